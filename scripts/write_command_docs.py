@@ -19,8 +19,7 @@ from click.testing import CliRunner
 from llamaspec.cli.bench import draw
 from llamaspec.cli.main import main as llamaspec
 from llamaspec.errors import LlamaspecError
-from llamaspec.measure.bench_tables import markdown
-from llamaspec.measure.report import read_report
+from llamaspec.measure.report import markdown, read_report
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS, BENCHMARKS = ROOT / "docs" / "commands.md", ROOT / "docs" / "benchmarks.md"

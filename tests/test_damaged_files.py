@@ -22,15 +22,10 @@ from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.policy import AutoLength
-from llamaspec.measure.probe import Probe, Spread, WidthTiming
-from llamaspec.measure.store import (
-    Kept,
-    keep,
-    store_probe,
-)
-from llamaspec.measure.store import (
-    stored as stored_of,
-)
+from llamaspec.measure.compare import Spread
+from llamaspec.measure.probe import Probe, WidthTiming
+from llamaspec.measure.store import keep
+from llamaspec.measure.store import stored as stored_of
 from llamaspec.plan import DraftPlan, ModelFile
 
 N = 100  # damaged copies of each file
@@ -93,21 +88,21 @@ def stored(
             lambda: save_conversation(session, MESSAGES),
             lambda: _raised(lambda: load_conversation(session)),
         )
-    if request.param == "probe":
-        path = store_probe(pair, PROBE)
-        return Stored(path, lambda: store_probe(pair, PROBE), lambda: stored_of(pair, Probe).fault)
     prior = AutoLength(CostCurve((1, 3), (0.02, 0.03), 0.004)).experience()
-    keep(pair, prior)
+    measured = PROBE if request.param == "probe" else prior
+    keep(pair, measured)
     (path,) = (tmp_path / "cache").rglob("*.json")
-    return Stored(path, lambda: keep(pair, prior), lambda: _used(stored_of(pair, LearnedPrior)))
+    return Stored(path, lambda: keep(pair, measured), lambda: _used(pair, type(measured)))
 
 
-def _used(kept: Kept[LearnedPrior]) -> str | None:
-    if kept.value is not None:
-        costs = AutoLength(kept.value).costs
+def _used(pair: DraftPlan, kind: type[Probe | LearnedPrior]) -> str | None:
+    faults: list[str] = []
+    kept = stored_of(pair, kind, faults.append)
+    if isinstance(kept, LearnedPrior):
+        costs = AutoLength(kept).costs
         costs.observe_verify(1, 0.02)
         costs.learned()
-    return kept.fault
+    return faults[0] if faults else None
 
 
 def _use_catalog() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 from click.core import ParameterSource
@@ -27,28 +27,20 @@ from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import write_file
 from llamaspec.llama.gguf_file import check_gguf, read_gguf
-from llamaspec.measure.bench import (
-    TASKS,
-    Request,
-    Sample,
-    ask_all,
-    context_for,
-    quick_tasks,
-    read_tasks,
-    requests_of,
+from llamaspec.measure.bench import TASKS, Sample, ask_all, context_for, quick_tasks, read_tasks, speed_ups
+from llamaspec.measure.report import (
+    COLUMNS,
+    Report,
+    Settings,
+    in_short,
+    is_comparable,
+    make_report,
+    markdown,
+    next_to_best_type,
+    public_options,
+    rows,
 )
-from llamaspec.measure.bench_tables import COLUMNS, in_short, is_comparable, markdown, next_to_best_type, rows
-from llamaspec.measure.report import Report, make_report, speed_ups
-from llamaspec.measure.served_arms import (
-    AUTO,
-    PEER,
-    PLAIN,
-    Answer,
-    own_arms,
-    peer_arms,
-    program_version,
-    serving,
-)
+from llamaspec.measure.served_arms import AUTO, PEER, PLAIN, own_arms, peer_arms, program_version, serving
 from llamaspec.measure.store import keep_gains
 from llamaspec.plan import DraftPlan
 from llamaspec.values import Copying
@@ -96,7 +88,7 @@ _OPTIONS: tuple[Decorator, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What only `bench` can be asked for."""
+    """Options that only `bench` has."""
 
     tasks: Path
     names: tuple[str, ...]
@@ -112,12 +104,6 @@ class BenchOptions:
     plot: Path | None
     share: Path | None
     as_json: bool
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What every request says beside its messages."""
-        limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
-        return {**limit, "temperature": self.temperature}
 
 
 @click.command(
@@ -146,20 +132,18 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
     arms = [*own_arms(given, bench.also, bench.against)]
     if bench.llama_server is not None:
         arms += peer_arms(bench.llama_server, plan, bench.spec_types.split(",") if bench.spec_types else ())
+    settings = Settings(
+        bench.max_tokens, bench.temperature, bench.repeats, bench.names, public_options(given)
+    )
     samples: list[Sample] = []
     say(f"starting {len(arms)} servers, which take turns: {'; '.join(arm.name for arm in arms)}")
-    total, fault, code = len(requests_of(tasks)) * bench.repeats, None, 0
+    fault, code = None, 0
     try:
         with _ended_by_signals(), ExitStack() as started:
             with SlowProgress("starting the servers"):
                 servers = started.enter_context(serving(arms))
             asks = {name: server.ask for name, server in servers.items()}
-
-            def heard(request: Request, arm: str, answer: Answer) -> None:
-                number = len(samples) // len(arms) + 1
-                click.echo(f"{number}/{total} {request.label}, {arm}: {answer.seconds:.2f} s", err=True)
-
-            for each in ask_all(asks, tasks, bench.settings, bench.repeats, say, heard):
+            for each in ask_all(asks, tasks, settings.fields, settings.repeats, say):
                 samples += each
     except KeyboardInterrupt:
         say(f"interrupted{'; results so far:' if samples else ''}")
@@ -168,12 +152,9 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
         fault = error
     if samples:
         is_whole = fault is None and code == 0
-        asked = {"max_tokens": bench.max_tokens, "temperature": bench.temperature, "repeats": bench.repeats}
-        report = make_report(
-            samples, plan, asked, bench.names, given,
-            bench.llama_server and program_version(bench.llama_server),
-            with_hashes=bench.as_json or bench.share is not None,
-        )  # fmt: skip
+        peer_version = None if bench.llama_server is None else program_version(bench.llama_server)
+        with_hashes = bench.as_json or bench.share is not None
+        report = make_report(samples, plan, settings, peer_version, with_hashes=with_hashes)
         is_usual = drafting == Drafting()
         if is_whole and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
             keep_gains(plan, speed_ups(samples))
@@ -189,7 +170,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
 
 
 def _check(bench: BenchOptions) -> None:
-    """Refuse, before anything is fetched or started, what would fail at the end."""
+    """Refuse before anything is fetched or started what would fail at the end."""
     check_installed()
     if bench.plot is not None:
         check_plot(bench.plot)
@@ -218,7 +199,7 @@ def _plan_and_options(models: ModelChoice, n_ctx: int) -> tuple[DraftPlan, list[
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the servers, too."""
+    """Let SIGTERM and SIGHUP end the servers, too."""
 
     def end(number: int, _frame: object) -> NoReturn:
         sys.exit(128 + number)
@@ -232,7 +213,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _given() -> Iterator[str]:
-    """What the command line gives that `serve` takes, too."""
+    """Yield the options of this command line that `serve` has, too."""
     context = click.get_current_context()
     known = {parameter.name for parameter in serve.params}
     for parameter in context.command.params:
@@ -257,9 +238,10 @@ def _show(report: Report, options: BenchOptions) -> None:
     if options.markdown:
         click.echo(markdown(report))
     else:
-        asked = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in options.settings.items())
+        fields = report.settings.fields.items()
+        settings = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in fields)
         machine = f"llamaspec {report.versions['llamaspec']} on {', '.join(report.machine.devices)}"
-        console.print(f"{report.title}; {asked}; {machine}")
+        console.print(f"{report.title}; {settings}; {machine}")
         for group in report.groups:
             console.print(f"\n{group}")
             print_table(COLUMNS, rows(report, group), console)
@@ -291,7 +273,7 @@ def _show_bars(report: Report, console: Console) -> None:
 
 def draw(report: Report, path: Path) -> None:
     """Draw the ratios of a report by task; of several llama-servers only the best type."""
-    from matplotlib import rc_context  # an extra, which most people do without
+    from matplotlib import rc_context  # an optional extra
     from matplotlib.figure import Figure
 
     arms = [

@@ -19,23 +19,6 @@ from llamaspec.llama import runtime
 from llamaspec.measure.doctor import OK, PROBLEM, WARNING, Finding, examine
 
 STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
-_SETTINGS = {  # by the settings that findings name
-    "target.n_ctx": "--n-ctx",
-    "draft.n_ctx": "--draft-ctx",
-    "target.gpu_layers": "--gpu-layers",
-    "target.threads": "--threads",
-    "draft.threads": "--draft-threads",
-    "target.flash_attention": "--flash-attn",
-    "draft.flash_attention": "--flash-attn",
-    "target.cache_type_k": "--cache-type-k",
-    "target.cache_type_v": "--cache-type-v",
-    "draft.cache_type_k": "--draft-cache-type-k",
-    "draft.cache_type_v": "--draft-cache-type-v",
-    "draft_length": "--draft-length 0",
-    "draft": "--draft FILE",
-    "heads": "--draft mtp",
-    "ngram": "--draft ngram",
-}
 
 
 @click.command(
@@ -59,7 +42,7 @@ def doctor(models: ModelChoice, as_json: bool) -> None:
     if as_json:
         listed = []
         for finding in found:
-            text, remedy = _told(finding)
+            text, remedy = _worded(finding)
             entry = {"level": finding.level, "topic": finding.topic, "text": text, "remedy": remedy}
             listed.append(entry)
         click.echo(json.dumps({"findings": listed, "problems": counts[PROBLEM], "warnings": counts[WARNING]}))
@@ -69,11 +52,9 @@ def doctor(models: ModelChoice, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _told(finding: Finding) -> tuple[str, str | None]:
-    """Text and remedy, the last of them with the options that it takes."""
-    options = [_SETTINGS[setting] for setting in finding.settings]
-    if finding.error is not None:
-        options += out.options_of(finding.error)
+def _worded(finding: Finding) -> tuple[str, str | None]:
+    """Return text and remedy, for an error with the options that remedy it."""
+    options = () if finding.error is None else out.options_of(finding.error)
     added = f" ({', '.join(options)})" if options else ""
     if finding.remedy is None:
         return finding.text + added, None
@@ -81,13 +62,13 @@ def _told(finding: Finding) -> tuple[str, str | None]:
 
 
 def _show_findings(findings: Sequence[Finding]) -> None:
-    """One line for each finding; colour only on a terminal, NO_COLOR honoured."""
+    """Print one line for each finding; colour only on a terminal and without NO_COLOR."""
     console = Console(highlight=False, soft_wrap=True)
     n_topic = max(len(finding.topic) for finding in findings)
     for finding in findings:
-        text, remedy = _told(finding)
-        told = printable(text if remedy is None else f"{text}; {remedy}")
+        text, remedy = _worded(finding)
+        shown = printable(text if remedy is None else f"{text}; {remedy}")
         line = Text.assemble(
-            (f"{finding.level:<7}", STYLES[finding.level]), f"  {finding.topic:<{n_topic}}  ", told
+            (f"{finding.level:<7}", STYLES[finding.level]), f"  {finding.topic:<{n_topic}}  ", shown
         )
         console.print(line)

@@ -23,7 +23,7 @@ from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES
-from llamaspec.measure.probe import Spread
+from llamaspec.measure.compare import Spread
 from llamaspec.sampling.filters import Sampling
 
 

@@ -122,9 +122,9 @@ def generate(
         else:
             _report(completion, seed, output)
         if output.explain and isinstance(policy, AutoLength):
-            if (kept := pair_verdict(pair)) is not None:
-                out.say(f"so far, {kept}")
-            out.explain(explain(completion.rounds, policy.experience().curve), out.stderr_console())
+            prior = policy.experience()
+            reasons = explain(completion, prior.curve)
+            out.explain(reasons, pair_verdict(pair, prior), out.stderr_console())
         elif output.explain:
             out.say(f"nothing to explain: --draft-length fixed the draft length at {decoding.draft_length}")
     if interrupted:

@@ -28,7 +28,7 @@ _SUBCOMMANDS = {
     "audit": ("measure", "Check that the text with draft tokens is the text without."),
     "bench": ("bench", "Measure whole requests, with drafts and without."),
     "chat": ("chat", "Chat with a model."),
-    "compare": ("compare", "Compare the target alone, the draft alone and both together."),
+    "compare": ("measure", "Compare the target alone, the draft alone and both together."),
     "doctor": ("doctor", "Check this machine and the models, and suggest fixes."),
     "draft": ("draft", "Make a draft for a target that has none."),
     "generate": ("generate", "Continue PROMPT."),

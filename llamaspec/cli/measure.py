@@ -1,39 +1,195 @@
-"""Commands that measure a pair: `llamaspec probe` and `audit`."""
+"""Commands that measure a pair: `llamaspec compare`, `probe` and `audit`."""
 
 from __future__ import annotations
 
 import csv
 import json
+import statistics
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.bar import Bar
 from rich.console import Console
 
+from llamaspec.chat.template import NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
 from llamaspec.cli import pictures
-from llamaspec.cli.compare import plan_with_draft, task_of
-from llamaspec.cli.grouped import Decorator, GroupedCommand, section
+from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.model_options import (
     ModelChoice,
     find_plan,
     find_plan_here,
+    learning,
     model_options,
     open_models,
 )
-from llamaspec.errors import LlamaspecError, printable
-from llamaspec.measure import store as curves
-from llamaspec.measure.attention import compare_attention
-from llamaspec.measure.compare import Task
+from llamaspec.errors import LlamaspecError, PairError, printable
+from llamaspec.measure import store
+from llamaspec.measure.bench import read_tasks
+from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread, Task, run_compare
 from llamaspec.measure.exactness import AUDITED, Audit, run_audit
-from llamaspec.measure.probe import FULL, QUICK, Probe, Spread, measure
-from llamaspec.measure.reasons import attention_verdicts, conclusions
+from llamaspec.measure.probe import FULL, QUICK, Probe, compare_attention, measure
+from llamaspec.measure.reasons import attention_verdicts, conclusions, pair_verdict
 from llamaspec.pair import Pair
+from llamaspec.plan import DraftPlan
 
 AUDIT_PROMPT = "def read_lines(path):\n"
+PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
+_ORDINARY = ("ask", "write code", "explain")  # tasks of the benchmark
+
+
+def plan_with_draft(models: ModelChoice, command: str) -> DraftPlan:
+    """Return the plan of the chosen models; PairError if nothing drafts."""
+    plan = find_plan(models)
+    if plan.is_plain:
+        raise PairError(f"{command} needs a draft; name it with --draft, or drop --no-ngram")
+    return plan
+
+
+def task_of(pair: Pair, text: bytes, decoding: shared.DecodingOptions, seed: int) -> Task:
+    """Return the task of continuing a prompt."""
+    prompt = pair.target.vocabulary.tokenize(text)
+    return Task(prompt, decoding.sampling, seed, decoding.max_tokens, decoding.rule)
+
+
+# compare
+
+
+@click.command(
+    cls=GroupedCommand,
+    epilog="""\b
+Examples:
+  llamaspec compare
+  llamaspec compare --target llama-70b.Q4.gguf --draft llama-8b.Q4.gguf -t 0 -r 3
+  llamaspec compare --target big.gguf --draft ngram -f report.txt
+  llamaspec compare --target big.gguf --draft big.gguf       sanity check: nothing is rejected
+""",
+)
+@shared.prompt_options("The prompt; default: several of the benchmark's, in turn.")
+@click.option("--num-runs", "-r", type=Integer(min=1), default=5, show_default=True,
+              help="Runs of each method.")  # fmt: skip
+@model_options
+@shared.decoding_options
+@shared.JSON_OPTION
+def compare(
+    source: shared.PromptSource,
+    models: ModelChoice,
+    decoding: shared.DecodingOptions,
+    num_runs: int,
+    as_json: bool,
+) -> None:
+    """Compare the target alone, the draft alone and both together."""
+    text = source.read() if source.is_named else None
+    plan = plan_with_draft(models, "compare")
+    if text is None and models.is_embedded:
+        text = PREDICTABLE_PROMPT.encode()
+    seed = decoding.seed_or_random()
+    with (
+        learning(plan, models, decoding, quiet=True) as (pair, policy),
+        out.SlowProgress("comparing") as progress,
+    ):
+        if text is None:
+            tasks = _ordinary_tasks(pair, decoding, seed)
+        else:
+            tasks = [task_of(pair, text, decoding, seed)]
+        comparison = run_compare(pair, tasks, num_runs, policy, progress)
+    kept = pair_verdict(plan)
+    if as_json:
+        click.echo(json.dumps(_comparison_json(comparison, tasks[0], kept)))
+        return
+    _show_comparison(comparison, tasks[0])
+    if kept is not None:
+        out.say(f"so far, {kept}")
+
+
+def _ordinary_tasks(pair: Pair, decoding: shared.DecodingOptions, seed: int) -> list[Task]:
+    """Return prompts of the benchmark that fit, in the model's chat template if it has one; at least one."""
+    prompts = [prompt.encode() for task in read_tasks(names=_ORDINARY) for prompt in task.prompts]
+    tasks = [task_of(pair, prompt, decoding, seed) for prompt in prompts]
+    with suppress(NoTemplateError):
+        chat = shared.ChatOptions(None, None)
+        turns = [chat.first_turn(pair, each, parse_special=False) for each in prompts]
+        tasks = [replace(task, prompt=turn) for task, turn in zip(tasks, turns, strict=True)]
+    fitting = [task for task in tasks if len(task.prompt) + task.max_tokens < pair.target.context_size]
+    return fitting or tasks[:1]
+
+
+def _show_comparison(comparison: Comparison, task: Task) -> None:
+    rows = []
+    for arm in comparison.arms:
+        seconds, speed_up = Spread.of(arm.seconds), comparison.speed_up(arm)
+        if arm is comparison.target:
+            ratio = "1.00x"
+        elif speed_up is None:
+            ratio = ""
+        elif speed_up.low is None:
+            ratio = f"{speed_up.mean:.2f}x"
+        else:
+            ratio = f"{speed_up.mean:.2f}x ({speed_up.low:.2f} to {speed_up.high:.2f})"
+        spread = f"{seconds.median:.3f} ± {seconds.half:.3f}"
+        rows.append((arm.name, str(len(arm.runs)), spread, f"{arm.tokens_per_second:.1f}", ratio))
+    out.print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
+    notes = out.stderr_console()
+    notes.print(
+        "seconds: median ± half the interquartile range; speed-up: mean over the runs, each against the "
+        "target's beside it (95 % interval of the next measurement)"
+    )
+    rate = comparison.speculative.acceptance_rate
+    if comparison.speculative.n_drafted == 0:
+        click.echo("nothing was drafted, so any difference is noise")
+    elif rate is None:
+        click.echo("no draft tokens were verified")
+    else:
+        click.echo(f"acceptance: {rate:.1%} of the verified draft tokens")
+    if comparison.same_file:
+        notes.print("target and draft are the same file: in this sanity check nothing should be rejected")
+    if comparison.same_text:
+        notes.print("every run produced the target's own text")
+    elif task.repeats:
+        notes.print("some runs differ from the target's own text: larger batches round differently here")
+
+
+def _comparison_json(comparison: Comparison, task: Task, verdict: str | None) -> dict[str, Any]:
+    return {
+        "seed": task.seed,
+        "rule": task.rule,
+        "same_file": comparison.same_file,
+        "same_text": comparison.same_text,
+        "acceptance_rate": comparison.speculative.acceptance_rate,
+        "drafted": comparison.speculative.n_drafted,
+        "arms": [_arm_json(arm, comparison.speed_up(arm)) for arm in comparison.arms],
+        "verdict": verdict,
+    }
+
+
+def _arm_json(arm: Arm, speed_up: SpeedUp | None) -> dict[str, Any]:
+    seconds, interval = Spread.of(arm.seconds), None
+    if speed_up is not None and speed_up.low is not None:
+        interval = [speed_up.low, speed_up.high]
+    return {
+        "method": arm.name,
+        "tokens_per_second": arm.tokens_per_second,
+        "speed_up": None if speed_up is None else speed_up.mean,
+        "speed_up_interval": interval,
+        "median_seconds": seconds.median,
+        "seconds_quartiles": [seconds.low, seconds.high],
+        "mean_seconds": statistics.mean(arm.seconds),
+        "std_seconds": statistics.stdev(arm.seconds) if len(arm.seconds) > 1 else 0.0,
+        "runs": [
+            {
+                "tokens": run.summary.n_tokens,
+                "seconds": run.summary.decode_seconds,
+                "prefill_seconds": run.prefill_seconds,
+                "acceptance_rate": run.summary.acceptance_rate,
+            }
+            for run in arm.runs
+        ],
+    }
 
 
 # probe
@@ -81,16 +237,15 @@ def probe(
     if plot is not None:
         pictures.check_plot(plot)
     if forget:
-        dropped = curves.forget(find_plan_here(models))
+        dropped = store.forget(find_plan_here(models))
         click.echo("forgotten" if dropped else "there was no stored result for this pair", err=True)
         return
     if show:
-        plan = find_plan_here(models)
-        kept = curves.stored(plan, Probe)
-        if kept.value is None:
-            reason = kept.fault or "this pair has not been probed yet"
+        plan, faults = find_plan_here(models), list[str]()
+        found = store.stored(plan, Probe, faults.append)
+        if found is None:
+            reason = faults[0] if faults else "this pair has not been probed yet"
             raise LlamaspecError(f"{reason}; run the probe without --show")
-        found = kept.value
     else:
         plan = find_plan(models)
         with open_models(plan, models) as pair:
@@ -111,16 +266,13 @@ def probe(
 
 
 def _measured(pair: Pair, *, quick: bool) -> Probe:
-    """Measure, and keep what was found."""
+    """Measure a pair and keep the result."""
     with out.SlowProgress("probing") as progress:
         found = measure(pair, QUICK if quick else FULL, progress)
     if not quick:
         with out.SlowProgress("comparing attention") as progress:
             found = replace(found, attention=compare_attention(pair, found.depths, progress))
-    try:
-        curves.store_probe(pair, found)
-    except LlamaspecError as error:  # what took minutes is shown even where it cannot be kept
-        out.say(f"warning: {error}")
+    store.keep_probe(pair, found, lambda fault: out.say(f"warning: {fault}"))
     return found
 
 
@@ -180,22 +332,22 @@ Examples:
 def audit(
     source: shared.PromptSource, models: ModelChoice, decoding: shared.DecodingOptions, as_json: bool
 ) -> None:
-    """Check that the text with draft tokens is the text without. Exit code 1 where it is not.
+    """Check that the text with draft tokens is the text without. Exit code 1 if it is not.
 
-    Other rules than coupled draw another text; there every token is checked to be possible.
+    Rules other than coupled draw another text; with them, every token is checked to be possible.
     """
     text, plan = source.read(AUDIT_PROMPT), plan_with_draft(models, "audit")
     seed = decoding.seed or 0
     with open_models(plan, models) as pair, out.SlowProgress("auditing") as progress:
         task = task_of(pair, text, decoding, seed)
-        exactness = curves.known_exactness(pair, out.say) if decoding.exact else None
+        exactness = store.known_exactness(pair, out.say) if decoding.exact else None
         found = run_audit(pair, task, shared.make_policy(pair, decoding, exactness), progress)
         options = pair.target.options
     if as_json:
-        told = {"seed": seed, "rule": task.rule, **asdict(found), "identical_widths": found.identical_widths}
+        shown = {"seed": seed, "rule": task.rule, **asdict(found), "identical_widths": found.identical_widths}
         if exactness is not None:
-            told["exact"] = {**asdict(exactness), "cache_type_v": options.cache_type_v}
-        click.echo(json.dumps(told))
+            shown["exact"] = {**asdict(exactness), "cache_type_v": options.cache_type_v}
+        click.echo(json.dumps(shown))
     else:
         _show_audit(found, task)
         if exactness is not None:
@@ -212,7 +364,8 @@ def audit(
 def _show_audit(found: Audit, task: Task) -> None:
     if not found.compares_texts:
         click.echo(
-            f"the {task.rule} rule draws another text than plain decoding, by the same law: not compared"
+            f"the {task.rule} rule draws another text than plain decoding, from the same distribution: "
+            "not compared"
         )
     elif found.first_difference is None:
         click.echo(f"same seed, same text: all {found.n_tokens} tokens are those of plain decoding")
@@ -222,7 +375,7 @@ def _show_audit(found: Audit, task: Task) -> None:
     for fork in found.forks:
         click.echo(
             f"  token {fork.index}, batch of {fork.width}: {fork.said!r} with draft tokens, {fork.alone!r} "
-            f"alone; the two best logits lie {fork.logit_gap:.4f} apart"
+            f"alone; the two best logits are {fork.logit_gap:.4f} apart"
         )
     widths = ", ".join(str(width) for width in found.identical_widths) or "none"
     click.echo(f"widths up to {AUDITED} that are bit-identical with width 1 here: {widths}")

@@ -249,12 +249,12 @@ def learning(
         restore_reading_gain(pair)
         drafts = isinstance(policy, AutoLength) and Source.MODEL in pair.sources
         tells = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
-        is_first = stored(pair, LearnedPrior).value is None
+        is_first = stored(pair, LearnedPrior) is None
         try:
             yield pair, policy
         finally:
             keep_learnt(pair, policy)
-        if tells and is_first and stored(pair, LearnedPrior).value is not None:
+        if tells and is_first and stored(pair, LearnedPrior) is not None:
             say("first run with this pair: its speed was measured, and the next runs start from that")
         if tells and (found := pair_verdict(pair)) is not None:
             say(found)

@@ -298,20 +298,24 @@ def _unused_draft(completion: Completion) -> list[str]:
 # Why tokens were drafted
 
 
-def print_costs(curve: CostCurve, console: Console) -> None:
-    """Print what a curve says of drafting: the end of `probe` and of `--explain`."""
+def print_costs(curve: CostCurve, console: Console, known: str | None = None) -> None:
+    """Print what a curve says of drafting: the end of `probe` and of `--explain`.
+
+    The last line is `known`, a verdict on the pair, or else the verdict of the curve alone.
+    """
     for sentence in in_words(curve):
         console.print(sentence)
-    if not curve.draft_step_seconds:
-        return
-    best = [(acceptance, best_length(round_seconds(curve), acceptance)) for acceptance in ACCEPTANCES]
-    rates = [(f"{acceptance:.2f}", str(b.n_guesses), f"{b.speed_up:.2f}x") for acceptance, b in best]
-    print_table(("<acceptance", "best draft length", "predicted speed-up"), rates, console)
-    console.print(verdict(curve))
+    if curve.draft_step_seconds:
+        best = [(acceptance, best_length(round_seconds(curve), acceptance)) for acceptance in ACCEPTANCES]
+        rates = [(f"{acceptance:.2f}", str(b.n_guesses), f"{b.speed_up:.2f}x") for acceptance, b in best]
+        print_table(("<acceptance", "best draft length", "predicted speed-up"), rates, console)
+        known = known or verdict(curve)
+    if known is not None:
+        console.print(known)
 
 
-def explain(reasons: Reasons, console: Console) -> None:
-    """Print draft lengths, costs, acceptance and gain of a text, and what the costs say of others."""
+def explain(reasons: Reasons, known: str | None, console: Console) -> None:
+    """Print draft lengths, costs, acceptance and gain of a completion, and what the costs say of others."""
     n_rounds = sum(reasons.lengths.values()) or 1
     lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
     console.print(f"verified draft tokens per round: {', '.join(lengths)}")
@@ -338,4 +342,4 @@ def explain(reasons: Reasons, console: Console) -> None:
     if reasons.curve is None:
         console.print("costs unknown: nothing timed so far, run `llamaspec probe`")
     else:
-        print_costs(reasons.curve, console)
+        print_costs(reasons.curve, console, known)

@@ -20,7 +20,7 @@ from llamaspec.hub import DRAFT_FOR, made_path
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
-from llamaspec.measure.probe import Spread
+from llamaspec.measure.compare import Spread
 from llamaspec.measure.reasons import best_length
 from llamaspec.pair import Pair
 

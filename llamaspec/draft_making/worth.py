@@ -17,8 +17,8 @@ from llamaspec.engine.generation import Completion
 from llamaspec.errors import PromptError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
-from llamaspec.measure.compare import Task, take_turns
-from llamaspec.measure.probe import QUICK, TEXT, Effort, Spread, measure
+from llamaspec.measure.compare import Spread, Task, take_turns
+from llamaspec.measure.probe import QUICK, STEPS, TEXT, measure
 from llamaspec.measure.reasons import round_seconds
 from llamaspec.pair import Pair
 from llamaspec.protocols import Stream
@@ -30,7 +30,6 @@ from llamaspec.values import TARGET, Forward, ForwardRequest, TokenArray
 N_PROMPTS, PROMPT = 4, 64  # texts; tokens of each prompt
 WRITTEN, LEAST_WRITTEN = 128, 16  # tokens of each completion
 WRITING = 0.06  # share of the time limit for generating them; the final measurement takes six times as long
-STEPS = Effort(widths=(1,), depths=(64,), most_turns=7, seconds=10.0, n_compared=1)
 N_RUNS = 2  # runs per text, to measure a speed-up
 
 

@@ -1,69 +1,94 @@
-"""The same completions in several ways: by the target alone, by the draft alone, and by both together.
+"""Ways to generate take turns, so that a machine that warms up or is busy slows all of them alike.
 
-The arms take turns, so that a machine that warms up or is busy slows all of them alike. The KV caches are
-emptied before every run: no arm finds a prompt that another has left there. Seconds are medians with
-quartiles. The speed-up compares each run with the plain run beside it.
+`take_turns` and the statistics of its runs serve every measurement. `run_compare` measures the same
+completions by the target alone, by the draft alone, and by both together. The KV caches are emptied before
+every run: no arm finds a prompt that another has left there. Seconds are medians with quartiles. The speed-up
+compares each run with the plain run beside it.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from itertools import zip_longest
+from typing import TypeAlias, TypeVar
+
+import numpy as np
 
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import Completion
-from llamaspec.measure.probe import Progress, Spread
 from llamaspec.pair import Pair
 from llamaspec.protocols import Drafter, LengthPolicy
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
 T = TypeVar("T")
+Name = TypeVar("Name", bound=Hashable)
+Progress: TypeAlias = Callable[[float], None]  # receives the finished fraction, 0 to 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Task:
-    """A prompt and how it is to be continued."""
+# Turns and their statistics
 
-    prompt: TokenArray  # [n]
-    sampling: Sampling
-    seed: int
-    max_tokens: int
-    rule: str
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Values of several runs."""
+
+    low: float  # lower quartile
+    median: float
+    high: float  # upper quartile
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Fold values; at least one."""
+        return cls(*np.quantile(list(values), [0.25, 0.5, 0.75]).tolist())
 
     @property
-    def repeats(self) -> bool:
-        """Whether the text with draft tokens is the text without: otherwise only its law is the same."""
-        return self.rule == "coupled" or self.sampling.temperature == 0
+    def half(self) -> float:
+        """Half of the distance between the quartiles."""
+        return (self.high - self.low) / 2
 
-    def run(
-        self,
-        pair: Pair,
-        policy: LengthPolicy | None = None,
-        *,
-        drafter: Drafter | None = None,
-        logprobs: int | None = None,
-    ) -> Completion:
-        """Generate with a pair."""
-        return pair.stream(
-            self.prompt,
-            sampling=self.sampling,
-            seed=self.seed,
-            max_tokens=self.max_tokens,
-            rule=self.rule,
-            policy=policy,
-            drafter=drafter,
-            logprobs=logprobs,
-        ).run()
 
-    def run_plain(self, pair: Pair) -> Completion:
-        """The same by plain decoding."""
-        return self.run(pair, drafter=NoDrafter())
+def in_turn(arms: Sequence[T], turn: int) -> Sequence[T]:
+    """Return the arms in the order of one turn: another one begins each time."""
+    shift = turn % len(arms)
+    return [*arms[shift:], *arms[:shift]]
+
+
+def take_turns(
+    ways: Mapping[Name, Callable[[int], T]],
+    n_turns: int,
+    report: Progress = lambda fraction: None,
+    used: Callable[[], float] = lambda: 0.0,
+) -> dict[Name, list[T]]:
+    """Call each way once in every turn, with the turn's number; a first turn, -1, warms up.
+
+    `used` returns the share of the time that has passed. After the first turn that counts, no turn begins
+    that would take too long if it were like the one before.
+    """
+    found: dict[Name, list[T]] = {name: [] for name in ways}
+    latest = 0.0  # share of the time
+    for turn in range(-1, n_turns):
+        begin = used()
+        if turn > 0 and begin + latest > 1:
+            break
+        for i, name in enumerate(in_turn([*ways], turn)):
+            result = ways[name](turn)
+            if turn >= 0:
+                found[name].append(result)
+            report(((turn + 1) * len(ways) + i + 1) / ((n_turns + 1) * len(ways)))
+        latest = used() - begin
+    return found
+
+
+def first_difference(mine: Sequence[object], other: Sequence[object]) -> int | None:
+    """Return the first place at which two completions differ; None if they are the same."""
+    pairs = enumerate(zip_longest(mine, other))
+    return next((i for i, (one, another) in pairs if one != another), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +96,7 @@ class SpeedUp:
     """How many times as fast an arm is, with an interval in which the next measurement will lie."""
 
     mean: float  # geometric, over the runs
-    low: float | None = None  # None: two runs or fewer tell nothing of the spread
+    low: float | None = None  # None: two runs or fewer do not show the spread
     high: float | None = None
 
     @classmethod
@@ -99,6 +124,49 @@ def _student_t(freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
+# Completions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """A prompt and how to continue it."""
+
+    prompt: TokenArray  # [n]
+    sampling: Sampling
+    seed: int
+    max_tokens: int
+    rule: str
+
+    @property
+    def repeats(self) -> bool:
+        """Whether drafts must not change the completion; under other rules only its distribution stays."""
+        return self.rule == "coupled" or self.sampling.temperature == 0
+
+    def run(
+        self,
+        pair: Pair,
+        policy: LengthPolicy | None = None,
+        *,
+        drafter: Drafter | None = None,
+        logprobs: int | None = None,
+    ) -> Completion:
+        """Generate with a pair."""
+        return pair.stream(
+            self.prompt,
+            sampling=self.sampling,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            rule=self.rule,
+            policy=policy,
+            drafter=drafter,
+            logprobs=logprobs,
+        ).run()
+
+    def run_plain(self, pair: Pair) -> Completion:
+        """Generate by plain decoding."""
+        return self.run(pair, drafter=NoDrafter())
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """The measured runs of one way to generate."""
@@ -108,7 +176,7 @@ class Arm:
 
     @property
     def seconds(self) -> list[float]:
-        """Decode seconds of each run, without prefill."""
+        """Decode seconds of each run, without prompt processing."""
         return [run.summary.decode_seconds for run in self.runs]
 
     @property
@@ -123,7 +191,7 @@ class Arm:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted / verified draft tokens over all runs; None where nothing was verified."""
+        """Accepted / verified draft tokens over all runs; None if nothing was verified."""
         verified = sum(run.summary.n_verified for run in self.runs)
         return sum(run.summary.n_accepted for run in self.runs) / verified if verified else None
 
@@ -137,56 +205,36 @@ class Arm:
 class Comparison:
     """The arms on the same prompts."""
 
-    target: Arm
-    draft: Arm | None  # None if there is no draft model
-    speculative: Arm
+    arms: tuple[Arm, ...]  # the target alone, the draft alone if it is a model, and both together
     same_file: bool  # target and draft are the same model
 
     @property
-    def arms(self) -> tuple[Arm, ...]:
-        """In the order in which they are shown."""
-        return tuple(arm for arm in (self.target, self.draft, self.speculative) if arm is not None)
+    def target(self) -> Arm:
+        """The target alone."""
+        return self.arms[0]
+
+    @property
+    def speculative(self) -> Arm:
+        """The target with everything that drafts for it."""
+        return self.arms[-1]
 
     @property
     def same_text(self) -> bool:
-        """Whether every speculative run said what the target says alone."""
+        """Whether every speculative run has the target's own completion."""
         pairs = zip(self.target.runs, self.speculative.runs, strict=True)
         return all(alone.tokens == together.tokens for alone, together in pairs)
 
     def speed_up(self, arm: Arm) -> SpeedUp | None:
         """Tokens per second of each run relative to the target's beside it.
 
-        None for a speculative arm without draft tokens, which did what the target alone does, and if no run
-        can be compared because it wrote nothing.
+        None for a speculative arm without draft tokens, which did what the target alone does, and if all runs
+        are empty.
         """
         if arm is self.speculative and arm.n_drafted == 0:
             return None
         pairs = zip(arm.rates, self.target.rates, strict=True)
         ratios = [its / plain for its, plain in pairs if its and plain]
         return SpeedUp.of(ratios) if ratios else None
-
-
-def in_turn(arms: Sequence[T], turn: int) -> Sequence[T]:
-    """Return the arms in the order of one turn: another one begins each time."""
-    shift = turn % len(arms)
-    return [*arms[shift:], *arms[:shift]]
-
-
-def take_turns(
-    ways: Mapping[str, Callable[[int], T]], n_turns: int, report: Progress = lambda fraction: None
-) -> dict[str, list[T]]:
-    """Call each way once in every turn, with the turn's number; a first turn, -1, warms up."""
-    found: dict[str, list[T]] = {name: [] for name in ways}
-    for turn in range(-1, n_turns):
-        for i, name in enumerate(in_turn([*ways], turn)):
-            result = ways[name](turn)
-            if turn >= 0:
-                found[name].append(result)
-            report(((turn + 1) * len(ways) + i + 1) / ((n_turns + 1) * len(ways)))
-    return found
-
-
-Way = Callable[[Task], Completion]
 
 
 def run_compare(
@@ -200,25 +248,22 @@ def run_compare(
 
     The KV caches of both models are emptied.
     """
-    ways: dict[str, Way] = {
-        "target alone": lambda task: task.run_plain(pair),
-        "speculative": lambda task: task.run(pair, policy),
-    }
 
-    def known(prompt: TokenArray) -> TokenArray:
-        """The prompt in the draft's tokens."""
-        return prompt if pair.common is None else pair.common.read(prompt)
-
-    def started(way: Way, turn: int) -> Completion:
+    def run(way: Callable[[Task], Completion], turn: int) -> Completion:
         pair.forget()
         task = tasks[turn % len(tasks)]
         return way(replace(task, seed=task.seed + turn))
 
+    def draft_alone(task: Task) -> Completion:
+        prompt = task.prompt if pair.common is None else pair.common.read(task.prompt)
+        return replace(task, prompt=prompt).run_plain(alone)
+
+    ways: dict[str, Callable[[Task], Completion]] = {"target alone": lambda task: task.run_plain(pair)}
     with ExitStack() as opened:
         if pair.draft is not None:
-            alone = opened.enter_context(Pair(pair.draft, None, 0.0))  # whose draft stays the pair's
-            ways["draft alone"] = lambda task: replace(task, prompt=known(task.prompt)).run_plain(alone)
-        runs = take_turns({name: partial(started, way) for name, way in ways.items()}, n_runs, report)
-    arms = {name: Arm(name, tuple(completions)) for name, completions in runs.items()}
+            alone = opened.enter_context(Pair(pair.draft, None, 0.0))  # the model stays the pair's
+            ways["draft alone"] = draft_alone
+        ways["speculative"] = lambda task: task.run(pair, policy)
+        runs = take_turns({name: partial(run, way) for name, way in ways.items()}, n_runs, report)
     same_file = pair.draft is not None and pair.target.path.samefile(pair.draft.path)
-    return Comparison(arms["target alone"], arms.get("draft alone"), arms["speculative"], same_file)
+    return Comparison(tuple(Arm(name, tuple(found)) for name, found in runs.items()), same_file)

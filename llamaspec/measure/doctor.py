@@ -1,47 +1,36 @@
 """Check the machine and the models, and yield findings about what will fail or be slow.
 
-Models are loaded one by one, so that a damaged file is a finding and the other model is still checked. A
-finding that is not ok names a remedy and its settings by role and field, such as "draft.n_ctx".
+Models are loaded one by one, so that a damaged file is a finding and the other model is still checked.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeAlias
 
-from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.errors import LlamaspecError
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel, MemoryFacts
 from llamaspec.llama.nextn import heads_in_file
-from llamaspec.llama.options import Device, ModelOptions, as_size, cache_bytes
-from llamaspec.llama.vocabulary import LlamaVocabulary, difference
-from llamaspec.llama.weights import LoadProgress, ModelFacts
+from llamaspec.llama.options import Device, as_size, cache_bytes
+from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.machine import CROWDED, MachineFacts, look_at_machine
-from llamaspec.measure.probe import sample_tokens
+from llamaspec.measure.probe import STEPS, Probe, measure, sample_tokens
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan
-from llamaspec.values import TARGET, ForwardRequest
 
-Clock = Callable[[], float]  # seconds
-Working = Callable[
-    [str], AbstractContextManager[LoadProgress]
-]  # (what is done) -> told how much of it is done
+Working: TypeAlias = Callable[[str], AbstractContextManager[LoadProgress]]  # shows progress under a label
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 CHEAP = 3.0  # a draft should be at least this many times faster than its target
-STEPS, WARM_UP = 9, 2  # tokens timed one by one; the first ones do not count
-PATIENCE_SECONDS = 5.0  # limit per model; a very large one is timed fewer times
 N_PROMPT, N_WRITTEN, N_DRAFT = 64, 48, 2  # tokens of the trial of a draft with another vocabulary
 TRIAL_SECONDS = 5.0  # limit of that trial
 FEW = 0.3  # acceptance below which drafting is hardly ever faster
-N_BEFORE = 16  # cached tokens when the first step is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +40,21 @@ class Finding:
     level: str  # ok, warning or problem
     topic: str
     text: str
-    remedy: str | None = None  # None where nothing needs to be done
-    settings: tuple[str, ...] = ()  # that the remedy uses
+    remedy: str | None = None  # None if nothing needs to be done
     error: LlamaspecError | None = None  # the error that it reports
 
     @classmethod
     def of_error(cls, topic: str, error: LlamaspecError) -> Finding:
         """Make a problem from an error, whose message ends with the remedy, after a semicolon."""
         text, _, remedy = str(error).rpartition("; ")
-        return cls(PROBLEM, topic, text or str(error), remedy if text else None, error=error)
+        return cls(PROBLEM, topic, text or str(error), remedy if text else None, error)
 
 
-def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *settings: str) -> Finding:
-    """Return OK, or a warning whose text ends with the fault."""
+def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *options: str) -> Finding:
+    """Return OK, or a warning whose text ends with the fault; `options` apply the remedy."""
     if is_fine:
         return Finding(OK, topic, text)
-    return Finding(WARNING, topic, text + fault, remedy, settings)
+    return Finding(WARNING, topic, text + fault, f"{remedy} ({', '.join(options)})" if options else remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,52 +62,39 @@ class Examined:
     """A loaded model and what was measured of it."""
 
     role: str  # target or draft
-    name: str  # of the file
-    description: str  # architecture, size and quantisation
-    facts: ModelFacts
+    model: LlamaModel
     memory: MemoryFacts
-    options: ModelOptions
-    context_size: int
-    trained_context_size: int
-    flash_attention: bool | None  # what llama.cpp chose; None where it did not say
-    step_seconds: float  # one token
+    flash_attention: bool | None  # what llama.cpp chose; None if it did not say
 
 
-def examine(plan: DraftPlan, working: Working, clock: Clock = time.perf_counter) -> Iterator[Finding]:
+def examine(plan: DraftPlan, working: Working) -> Iterator[Finding]:
     """Yield all findings, those of the machine first."""
     machine = look_at_machine()
     yield from machine_findings(machine)
-    if plan.heads is not None and not plan.has_own_heads:  # without its target it is nothing
+    if plan.heads is not None and not plan.has_own_heads:  # it cannot be loaded without its target
         text = f"{plan.heads.path.name} is a prediction head that reads the target's KV cache"
         yield Finding(OK, "draft", text)
     wanted = [*zip(("target", "draft"), plan.models, strict=False)]
-    examined: dict[str, Examined] = {}
-    models: dict[str, LlamaModel] = {}
+    examined: list[Examined] = []
     with ExitStack() as stack:
         for role, file in wanted:
             yield thread_finding(machine, role, file.options.threads)
             try:
                 with working(f"loading the {role}") as on_load:
                     model = stack.enter_context(LlamaModel(file.path, file.options, on_load))
-                with working(f"timing the {role}"):
-                    examined[role] = look_at_model(role, model, clock)
+                with working(f"trying the {role}"):
+                    memory = model.try_memory()
+                examined.append(Examined(role, model, memory, runtime.flash_attention()))
             except LlamaspecError as error:
                 yield Finding.of_error(role, error)
                 continue
-            models[role] = model
-            yield from model_findings(machine, examined[role])
+            yield from model_findings(machine, examined[-1])
         if examined:
-            yield room_finding(machine, list(examined.values()))
+            yield room_finding(machine, examined)
         yield from file_findings(plan)
         if plan.draft is not None and len(examined) == len(wanted):
-            vocabularies = models["target"].vocabulary, models["draft"].vocabulary
-            if difference(*vocabularies) is None:
-                yield from vocabulary_findings(*vocabularies)
-            else:
-                with working("timing the draft with the tokens of the target"):
-                    findings = [*foreign_findings(models["target"], models["draft"], clock)]
-                yield from findings
-            yield pace_finding(examined["target"], examined["draft"])
+            target, draft = (each.model for each in examined)
+            yield from pair_findings(target, draft, working)
             if (found := pair_verdict(plan)) is not None:
                 yield Finding(OK, "speed-up", found)
 
@@ -158,22 +133,21 @@ def thread_finding(machine: MachineFacts, role: str, asked: int | None) -> Findi
     text = f"{n} of {machine.n_physical} full-speed cores, {machine.n_logical} hardware threads"
     text += " (default)" if asked is None else ""
     is_fine, remedy = n <= machine.n_physical, f"use {machine.n_physical}"
-    return check(
-        topic, text, is_fine, ": more threads than cores slow each other down", remedy, f"{role}.threads"
-    )
+    option = "--threads" if role == "target" else "--draft-threads"
+    return check(topic, text, is_fine, ": more threads than cores slow each other down", remedy, option)
 
 
 def room_finding(machine: MachineFacts, models: Sequence[Examined]) -> Finding:
     """Weights and contexts on this machine against what was free before."""
     sizes = [
-        (model.role, model.facts.weights_bytes, model.memory.size(model.context_size))
-        for model in models
-        if not model.options.workers
+        (each.role, each.model.facts().weights_bytes, each.memory.size(each.model.context_size))
+        for each in models
+        if not each.model.options.workers
     ]
     if not sizes:
         return Finding(OK, "memory", "weights and context are on the workers")
     needed = sum(weights + context for _, weights, context in sizes)
-    on_gpu = any(machine.offloads(model.options) for model in models)
+    on_gpu = any(machine.offloads(each.model.options) for each in models)
     free = sum(device.free_bytes for device in machine.gpus) if on_gpu else machine.free_bytes
     parts = " + ".join(f"{role} {as_size(w)} weights, {as_size(c)} context" for role, w, c in sizes)
     text = f"{as_size(needed)} needed ({parts})"
@@ -184,78 +158,48 @@ def room_finding(machine: MachineFacts, models: Sequence[Examined]) -> Finding:
         return Finding(OK, "memory", text)
     remedy = "use a smaller context or quantization, or close other programs"
     if on_gpu:
-        settings = ("target.n_ctx", "target.gpu_layers")
-        return Finding(WARNING, "memory", text, f"{remedy}; or put fewer layers on the GPU", settings)
-    return Finding(PROBLEM if needed > free else WARNING, "memory", text, remedy, ("target.n_ctx",))
+        remedy += "; or put fewer layers on the GPU (--n-ctx, --gpu-layers)"
+        return Finding(WARNING, "memory", text, remedy)
+    return Finding(PROBLEM if needed > free else WARNING, "memory", text, f"{remedy} (--n-ctx)")
 
 
 # One model
 
 
-def look_at_model(role: str, model: LlamaModel, clock: Clock) -> Examined:
-    """Measure a model that has just been loaded; its KV cache is emptied."""
-    return Examined(
-        role=role,
-        name=Path(model.path).name,
-        description=model.description.replace(" ?B", ""),  # a size that llama.cpp has no name for
-        facts=model.facts(),
-        memory=model.try_memory(),
-        options=model.options,
-        context_size=model.context_size,
-        trained_context_size=model.trained_context_size,
-        flash_attention=runtime.flash_attention(),
-        step_seconds=step_seconds(model, clock),
-    )
-
-
-def step_seconds(model: LlamaModel, clock: Clock) -> float:
-    """Seconds of one token: the median of a few."""
-    tokens = sample_tokens(model.vocabulary, N_BEFORE + STEPS)
-    model.forget()
-    model.forward(ForwardRequest(TARGET, tokens[:N_BEFORE]))
-    begin, times = clock(), []
-    for n in range(N_BEFORE + 1, len(tokens) + 1):
-        start = clock()
-        model.forward(ForwardRequest(TARGET, tokens[:n]))
-        times.append(clock() - start)
-        if len(times) > WARM_UP and clock() - begin > PATIENCE_SECONDS:
-            break
-    model.forget()
-    return statistics.median(times[WARM_UP:])
-
-
-def model_findings(machine: MachineFacts, model: Examined) -> Iterator[Finding]:
+def model_findings(machine: MachineFacts, examined: Examined) -> Iterator[Finding]:
     """Yield findings about one model."""
-    role, facts, options = model.role, model.facts, model.options
+    role, model = examined.role, examined.model
+    facts, options = model.facts(), model.options
     parameters = f"{_count(facts.n_parameters)} parameters"
     if facts.n_active_parameters is not None:
         parameters += f", about {_count(facts.n_active_parameters)} of them active"
-    yield Finding(OK, role, f"{model.name}: {model.description}, {parameters}")
+    description = model.description.replace(" ?B", "")  # a size that llama.cpp has no name for
+    yield Finding(OK, role, f"{model.path.name}: {description}, {parameters}")
     context = f"{model.context_size} tokens used, trained on {model.trained_context_size}"
     asked, most = options.n_ctx, model.trained_context_size
     yield check(
         f"{role} context", context, asked is None or asked <= most,
-        ": text may degrade beyond that", f"use {most} tokens or fewer", f"{role}.n_ctx",
+        ": text may degrade beyond that", f"use {most} tokens or fewer",
+        "--n-ctx" if role == "target" else "--draft-ctx",
     )  # fmt: skip
-    yield _rollback_finding(model)
+    yield _rollback_finding(examined)
     types = options.cache_type_k, options.cache_type_v
     yield check(
         f"{role} KV types", f"keys {types[0]}, values {types[1]}",
         role != "draft" or min(map(cache_bytes, types)) >= cache_bytes("q8_0"),
         ": below q8_0, acceptance drops", "use q8_0 or f16 for both",
-        "draft.cache_type_k", "draft.cache_type_v",
+        "--draft-cache-type-k", "--draft-cache-type-v",
     )  # fmt: skip
-    on_gpu = machine.offloads(options) or options.workers != ()
-    yield _flash_finding(model, on_gpu=on_gpu)
+    yield _flash_finding(examined, on_gpu=machine.offloads(options) or options.workers != ())
 
 
 def _count(n: int) -> str:
     return f"{n / 1e9:.2f} billion" if n >= 1e8 else f"{n / 1e6:.2f} million"
 
 
-def _rollback_finding(model: Examined) -> Finding:
+def _rollback_finding(examined: Examined) -> Finding:
     """Say how the KV cache rolls back draft tokens."""
-    facts, memory, topic = model.facts, model.memory, f"{model.role} rollback"
+    facts, memory, topic = examined.model.facts(), examined.memory, f"{examined.role} rollback"
     kinds = [
         name
         for name, keeps in (("states", facts.keeps_states), ("positions", facts.keeps_positions))
@@ -267,7 +211,7 @@ def _rollback_finding(model: Examined) -> Finding:
     if memory.n_reread and not memory.n_kept:
         fault = "; it cannot roll back: after a rejected draft token the whole sequence is evaluated again"
         remedy = "keep sequences short, turn drafting off, or choose a model that keeps positions only"
-        return Finding(WARNING, topic, kind + fault, remedy, ("draft_length",))
+        return Finding(WARNING, topic, kind + fault, f"{remedy} (--draft-length 0)")
     how = "to an earlier state in the cache" if facts.keeps_states else "by removing just them"
     if memory.n_reread:
         again = f"{memory.n_reread} of {memory.n_right} tokens were evaluated again in a trial"
@@ -275,16 +219,17 @@ def _rollback_finding(model: Examined) -> Finding:
     return Finding(OK, topic, f"{kind}; rejected draft tokens are rolled back {how}")
 
 
-def _flash_finding(model: Examined, *, on_gpu: bool) -> Finding:
+def _flash_finding(examined: Examined, *, on_gpu: bool) -> Finding:
     """Check flash attention; on a CPU it may be slower, so turning it off is no warning there."""
-    asked, topic = model.options.flash_attention, f"{model.role} flash attention"
-    if not model.facts.keeps_positions:
+    asked, chosen = examined.model.options.flash_attention, examined.flash_attention
+    topic = f"{examined.role} flash attention"
+    if not examined.model.facts().keeps_positions:
         return Finding(OK, topic, "not applicable: the model has no attention")
     text = asked
-    if asked == "auto" and model.flash_attention is not None:
-        text = f"auto: {'on' if model.flash_attention else 'off, not possible here'}"
-    fault, setting = ": long contexts are slower and larger", f"{model.role}.flash_attention"
-    return check(topic, text, not (asked == "off" and on_gpu), fault, "leave it on", setting)
+    if asked == "auto" and chosen is not None:
+        text = f"auto: {'on' if chosen else 'off, not possible here'}"
+    is_fine = not (asked == "off" and on_gpu)
+    return check(topic, text, is_fine, ": long contexts are slower and larger", "leave it on", "--flash-attn")
 
 
 # Both together
@@ -295,29 +240,53 @@ def file_findings(plan: DraftPlan) -> Iterator[Finding]:
     try:
         found = heads_in_file(plan.target.path)
     except LlamaspecError:
-        pass  # said before
+        pass  # loading the target has failed, too
     else:
         if found.n_heads and found.fault is not None:
             yield Finding(OK, "target heads", f"the file {found.fault}")
         elif found.n_heads:
-            can = "used as the draft" if plan.heads is not None else "can be used as the draft"
-            settings = () if plan.heads is not None else ("heads",)
-            yield Finding(OK, "target heads", f"{found.n_heads} in the file, {can}", settings=settings)
+            can = "used as the draft" if plan.heads is not None else "can be used as the draft (--draft mtp)"
+            yield Finding(OK, "target heads", f"{found.n_heads} in the file, {can}")
     if plan.is_plain:
-        remedy = "name a small model of the target's family, or copy draft tokens from earlier text"
-        text = "none given: plain decoding, one token at a time"
-        yield Finding(WARNING, "draft", text, remedy, ("draft", "ngram"))
+        remedy = (
+            "name a small model of the target's family, or copy draft tokens from earlier text "
+            "(--draft FILE, --draft ngram)"
+        )
+        yield Finding(WARNING, "draft", "none given: plain decoding, one token at a time", remedy)
     elif plan.draft is None and plan.heads is None:
         yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
 
 
-def pace_finding(target: Examined, draft: Examined) -> Finding:
-    """Whether the draft is cheap enough for its target."""
-    ratio = target.step_seconds / draft.step_seconds
-    text = (
-        f"a token takes {1e3 * target.step_seconds:.2f} ms in the target, "
-        f"{1e3 * draft.step_seconds:.2f} ms in the draft: "
-    )
+def pair_findings(target: LlamaModel, draft: LlamaModel, working: Working) -> Iterator[Finding]:
+    """Vocabularies, acceptance if they differ, and cost of a draft."""
+    try:
+        pair = Pair(target, draft, 0.0)
+    except LlamaspecError as error:
+        yield Finding.of_error("vocabulary", error)
+        return
+    with pair:
+        if pair.common is None:
+            yield from vocabulary_findings(target.vocabulary, draft.vocabulary)
+        else:
+            shared = f"{pair.common.is_common.sum()} of the target's {len(pair.common.is_common)} tokens"
+            text = (
+                f"different: both have {shared}, covering about {pair.common.of_text:.0%} of typical text; "
+            )
+            yield Finding(OK, "vocabulary", text + "the draft draws from the shared tokens")
+            with working("trying the draft with the tokens of the target"):
+                found = acceptance_finding(pair)
+            yield found
+        with working("timing the pair"):
+            timed = measure(pair, STEPS)
+        yield pace_finding(timed)
+
+
+def pace_finding(timed: Probe) -> Finding:
+    """Check that the draft is cheap enough for its target."""
+    curve = timed.curve
+    single, step = curve.verify_seconds[0], curve.draft_step_seconds
+    ratio = single / step
+    text = f"a token takes {1e3 * single:.2f} ms in the target, {1e3 * step:.2f} ms in the draft: "
     if ratio >= CHEAP:
         return Finding(OK, "draft cost", f"{text}{ratio:.1f}× faster")
     fault = f"only {ratio:.1f}× faster than the target" if ratio > 1 else "no faster than the target"
@@ -326,7 +295,7 @@ def pace_finding(target: Examined, draft: Examined) -> Finding:
 
 
 def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iterator[Finding]:
-    """Of two that number the same tokens: whether both begin and end a text alike."""
+    """Check that two vocabularies that number the same tokens also begin and end a text alike."""
     sizes = f"{target.size} tokens"
     if target.size != draft.size:
         sizes = f"{target.size} tokens in the target, {draft.size} in the draft, shared ids equal"
@@ -346,29 +315,14 @@ def _token(token: int) -> str:
     return "none" if token < 0 else f"token {token}"
 
 
-def foreign_findings(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Iterator[Finding]:
-    """Common tokens and acceptance of two models that number tokens differently."""
-    try:
-        common = CommonTokens(target.vocabulary, draft.vocabulary)
-    except LlamaspecError as error:
-        yield Finding.of_error("vocabulary", error)
-        return
-    shared = f"{common.is_common.sum()} of the target's {len(common.is_common)} tokens"
-    text = f"different: both have {shared}, covering about {common.of_text:.0%} of typical text; "
-    yield Finding(OK, "vocabulary", text + "the draft draws from the shared tokens")
-    yield acceptance_finding(target, draft, clock)
-
-
-def acceptance_finding(target: LlamaModel, draft: LlamaModel, clock: Clock) -> Finding:
+def acceptance_finding(pair: Pair) -> Finding:
     """Measure acceptance in a short trial with default sampling."""
-    begin, prompt = clock(), sample_tokens(target.vocabulary, N_PROMPT)
-    with Pair(target, draft, 0.0, clock=clock) as pair:
-        stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
-        for _ in stream:
-            if clock() - begin > TRIAL_SECONDS:
-                break
-        stream.close()
-        pair.forget()
+    begin, prompt = pair.clock(), sample_tokens(pair.target.vocabulary, N_PROMPT)
+    stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
+    for _ in stream:
+        if pair.clock() - begin > TRIAL_SECONDS:
+            break
+    stream.close()
     summary = stream.completion.summary
     if summary.acceptance_rate is None:
         return Finding(OK, "acceptance", "not tried: the draft proposed nothing")

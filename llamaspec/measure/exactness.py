@@ -1,13 +1,13 @@
-"""Whether evaluations give the bits of single positions, and whether a text with drafts is the text without.
+"""Whether evaluations give the bits of single positions, and whether drafts leave a completion unchanged.
 
-**Exactness** is what `--exact` keeps to, for a pair on a machine. A width is exact if its logits are those of
-width 1. Reading is exact if a prompt that is processed at once leaves the bits in the KV cache that narrow
-evaluations leave: then it does not matter how much of it was cached.
+**Exactness** is what `--exact` relies on, for a pair on a machine. A width is exact if its logits are those
+of width 1. Prompt processing is exact if a prompt evaluated at once leaves the bits in the KV cache that
+narrow evaluations leave: then it does not matter how much of it was cached.
 
-**An audit** checks one text. It is generated with drafts, then replayed one position at a time. If the replay
-contradicts it, a wider batch was rounded differently: a fork. Rules other than coupled draw another text, so
-there each token must only be possible. Behind a long prompt, log-probabilities must not depend on what is
-cached or runs beside.
+**An audit** checks one completion. It is generated with drafts, then replayed one position at a time. If the
+replay contradicts it, a wider batch was rounded differently: a fork. Rules other than coupled draw other
+tokens, so there each token must only be possible. Behind a long prompt, log-probabilities must not depend on
+what is cached or on other sequences.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import Completion
-from llamaspec.measure.compare import Task
-from llamaspec.measure.probe import Measurement, Progress, compare_widths, sample_tokens
+from llamaspec.measure.compare import Progress, Task, first_difference
+from llamaspec.measure.probe import Measurement, compare_widths, sample_tokens, used_time
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution
@@ -33,23 +33,23 @@ from llamaspec.values import TARGET, ForwardRequest, Logits, Logprobs, TokenArra
 # On a CPU llama.cpp computes single positions by another kernel once the KV cache holds more than 256 tokens.
 DEPTHS = (32, 320)  # tokens in the cache
 COMPARED = 20  # positions at each depth
-SECONDS = 60.0  # no further comparison begins after this; what was not compared is not exact
+SECONDS = 60.0  # no comparison begins after this; a width that was not compared is not exact
 WIDEST = 17  # positions
-# Lengths of prompts whose reading is compared. The short one finds most differences, soon; the long one has
-# more positions than llama.cpp evaluates at once.
-READ = (40, 600)
-# Of the audit of a text
+# Lengths of prompts. The short one shows most differences, soon; the long one has more positions than
+# llama.cpp evaluates at once.
+PROMPTS = (40, 600)
+# Of the audit
 AUDITED = 16  # positions; widths up to this are compared
-N_BEFORE, N_WRITTEN = 700, 48  # tokens before the prompt of texts that are compared, and of these texts
-N_BESIDE = 3  # other texts
+N_BEFORE, N_WRITTEN = 700, 48  # tokens of a long prompt, and of the completions behind it
+N_BESIDE = 3  # other sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
-    """What was found of a pair on this machine."""
+    """The exact evaluations of a pair on this machine."""
 
     widths: tuple[int, ...]  # bit-identical with width 1, ascending
-    reads: bool  # prompts may be read in any parts
+    reads: bool  # prompts may be processed in any parts
     is_whole: bool = True  # there was time to compare all widths
 
     def __post_init__(self) -> None:
@@ -58,41 +58,38 @@ class Exactness:
 
 
 def find_exactness(pair: Pair) -> Exactness:
-    """Compare on the spot, without timing anything. The KV caches are emptied."""
-    target, begin = pair.target, time.perf_counter()
+    """Compare widths, without timing anything. The KV caches are emptied."""
+    target, used = pair.target, used_time(time.perf_counter, SECONDS)
     widths = range(1, min(WIDEST + 1, target.max_scored + 1, target.context_size // 2))
     pair.forget()
     exact, is_whole = {1, *widths}, True
     for depth in sorted({max(1, min(d, target.context_size - COMPARED)) for d in DEPTHS}):
         tokens = sample_tokens(target.vocabulary, min(depth + COMPARED, target.context_size))
-        found = pair.run(
-            compare_widths(tokens, depth, widths, lambda part: time.perf_counter() - begin < part * SECONDS)
-        )
+        found = pair.run(compare_widths(tokens, depth, widths, used))
         exact &= {width for width, difference in found.items() if difference == 0}
         is_whole &= len(found) == len(widths)
     return Exactness(tuple(sorted(exact)), reads_exactly(pair, max(exact)), is_whole)
 
 
 def reads_exactly(pair: Pair, width: int) -> bool:
-    """Whether prompts that are read at once have the bits of those read in parts of an exact width.
+    """Return whether prompts processed at once have the bits of those processed in parts of an exact width.
 
     Not if single positions are the only exact width: then a wide evaluation is not exact either.
     """
-    target = pair.target
 
-    def read(tokens: TokenArray, step: int) -> Logits:
+    def logits(tokens: TokenArray, step: int) -> Logits:
         pair.forget()
         return pair.run(_last_logits(tokens, step))
 
-    for n in sorted({min(n, target.context_size) for n in READ}) if width > 1 else ():
-        tokens = sample_tokens(target.vocabulary, n)
-        if not np.array_equal(read(tokens, n), read(tokens, width)):
+    for n in sorted({min(n, pair.target.context_size) for n in PROMPTS}) if width > 1 else ():
+        tokens = sample_tokens(pair.target.vocabulary, n)
+        if not np.array_equal(logits(tokens, n), logits(tokens, width)):
             return False
     return width > 1
 
 
 def _last_logits(tokens: TokenArray, step: int) -> Measurement[Logits]:
-    """Logits behind some tokens that are read in parts, but for the last one: [1, V] float32."""
+    """Process tokens in parts, the last one alone; return the logits behind it: [1, V] float32."""
     n = len(tokens) - 1
     for end in (*range(step, n, step), n):
         yield ForwardRequest(TARGET, tokens[:end], n_logits=0)
@@ -100,12 +97,12 @@ def _last_logits(tokens: TokenArray, step: int) -> Measurement[Logits]:
     return forward.logits.copy()
 
 
-# The audit of a text
+# The audit of a completion
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A token that plain decoding would not have chosen after the same text."""
+    """A token that plain decoding would not have chosen after the same tokens."""
 
     index: int  # in the completion
     width: int  # positions that were evaluated at once when it was chosen
@@ -116,30 +113,30 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Result of the audit of one text."""
+    """Result of the audit of one completion."""
 
     n_tokens: int
     forks: tuple[Fork, ...]
-    compares_texts: bool  # whether the text must be that of plain decoding with the same seed
-    first_difference: int | None  # index at which it is not; None = same text, or not compared
-    largest_logit_difference: dict[int, float]  # width -> against width 1, over the replayed text
-    # Tokens whose log-probability changes, by what was different: behind a long prompt, of `n_compared`.
+    compares_texts: bool  # whether plain decoding with the same seed must give the same tokens
+    first_difference: int | None  # index at which it does not; None = the same, or not compared
+    largest_logit_difference: dict[int, float]  # width -> against width 1, over the replayed tokens
+    # Behind a long prompt, tokens of `n_compared` whose log-probability changes, by what was different
     n_changed: Mapping[str, int] = field(default_factory=dict)
     n_compared: int = 0
 
     @property
     def identical_widths(self) -> list[int]:
-        """Widths that gave the very numbers of width 1."""
+        """Widths that are bit-identical with width 1."""
         return [width for width, difference in self.largest_logit_difference.items() if difference == 0]
 
     @property
     def is_lossless(self) -> bool:
-        """Whether nothing was found that drafting changes."""
+        """Whether drafting changes nothing, as far as was found."""
         return self.first_difference is None and not self.forks
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing else changes the text either."""
+        """Whether nothing else changes the completion either."""
         return self.is_lossless and not any(self.n_changed.values())
 
 
@@ -149,11 +146,10 @@ def run_audit(
     """Generate with draft tokens and without, replay, compare widths."""
     drafted = task.run(pair, policy)
     report(0.25)
-    first_difference = None
+    difference = None
     if task.repeats:
         pair.forget()
-        pairs = zip_longest(drafted.tokens, task.run_plain(pair).tokens)
-        first_difference = next((i for i, (mine, plain) in enumerate(pairs) if mine != plain), None)
+        difference = first_difference(drafted.tokens, task.run_plain(pair).tokens)
     report(0.5)
     pair.forget()
     forks = pair.run(_forks(pair, task, drafted))
@@ -165,7 +161,7 @@ def run_audit(
         n_tokens=len(drafted.tokens),
         forks=forks,
         compares_texts=task.repeats,
-        first_difference=first_difference,
+        first_difference=difference,
         largest_logit_difference=_width_differences(pair, task.prompt, drafted),
         n_changed=n_changed,
         n_compared=long.max_tokens if n_changed else 0,
@@ -173,7 +169,7 @@ def run_audit(
 
 
 def count_changes(pair: Pair, task: Task, policy: LengthPolicy) -> dict[str, int]:
-    """Tokens of a text whose log-probability is another one with drafts, cached tokens, texts beside it."""
+    """Count tokens whose log-probability changes with drafts, with a cached prompt, or beside others."""
 
     def written(task: Task, policy: LengthPolicy | None = policy) -> list[Logprobs]:
         drafter = NoDrafter() if policy is None else None
@@ -202,7 +198,7 @@ def count_changes(pair: Pair, task: Task, policy: LengthPolicy) -> dict[str, int
 
 
 def _behind_long_prompt(pair: Pair, task: Task) -> Task:
-    """The beginning of a text behind a long prompt, where its context has room."""
+    """Return the task behind a longer prompt, as far as the context has room."""
     room = pair.target.context_size // (1 + N_BESIDE) - len(task.prompt) - N_WRITTEN
     before = sample_tokens(pair.target.vocabulary, min(N_BEFORE, max(room, 0)))
     n_left = pair.target.context_size - len(before) - len(task.prompt)
@@ -211,7 +207,7 @@ def _behind_long_prompt(pair: Pair, task: Task) -> Task:
 
 
 def _forks(pair: Pair, task: Task, drafted: Completion) -> Measurement[tuple[Fork, ...]]:
-    """Replay the text one position at a time."""
+    """Replay a completion one position at a time."""
     forks: list[Fork] = []
     vocabulary = pair.target.vocabulary
     streams = SeededStreams(task.seed)
@@ -226,13 +222,13 @@ def _forks(pair: Pair, task: Task, drafted: Completion) -> Measurement[tuple[For
         if alone == said or (not task.repeats and choices.probability(said) > 0):
             continue
         second, best = np.partition(scores, -2)[-2:]
-        told = [vocabulary.piece(token).decode("utf-8", errors="replace") for token in (said, alone)]
-        forks.append(Fork(i, widths[i], told[0], told[1], float(best - second)))
+        texts = [vocabulary.piece(token).decode("utf-8", errors="replace") for token in (said, alone)]
+        forks.append(Fork(i, widths[i], texts[0], texts[1], float(best - second)))
     return tuple(forks)
 
 
 def _width_differences(pair: Pair, prompt: TokenArray, drafted: Completion) -> dict[int, float]:
-    """Largest logit difference of each width against width 1, over the first tokens of the text."""
+    """Return the largest logit difference of each width against width 1, over the first tokens."""
     widest = min(AUDITED, len(drafted.tokens))
     if widest < 2:
         return {}

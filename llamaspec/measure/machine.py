@@ -1,7 +1,7 @@
-"""The machine that models run on, and the pairs of the catalog that suit it.
+"""The machine that models run on, and the pairs of the catalog that fit it.
 
-Weights and KV caches of a pair are those that the catalog states, so nothing is fetched or loaded. Only a
-probe tells whether drafts pay.
+The catalog states the sizes of weights and KV caches, so nothing is fetched or loaded. Only a probe can say
+whether drafts make a pair faster.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class MachineFacts:
     can_offload: bool  # whether this build computes on GPUs
     has_nvidia: bool  # whether this machine has a GPU that CUDA would use
     repacking_is_safe: bool  # False: the build has AMX, which crashes
-    free_bytes: int | None  # before any model was loaded; None where the system does not say
+    free_bytes: int | None  # before any model was loaded; None if the system does not say
     n_physical: int  # cores at full speed
-    n_logical: int  # threads of the processor
-    n_taken: float = 0.0  # of these, how many other programs use at the moment
+    n_logical: int  # hardware threads
+    n_taken: float = 0.0  # hardware threads that other programs use at the moment
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """Those that this build computes on."""
+        """The GPUs that this build computes on."""
         return tuple(device for device in self.devices if device.is_gpu and self.can_offload)
 
     def offloads(self, options: ModelOptions) -> bool:
@@ -65,7 +65,7 @@ def look_at_machine() -> MachineFacts:
 
 
 def _taken_cores() -> float:
-    """How many hardware threads other programs use, looked at for a moment."""
+    """Measure for a moment how many hardware threads other programs use."""
     before = usage()
     time.sleep(LOOK_SECONDS)
     after = usage()
@@ -74,12 +74,12 @@ def _taken_cores() -> float:
     return max(0.0, runtime.n_hardware_threads() - idle - own)
 
 
-# Pairs that suit it
+# Pairs that fit
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The memory that a pair has to fit into."""
+    """Memory for a pair."""
 
     n_bytes: int
     is_gpu: bool = False  # of graphics cards, which need no room for other programs
@@ -87,7 +87,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A model of the lists with what drafts for it."""
+    """A listed model with its draft."""
 
     name: str
     draft: str | None  # a name, or mtp; None = copies of earlier text alone
@@ -102,21 +102,21 @@ class Choice:
         return self.weights_bytes + self.cache_bytes
 
     def fits(self, room: Room) -> bool:
-        """Whether the room is enough; in main memory other programs keep theirs."""
+        """Whether there is enough room; in main memory the recommendation leaves some for other programs."""
         if room.is_gpu:
             return self.needed_bytes <= CROWDED * room.n_bytes
         return self.memory_gb * 10**9 <= room.n_bytes
 
 
 def rooms_of(machine: MachineFacts, total_bytes: int) -> list[Room]:
-    """Where a pair may lie, best first: on cards, and in main memory, which some share with their GPU."""
+    """Return the memory that a pair can use, best first: of graphics cards, then main memory."""
     cards = [device for device in machine.gpus if device.kind == "GPU" and machine.system != "darwin"]
     on_cards = [Room(sum(card.total_bytes for card in cards), is_gpu=True)] if cards else []
     return [*on_cards, Room(total_bytes)]
 
 
 def choices(catalog: Catalog, room: Room) -> list[Choice]:
-    """What fits, best first: in the order of the lists, those without a draft last."""
+    """Return what fits, best first: in the order of the lists, those without a draft last."""
     found = [choice for choice in _choices(catalog) if choice.fits(room)]
     return sorted(found, key=lambda choice: choice.draft is None)
 
@@ -135,12 +135,12 @@ def _choices(catalog: Catalog) -> Iterator[Choice]:
 
 
 def _weights_bytes(entry: Entry) -> int:
-    """0 where they are not known."""
+    """Return the size of the weights; 0 if it is not known."""
     return entry.file().n_bytes or 0 if entry.path is None else 0
 
 
 def expectation(machine: MachineFacts | None) -> str:
-    """Whether drafts are expected to pay on such hardware; None = a machine that is not this one."""
+    """Say whether drafts are expected to help on such hardware; None = another machine."""
     if machine is None:
         return "whether they help depends on the hardware and the quantization"
     if machine.system == "darwin" and machine.gpus:

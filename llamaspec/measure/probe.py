@@ -1,23 +1,27 @@
 """The saturation probe: what a wider batch costs on this machine, and which widths are bit-identical.
 
-Behind the same context every width is evaluated again and again, in shuffled order, so that a machine that
-warms up slows all alike. A wider batch may run another kernel, which adds in another order: so the same
-positions are evaluated one at a time and in batches, and their logits compared bit by bit. Where time is
-short, the widest batches, long contexts and further turns are left out. Measurements are coroutines.
+Behind the same context all widths take turns, so that a machine that warms up slows all alike. A wider batch
+may run another kernel, which adds in another order, so the same positions are evaluated one at a time and in
+batches, and their logits compared bit by bit. If time is short, the widest batches, long contexts and further
+turns are left out. `compare_attention` times single positions with flash attention and without it.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from llamaspec.drafters.fallback import drafting, preparing
+from llamaspec.errors import MemoryFullError
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.fixed import FixedLength
+from llamaspec.llama.model import LlamaModel
+from llamaspec.measure.compare import Progress, Spread, take_turns
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
@@ -27,11 +31,13 @@ from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, Source, To
 
 Result = TypeVar("Result")
 Measurement: TypeAlias = Generator[ForwardRequest, Forward, Result]
-Progress = Callable[[float], None]  # the finished fraction, 0 to 1
 STEP = 0  # in place of a width: a draft step
 DRAFT_STEPS = 4  # draft tokens in a row, as in a round
 COMPARING = 0.3  # part of the time for finding out which widths are bit-identical
-READING = 0.25  # part of the time left that reading on to a longer context may take
+READING = 0.25  # part of the time left that processing a longer context may take
+ALONE = 0.3  # part of the time of a comparison for positions evaluated one at a time
+ATTENTION_TURNS = 9
+ATTENTION_SECONDS = 15.0  # for processing a context once more; longer ones are left out
 MOST_SECONDS, MOST_TOKENS = 1e6, 1 << 30  # what a probe can find; a stored one with more is damaged
 # Ordinary text, because a mixture of experts sends random tokens through more of its experts.
 TEXT = """\
@@ -52,7 +58,7 @@ BYTES_PER_TOKEN = 4  # roughly; a text that is too short for a vocabulary is rep
 
 
 def sample_tokens(vocabulary: Vocabulary, n: int) -> TokenArray:
-    """The first `n` tokens of the text, said as often as needed: int32 [n]."""
+    """Return the first `n` tokens of `TEXT`, repeated as often as needed: int32 [n]."""
     text = TEXT * (1 + BYTES_PER_TOKEN * n // len(TEXT))
     return np.resize(vocabulary.tokenize(text.encode()), n).astype(np.int32)
 
@@ -62,7 +68,7 @@ class Effort:
     """How much to measure."""
 
     widths: tuple[int, ...] = (*range(1, 18), 24, 32, 48, 64)  # kernels change at 2, 4, 5, 8, 9
-    depths: tuple[int, ...] = (64, 1024)  # tokens in memory
+    depths: tuple[int, ...] = (64, 1024)  # tokens in the KV cache
     most_turns: int = 15
     seconds: float = 100.0  # for all together; one turn may go over
     n_compared: int = 64  # positions at each depth that are also evaluated one by one
@@ -70,25 +76,8 @@ class Effort:
 
 FULL = Effort()
 QUICK = Effort((*range(1, 10), 12, 16), (64, 320), most_turns=5, seconds=15.0, n_compared=32)
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Values of several runs."""
-
-    low: float  # lower quartile
-    median: float
-    high: float  # upper quartile
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        """Fold values; at least one."""
-        return cls(*np.quantile(list(values), [0.25, 0.5, 0.75]).tolist())
-
-    @property
-    def half(self) -> float:
-        """Half of the distance between the quartiles."""
-        return (self.high - self.low) / 2
+# One position and a draft step: is the draft cheap next to the target?
+STEPS = Effort(widths=(1,), depths=(64,), most_turns=7, seconds=10.0, n_compared=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +93,7 @@ class WidthTiming:
 class AttentionTiming:
     """A single position of the target with flash attention and without it."""
 
-    depth: int  # tokens in memory
+    depth: int  # tokens in the KV cache
     on: Spread  # seconds
     off: Spread
 
@@ -121,19 +110,13 @@ class AttentionTiming:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What the probe found.
-
-    Raises
-    ------
-    ValueError
-        The parts do not belong together, or cannot have been measured.
-    """
+    """The result of a probe; ValueError if its parts do not belong together or were never measured."""
 
     depths: tuple[int, ...]
-    left_out_depths: tuple[int, ...]  # reading so many tokens would have taken too long
+    left_out_depths: tuple[int, ...]  # processing so many tokens would have taken too long
     widths: tuple[WidthTiming, ...]
     draft_step: Spread | None  # seconds of one draft token, drawing included; None without a draft
-    attention: tuple[AttentionTiming, ...] = ()  # at the depths where both ways were measured
+    attention: tuple[AttentionTiming, ...] = ()  # at the depths at which both ways were measured
 
     def __post_init__(self) -> None:
         if not self.depths or any(len(width.timings) != len(self.depths) for width in self.widths):
@@ -162,7 +145,7 @@ class Probe:
     def identical_widths(self) -> frozenset[int]:
         """Widths whose scores are those of width 1, bit for bit, at every depth.
 
-        Only width 1 where the long context was left out: kernels change with the length of the context.
+        Only width 1 if the long context was left out: kernels change with the length of the context.
         """
         if self.left_out_depths:
             return frozenset({1})
@@ -171,86 +154,81 @@ class Probe:
 
 def measure(pair: Pair, effort: Effort, report: Progress = lambda fraction: None) -> Probe:
     """Measure a pair. The KV caches of both models are emptied."""
-    begin, target = pair.clock(), pair.target
+    used, target = used_time(pair.clock, effort.seconds), pair.target
     room = min(model.context_size for model in (target, pair.draft) if model is not None)
     widths = tuple(w for w in effort.widths if w <= min(target.max_scored, room // 2))
     longest = max(*widths, DRAFT_STEPS)
     coming = sorted({max(1, min(depth, room - longest)) for depth in effort.depths})
     tokens = sample_tokens(target.vocabulary, min(room, coming[-1] + max(longest, effort.n_compared)))
     pair.forget()
-    parts: list[_AtDepth] = []
-    left_out: list[int] = []
+    depths, left_out = list[int](), list[int]()
+    differences, timings = list[dict[int, float]](), list[dict[int, list[float]]]()  # by width, at each depth
+
+    def seconds_left() -> float:
+        """Return the seconds left for this depth."""
+        return effort.seconds * (1 - used()) / (1 + len(coming))
+
+    def at_this_depth(done: float) -> None:
+        report((len(depths) - 1 + done) / (len(depths) + len(coming)))
+
     while coming:
-        part = _AtDepth(pair, effort, tokens, coming.pop(0))
-        pace = pair.run(part.read())
-        left = effort.seconds - (pair.clock() - begin)
-        slow = [deeper for deeper in coming if pace * (deeper - part.depth) > READING * left]
-        coming, left_out = [depth for depth in coming if depth not in slow], left_out + slow
-        n = len(parts) + 1 + len(coming)
-        report(len(parts) / n)
-        pair.run(part.compare(widths, COMPARING * left / (1 + len(coming))))
-        left = effort.seconds - (pair.clock() - begin)
-        turning = _between(report, (len(parts) + COMPARING) / n, (len(parts) + 1) / n)
-        pair.run(part.measure(left / (1 + len(coming)), with_draft=not parts, report=turning))
-        parts.append(part)
-    return _folded(parts, tuple(left_out))
-
-
-def _between(report: Progress, low: float, high: float) -> Progress:
-    return lambda done: report(low + (high - low) * done)
-
-
-@dataclass
-class _AtDepth:
-    """Measures behind a context of one length."""
-
-    pair: Pair
-    effort: Effort
-    tokens: TokenArray
-    depth: int
-    differences: dict[int, float] = field(default_factory=dict)  # by width
-    seconds: dict[int, list[float]] = field(default_factory=dict)  # by width, or STEP
-
-    def read(self) -> Measurement[float]:
-        """Prefill the context; before that a token, which reads weights from disk. Seconds of a token."""
-        yield ForwardRequest(TARGET, self.tokens[:1])
-        begin = self.pair.clock()
-        yield ForwardRequest(TARGET, self.tokens[: self.depth])
-        return (self.pair.clock() - begin) / self.depth
-
-    def compare(self, widths: Sequence[int], seconds: float) -> Measurement[None]:
-        """Find the widths that are bit-identical, as far as there is time."""
-        start, tokens = self.pair.clock(), self.tokens[: self.depth + self.effort.n_compared]
-        self.differences = yield from compare_widths(
-            tokens, self.depth, widths, lambda part: self.pair.clock() - start < part * seconds
+        depths.append(depth := coming.pop(0))
+        pace = pair.run(_prefill(pair, tokens[:depth])) / depth
+        most = READING * effort.seconds * (1 - used())
+        left_out += [deeper for deeper in coming if pace * (deeper - depth) > most]
+        coming = [deeper for deeper in coming if deeper not in left_out]
+        at_this_depth(0.0)
+        comparing = used_time(pair.clock, COMPARING * seconds_left())
+        compared = compare_widths(tokens[: depth + effort.n_compared], depth, widths, comparing)
+        differences.append(pair.run(compared))
+        ways = {width: partial(_evaluation_seconds, pair, tokens, depth, width) for width in differences[-1]}
+        if len(depths) == 1 and pair.sources & {Source.MODEL, Source.MTP}:
+            ways[STEP] = partial(_draft_seconds, pair, tokens[:depth])
+        timings.append(
+            take_turns(ways, effort.most_turns, at_this_depth, used_time(pair.clock, seconds_left()))
         )
+    timed = [
+        WidthTiming(
+            width,
+            tuple(Spread.of(seconds[width]) for seconds in timings),
+            max(found[width] for found in differences),
+        )
+        for width in differences[0]
+        if all(width in found for found in differences)
+    ]
+    step = timings[0].get(STEP)
+    return Probe(tuple(depths), tuple(left_out), tuple(timed), Spread.of(step) if step else None)
 
-    def measure(self, seconds: float, *, with_draft: bool, report: Progress) -> Measurement[None]:
-        """Warm up, and take times until some seconds have passed."""
-        clock, start = self.pair.clock, self.pair.clock()
-        jobs = [*self.differences]
-        if with_draft and self.pair.sources & {Source.MODEL, Source.MTP}:
-            jobs.append(STEP)
-        shuffled = random.Random(0)
-        for turn in range(self.effort.most_turns + 1):  # the first one warms up
-            begin = clock()
-            for job in shuffled.sample(jobs, len(jobs)):
-                if job == STEP:
-                    taken = yield from draft_step(self.pair, self.tokens[: self.depth], DRAFT_STEPS)
-                else:
-                    taken = yield from self._evaluation(job)
-                if turn:
-                    self.seconds.setdefault(job, []).append(taken)
-            report((turn + 1) / (self.effort.most_turns + 1))
-            if turn and clock() - start + (clock() - begin) > seconds:
-                break
 
-    def _evaluation(self, width: int) -> Measurement[float]:
+def used_time(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
+    """Return a function that says which share of some seconds has passed since now."""
+    begin, seconds = clock(), max(seconds, 1e-9)
+    return lambda: (clock() - begin) / seconds
+
+
+def _prefill(pair: Pair, tokens: TokenArray) -> Measurement[float]:
+    """Process a context, after one token that reads the weights from the disk; return the seconds."""
+    yield ForwardRequest(TARGET, tokens[:1])
+    begin = pair.clock()
+    yield ForwardRequest(TARGET, tokens)
+    return pair.clock() - begin
+
+
+def _evaluation_seconds(pair: Pair, tokens: TokenArray, depth: int, width: int, turn: int) -> float:
+    """Time one evaluation of `width` positions behind the first `depth` tokens."""
+
+    def evaluation() -> Measurement[float]:
         # Another token first, so that nothing of what is timed is cached.
-        other = (self.tokens[self.depth] + 1) % self.pair.target.vocabulary_size
-        yield ForwardRequest(TARGET, np.append(self.tokens[: self.depth], other).astype(np.int32))
-        forward = yield ForwardRequest(TARGET, self.tokens[: self.depth + width], width)
+        other = (tokens[depth] + 1) % pair.target.vocabulary_size
+        yield ForwardRequest(TARGET, np.append(tokens[:depth], other).astype(np.int32))
+        forward = yield ForwardRequest(TARGET, tokens[: depth + width], width)
         return forward.seconds
+
+    return pair.run(evaluation())
+
+
+def _draft_seconds(pair: Pair, context: TokenArray, turn: int) -> float:
+    return pair.run(draft_step(pair, context, DRAFT_STEPS))
 
 
 def draft_step(pair: Pair, context: TokenArray, n_steps: int) -> Measurement[float]:
@@ -263,64 +241,34 @@ def draft_step(pair: Pair, context: TokenArray, n_steps: int) -> Measurement[flo
 
 
 def time_draft_step(pair: Pair) -> float:
-    """Seconds of a draft step behind two tokens, because the first may start a text; five steps are made."""
+    """Time a draft step behind two tokens, because the first may start a sequence; this makes five steps."""
     tokens = sample_tokens(pair.target.vocabulary, 2)
     pair.run(draft_step(pair, tokens, 1))  # reads the weights
     return min(pair.run(draft_step(pair, tokens, 2)) for _ in range(2))
-
-
-def _folded(parts: Sequence[_AtDepth], left_out: tuple[int, ...]) -> Probe:
-    """One answer from all depths; widths that the time did not allow at some depth are left out."""
-    step = parts[0].seconds.get(STEP)
-    return Probe(
-        depths=tuple(part.depth for part in parts),
-        left_out_depths=left_out,
-        widths=tuple(
-            WidthTiming(
-                width,
-                tuple(Spread.of(part.seconds[width]) for part in parts),
-                max(part.differences[width] for part in parts),
-            )
-            for width in parts[0].differences
-            if all(width in part.seconds for part in parts)
-        ),
-        draft_step=Spread.of(step) if step else None,
-    )
 
 
 def compare_widths(
     tokens: TokenArray,
     depth: int,
     widths: Sequence[int],
-    in_time: Callable[[float], bool] = lambda part: True,
+    used: Callable[[], float] = lambda: 0.0,
 ) -> Measurement[dict[int, float]]:
-    """Compare widths with width 1 behind the first `depth` tokens, over all positions behind them.
+    """Compare widths, ascending from 1, with width 1, over all positions behind the first `depth` tokens.
 
-    Parameters
-    ----------
-    tokens : [n] int32, n > depth
-    depth : int
-    widths : sequence of int
-        Ascending from 1.
-    in_time : callable
-        Whether less than a part of the time, 0 to 1, has passed.
-
-    Returns
-    -------
-    dict of width -> float
-        Largest difference of any logit; 0 = bit-identical. Widths 1 and 2 at least: one batch of every
-        width comes first, narrow before wide ones, so where time is short the widest are left out.
+    Returns the largest difference of any logit by width; 0 = bit-identical. One batch of every width comes
+    first, narrow before wide ones, so if time is short the widest are left out, but never 1 and 2. `used`
+    returns the share of the time that has passed.
     """
-    alone = yield from _one_at_a_time(tokens, depth, in_time)
+    alone = yield from _one_at_a_time(tokens, depth, used)
     found = {1: 0.0}
     for width in widths[1:]:
-        if len(found) > 1 and not in_time(1.0):
+        if len(found) > 1 and used() >= 1:
             break
         found[width] = yield from _difference(tokens, depth, width, alone[:width])
     # More positions only for widths that still seem identical.
     unsure = [width for width in found if found[width] == 0 and 2 * width <= len(alone) and width > 1]
     for width in unsure:
-        if not in_time(1.0):
+        if used() >= 1:
             break
         found[width] = yield from _difference(tokens, depth, width, alone[: len(alone) // width * width])
     return found
@@ -337,14 +285,70 @@ def _difference(tokens: TokenArray, depth: int, width: int, alone: Logits) -> Me
     return largest
 
 
-def _one_at_a_time(tokens: TokenArray, depth: int, in_time: Callable[[float], bool]) -> Measurement[Logits]:
+def _one_at_a_time(tokens: TokenArray, depth: int, used: Callable[[], float]) -> Measurement[Logits]:
     """Logits of the positions from `depth` on, in evaluations of one position each: [n, V] float32."""
-    # The context in batches, as a prompt is read; a position evaluated together with it would not be alone.
+    # The context first, in batches like a prompt: a position evaluated together with it would not be alone.
     yield ForwardRequest(TARGET, tokens[:depth], n_logits=0)
     rows: list[Logits] = []
     for end in range(depth + 1, len(tokens) + 1):
-        if rows and not in_time(0.3):
+        if rows and used() >= ALONE:
             break
         forward = yield ForwardRequest(TARGET, tokens[:end])
         rows.append(forward.logits[0].copy())
     return np.array(rows)
+
+
+# Attention
+
+
+def compare_attention(pair: Pair, depths: Sequence[int], report: Progress) -> tuple[AttentionTiming, ...]:
+    """Time both ways at ascending depths, as far as there is time; empty if only one way is possible."""
+    with other_attention(pair.target, depths[-1] + 1) as model:
+        if model is None:
+            return ()
+        with Pair(model, None, 0.0, clock=pair.clock) as other:
+            return tuple(attention_in_turns(pair, other, depths, report))
+
+
+@contextmanager
+def other_attention(target: LlamaModel, n_ctx: int) -> Iterator[LlamaModel | None]:
+    """Open the target's weights once more, without flash attention, or with it if the target has none.
+
+    None if the model has no attention, the KV cache needs flash attention, or no memory is left.
+    """
+    options, other = target.options, None
+    if not target.weights.is_recurrent and not options.needs_flash_attention:
+        options = replace(
+            options,
+            flash_attention="on" if options.flash_attention == "off" else "off",
+            n_ctx=min(n_ctx, target.context_size),
+            n_cells=None,
+            max_scored=1,
+            heads=False,
+        )
+        with suppress(MemoryFullError):
+            other = LlamaModel(target.path, options, weights=target.weights)
+    try:
+        yield other
+    finally:
+        if other is not None:
+            other.close()
+
+
+def attention_in_turns(
+    pair: Pair, other: Pair, depths: Sequence[int], report: Progress
+) -> Iterator[AttentionTiming]:
+    """Time a single position of the target and of `other`, which has the other attention, at each depth."""
+    tokens = sample_tokens(pair.target.vocabulary, depths[-1] + 1)
+    pace = 0.0  # seconds per token
+    for depth in depths:
+        if pace * depth > ATTENTION_SECONDS:
+            return
+        pace = other.run(_prefill(other, tokens[:depth])) / depth
+        pair.run(_prefill(pair, tokens[:depth]))
+        report(depth / (depths[-1] + 1))
+        ways = {each: partial(_evaluation_seconds, each, tokens, depth, 1) for each in (pair, other)}
+        found = take_turns(ways, ATTENTION_TURNS)
+        mine, others = Spread.of(found[pair]), Spread.of(found[other])
+        is_off = pair.target.options.flash_attention == "off"
+        yield AttentionTiming(depth, others, mine) if is_off else AttentionTiming(depth, mine, others)

@@ -1,7 +1,7 @@
-"""Say whether drafting is faster: by measured costs, for a pair on this machine, and in one text.
+"""Whether drafting is faster: by measured costs, for a pair on this machine, and in one completion.
 
-Costs are a `CostCurve`, from a probe or from a length policy. All sentences about a curve are made here, and
-nothing is measured.
+Costs are a `CostCurve`, from a probe or from a length policy. Every sentence about a curve or a pair is made
+here, so all commands say the same. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -9,29 +9,30 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
 from math import exp
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from llamaspec.length.acceptance import LearnedPrior
+from llamaspec.engine.generation import Completion
+from llamaspec.length.acceptance import LearnedPrior, verified_tokens
 from llamaspec.length.costs import DENSE, CostCurve
 from llamaspec.measure.probe import Probe
-from llamaspec.measure.store import BenchGains, PairOnDisk, prior_with_target, stored
-from llamaspec.values import COPIES, Round, Source
+from llamaspec.measure.store import BenchGains, Models, stored
+from llamaspec.plan import DraftPlan, ModelFile
+from llamaspec.values import COPIES, Source
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # Kernels change at 2, 4, 5, 8 and 9: a wider batch may be worth it even if narrow ones are not.
 CONCLUSIVE_WIDTH = 9
 LIKELY = 0.8  # acceptance with which quantizations are compared
-TELLING = 32  # draft tokens from which on an observed acceptance is told
-SAME = 0.03  # a speed-up below this cannot be told from noise
-QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # of them wide batches are often cheap
+TELLING = 32  # draft tokens after which an observed acceptance is mentioned
+SAME = 0.03  # smaller speed-ups are noise
+QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # with these, wide batches are often cheap
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 _COPIED, _FORCED = -1, -2  # in place of a bin
 _QUANTIZATION = re.compile(r"(?<![a-z0-9])(i?q[1-8](_[a-z0-9]+)*|b?f16|f32)(?![a-z0-9])", re.IGNORECASE)
@@ -46,21 +47,12 @@ class BestFixedLength:
 
 
 def best_length(seconds: Sequence[float], acceptance: float, least: int = 0) -> BestFixedLength:
-    """Return the fixed draft length with the highest predicted speed.
+    """Return the fixed draft length, at least `least`, with the highest predicted speed.
 
-    Section 3 of Leviathan et al., arXiv 2211.17192, with a measured cost for every width.
+    `seconds` are those of a round with 0, 1, ... draft tokens; `acceptance` is the probability that a draft
+    token is accepted given that those before it are. Section 3 of Leviathan et al., arXiv 2211.17192, with a
+    measured cost for every width.
 
-    Parameters
-    ----------
-    seconds : [longest + 1]
-        Of a round with 0, 1, ... draft tokens.
-    acceptance : float
-        Probability that a draft token is accepted given that those before it are, in [0, 1].
-    least : int
-        The smallest number to consider.
-
-    Examples
-    --------
     >>> best_length([1.0, 1.25], acceptance=0.5)
     BestFixedLength(n_guesses=1, speed_up=1.2)
     """
@@ -81,17 +73,13 @@ def break_even(seconds: Sequence[float]) -> float | None:
     return high
 
 
-def _widest_drafted(curve: CostCurve) -> int:
-    """Return the largest timed width that a draft model reaches; prompt chunks are wider."""
-    return max(width for width in curve.widths if width <= DENSE)
-
-
 def round_seconds(curve: CostCurve) -> list[float]:
-    """Return the seconds of a round by draft length, as far as a draft model drafts.
+    """Return the seconds of a round by draft length, up to the widest batch that was timed for drafts.
 
     Interpolates between measured widths, and assumes padding if a wider batch is cheaper.
     """
-    widths = np.arange(1, _widest_drafted(curve) + 1)
+    widest = max(width for width in curve.widths if width <= DENSE)  # wider ones are chunks of prompts
+    widths = np.arange(1, widest + 1)
     padded = np.minimum.accumulate(np.interp(widths, curve.widths, curve.verify_seconds)[::-1])[::-1]
     rounds: list[float] = (padded + (widths - 1) * curve.draft_step_seconds).tolist()
     return rounds
@@ -123,21 +111,15 @@ def saturation_width(curve: CostCurve) -> int:
     return widest
 
 
-def is_conclusive(curve: CostCurve) -> bool:
-    """Whether enough widths were timed to say that drafting is slower at any acceptance."""
-    return _widest_drafted(curve) >= CONCLUSIVE_WIDTH
-
-
 def verdict(curve: CostCurve) -> str:
     """Say in one sentence when drafting is faster, as far as was measured."""
-    needed = break_even(round_seconds(curve))
+    seconds = round_seconds(curve)
+    needed = break_even(seconds)
     if needed is not None:
         return f"on this machine, drafting with this pair is faster above an acceptance of {needed:.0%}"
-    if not is_conclusive(curve):
+    if len(seconds) < CONCLUSIVE_WIDTH:
         n_timed = sum(width <= DENSE for width in curve.widths)
-        return (
-            f"break-even acceptance unknown: only {n_timed} batch sizes timed, up to {_widest_drafted(curve)}"
-        )
+        return f"break-even acceptance unknown: only {n_timed} batch sizes timed, up to {len(seconds)}"
     return (
         "on this machine, drafting with this pair is slower at any acceptance: plain decoding and copies are "
         "used"
@@ -160,25 +142,26 @@ def in_words(curve: CostCurve) -> list[str]:
     return said
 
 
-# A pair, from what is kept of it
+# A pair, from kept measurements
 
 
-def pair_verdict(pair: PairOnDisk) -> str | None:
+def pair_verdict(pair: Models, prior: LearnedPrior | None = None) -> str | None:
     """Return in one sentence what drafts gain for a pair, and how that is known; None if too little is known.
 
-    The latest benchmark counts, else the costs and the acceptance of earlier runs.
+    The latest benchmark counts, else the costs and the acceptance of `prior`; default: the one that is kept.
     """
-    gains, prior = stored(pair, BenchGains).value, stored(pair, LearnedPrior).value
-    if gains is not None:
+    if (gains := stored(pair, BenchGains)) is not None:
         return (
             f"on this machine this pair is {_gains_in_words(gains.speed_ups)} (measured by llamaspec bench)"
         )
+    prior = prior or stored(pair, LearnedPrior)
     if prior is None or prior.curve is None or not prior.curve.draft_step_seconds:
         return None
     seconds, said = round_seconds(prior.curve), verdict(prior.curve)
     if break_even(seconds) is None:
-        other = _other_quantization(pair, prior.curve) or ""
-        return f"{said} (computed from measured times){other}" if is_conclusive(prior.curve) else None
+        if len(seconds) < CONCLUSIVE_WIDTH:
+            return None
+        return f"{said} (computed from measured times){_other_quantization(pair, prior.curve)}"
     if not prior.log_odds or prior.n_learnt < TELLING:
         return None
     acceptance = 1 / (1 + exp(-prior.log_odds[-1]))
@@ -201,19 +184,22 @@ def _gains_in_words(speed_ups: Mapping[str, float]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _other_quantization(pair: PairOnDisk, curve: CostCurve) -> str | None:
+def _other_quantization(pair: Models, curve: CostCurve) -> str:
     """Name a file of the same target, in the same folder, that was measured and is faster with drafts."""
-    path = Path(pair.models[0].path)
-    names = [_QUANTIZATION.sub(each, path.name) for name in QUANTIZATIONS for each in (name, name.lower())]
-    for other in (path.with_name(name) for name in names if name != path.name):
-        known = prior_with_target(pair, other).curve if other.is_file() else None
-        if known is None or not known.draft_step_seconds:
+    target, *drafts = (ModelFile(model.path, model.options) for model in pair.models)
+    name = target.path.name
+    for kind in (each for upper in QUANTIZATIONS for each in (upper, upper.lower())):
+        other = target.path.with_name(_QUANTIZATION.sub(kind, name))
+        if other == target.path or not other.is_file():
             continue
-        best = best_length(round_seconds(known), LIKELY)
-        speed_up = best.speed_up * curve.verify_seconds[0] / known.verify_seconds[0]
+        prior = stored(DraftPlan(ModelFile(other, target.options), tuple(drafts)), LearnedPrior)
+        if prior is None or prior.curve is None or not prior.curve.draft_step_seconds:
+            continue
+        best = best_length(round_seconds(prior.curve), LIKELY)
+        speed_up = best.speed_up * curve.verify_seconds[0] / prior.curve.verify_seconds[0]
         if best.n_guesses and speed_up > 1 + SAME:
             return f"; {other.name} with drafts is {speed_up:.1f} times as fast at {LIKELY:.0%} acceptance"
-    return None
+    return ""
 
 
 # A probe
@@ -244,7 +230,7 @@ def conclusions(found: Probe) -> dict[str, Any]:
     }
 
 
-# One text
+# One completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +238,13 @@ class WidthCost:
     """Cost of one evaluation of the target."""
 
     width: int  # positions
-    seconds: float  # mean of this text's evaluations; if there was none, the policy's estimate
-    n_timed: int  # rounds of this text
+    seconds: float  # mean over this completion; if it had no such evaluation, the policy's estimate
+    n_timed: int  # rounds of this completion
 
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceBin:
-    """Draft tokens whose confidence lies in (low, high]; the first bin includes 0."""
+    """Draft tokens whose confidence is in (low, high]; the first bin includes 0."""
 
     low: float
     high: float
@@ -268,7 +254,7 @@ class ConfidenceBin:
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
-    """Costs and gain of drafting in one text."""
+    """Costs and gain of drafting in one completion."""
 
     lengths: dict[int, int]  # verified draft tokens -> rounds, ascending
     widths: tuple[WidthCost, ...]  # ascending
@@ -277,7 +263,7 @@ class Reasons:
     overhead_seconds: float  # of a round
     n_copies_judged: int  # draft tokens that were copied from earlier text
     n_copies_accepted: int
-    gained_seconds: float | None  # against plain decoding; < 0: lost; None: no plain round is known
+    gained_seconds: float | None  # against plain decoding, estimated; < 0: lost
 
     @property
     def n_judged(self) -> int:
@@ -291,37 +277,31 @@ class Reasons:
 
     @property
     def outcome(self) -> str:
-        """Whether drafting was faster in this text."""
+        """Whether drafting was faster in this completion."""
         if not self.n_judged and not self.n_copies_judged:
             return "no draft token was verified, so drafting gained nothing"
         if self.gained_seconds is None:
-            return "gain unknown: no round without draft tokens to compare with"
+            return "gain unknown: the completion is too short, or no round without draft tokens was timed"
         compared = "faster" if self.gained_seconds > 0 else "slower"
         if self.acceptance is None:
             return f"copying from earlier text was {compared} than plain decoding"
         return f"drafting was {compared} than plain decoding; observed acceptance: {self.acceptance:.0%}"
 
 
-def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
-    """Compute costs and gain of the rounds of a text that ran alone; `curve` is the policy's."""
-    rounds = list(rounds)
+def explain(completion: Completion, curve: CostCurve | None) -> Reasons:
+    """Compute costs and gain of a completion that ran alone; `curve` is the policy's."""
+    rounds, summary = completion.rounds, completion.summary
     judged, accepted, timed = Counter[int](), Counter[int](), defaultdict[int, list[float]](list)
     for round_ in rounds:
         timed[round_.width].append(round_.verify_seconds)
-        for confidence, is_accepted in _judged(round_):
+        for confidence, is_accepted in verified_tokens(round_):
             group = _group(round_.source, confidence)
             judged[group] += 1
             accepted[group] += is_accepted
-    overhead = statistics.fmean(round_.overhead_seconds for round_ in rounds) if rounds else 0.0
-    plain = [r.seconds for r in rounds if r.width == 1 and not r.n_draft_steps]
-    plain_seconds = statistics.median(plain) if plain else None
-    if plain_seconds is None and curve is not None:
-        plain_seconds = curve.verify_seconds[0] + overhead
-    n_tokens = sum(round_.n_accepted + 1 for round_ in rounds)
-    spent = sum(round_.seconds for round_ in rounds)
     expected = {} if curve is None else dict(zip(curve.widths, curve.verify_seconds, strict=True))
+    speed_up = summary.speed_up
     return Reasons(
-        lengths=dict(sorted(Counter(len(round_.draft) for round_ in rounds).items())),
+        lengths=dict(sorted(Counter(round_.n_verified for round_ in rounds).items())),
         widths=tuple(
             WidthCost(w, statistics.fmean(timed[w]) if timed[w] else expected[w], len(timed[w]))
             for w in sorted({*timed, *expected})
@@ -330,19 +310,11 @@ def explain(rounds: Iterable[Round], curve: CostCurve | None) -> Reasons:
             ConfidenceBin(low, high, judged[i], accepted[i]) for i, (low, high) in enumerate(pairwise(EDGES))
         ),
         curve=curve,
-        overhead_seconds=overhead,
+        overhead_seconds=summary.overhead_seconds / max(1, len(rounds)),
         n_copies_judged=judged[_COPIED],
         n_copies_accepted=accepted[_COPIED],
-        gained_seconds=None if plain_seconds is None else n_tokens * plain_seconds - spent,
+        gained_seconds=None if speed_up is None else summary.decode_seconds * (speed_up - 1),
     )
-
-
-def _judged(round_: Round) -> Iterator[tuple[float, bool]]:
-    """Yield confidence and acceptance of draft tokens up to the first rejected one; of siblings, the best."""
-    for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
-        children = round_.draft.children(node)
-        if children:
-            yield round_.confidences[children[0]], children[0] == drawn
 
 
 def _group(source: Source, confidence: float) -> int:

@@ -1,23 +1,20 @@
-"""The figures of a benchmark, and the report of them that users share: one JSON object.
+"""The report of a benchmark, which users share as one JSON object, and its tables.
 
-Ratios compare an arm's answer with the baseline's answer to the same request. A report holds no words of
-prompts and answers, no path, and no name of a user or a machine. Strangers write reports, too, so
-`read_report` checks sizes, types and every text. `bench_tables` shows them.
+A report holds no words of prompts and answers, no path, and no name of a user or a machine. Strangers write
+reports, too: in Markdown all their texts are code, without characters that could end it.
 """
 
 from __future__ import annotations
 
-import math
 import platform
 import re
 import shlex
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import llamaspec
 from llamaspec.errors import LlamaspecError, printable
@@ -27,142 +24,33 @@ from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import file_parts, read_gguf
-from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION, find_devices
-from llamaspec.measure.bench import Sample, baseline_of
-from llamaspec.measure.served_arms import AUTO, BEFORE, PEER, PEER_BEST, PEER_PLAIN, PLAIN
+from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION
+from llamaspec.measure.bench import (
+    Figures,
+    Sample,
+    answer_pairs,
+    baseline_of,
+    best_type,
+    figures,
+    figures_of_arms,
+    grouped,
+)
+from llamaspec.measure.machine import look_at_machine
+from llamaspec.measure.served_arms import AUTO, BEFORE, PEER, PEER_PLAIN, PLAIN
 from llamaspec.measure.store import stored
 from llamaspec.plan import DraftPlan
 
 FORMAT = 2
 MAX_BYTES = 4 << 20
-_LONGEST = 600  # characters of a text
-_UNSAFE = frozenset('`|\\<>"')  # what could end code or a cell of a table
-_MOST = 1 << 60  # what any number may be
+_LONGEST, _LONGEST_NAME = 600, 80  # characters of a text, and of the name of a model
+_UNSAFE = str.maketrans(dict.fromkeys('`|\\<>"', "?"))  # could end code or a cell of a table
 _HIDDEN = "..."
 _PUBLIC = re.compile(r"-{1,2}[a-z][a-z-]*|[0-9.,]+")  # options and numbers
 _PUBLIC_WORDS = {*CACHE_TYPES, *FLASH_ATTENTION, "none", "mtp", "ngram"}
-
-
-# Figures
-
-AnswerPairs: TypeAlias = dict[str, list[tuple[Sample, Sample]]]  # by prompt: an arm's answer, the baseline's
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """One arm on several prompts: geometric means of ratios, medians of seconds; and all requests as one."""
-
-    whole: float
-    spread: float  # factor: exp of the standard deviation of the logarithms
-    worst: float
-    worst_prompt: str
-    decoding: float | None
-    first: float
-    total: float  # the baseline's total_seconds next to these
-    seconds: float
-    first_seconds: float
-    total_seconds: float  # of all requests together, each as if it had the baseline's number of tokens
-    forks: dict[str, tuple[int, ...]]  # by prompt
-    n_same: int  # texts that equal the baseline's
-    n_answers: int
-
-
-def answer_pairs(samples: Sequence[Sample], arm: str, baseline: str) -> AnswerPairs:
-    """Return an arm's answers with those of another one to the same requests."""
-    beside = {sample.request: sample for sample in samples if sample.arm == baseline}
-    pairs: AnswerPairs = {}
-    for sample in samples:
-        if sample.arm == arm:
-            pairs.setdefault(sample.prompt, []).append((sample, beside[sample.request]))
-    return pairs
-
-
-def _whole(pairs: Iterable[tuple[Sample, Sample]]) -> float:
-    """Return how many times as fast a prompt is; an answer of other length is scaled to the baseline's."""
-    return statistics.median(base.seconds / mine.seconds_for(base.n_tokens) for mine, base in pairs)
-
-
-def best_of(arms: Sequence[AnswerPairs]) -> AnswerPairs:
-    """Return for each prompt the answers of the arm that was fastest there, known afterwards."""
-    return {prompt: max((arm[prompt] for arm in arms), key=_whole) for prompt in arms[0]}
-
-
-def figures(pairs: AnswerPairs) -> Figures:
-    """Fold the answers to several prompts, at least one: of each the medians over its repeats."""
-    prompts = [*pairs.values()]
-    wholes = {prompt: _whole(each) for prompt, each in pairs.items()}
-    worst_prompt = min(wholes, key=wholes.__getitem__)
-    rates = [
-        [
-            mine.tokens_per_second / base.tokens_per_second
-            for mine, base in each
-            if mine.tokens_per_second and base.tokens_per_second
-        ]
-        for each in prompts
-    ]
-    decoding = [statistics.median(each) for each in rates if each]
-    logs = [math.log(whole) for whole in wholes.values()]
-    forks = {
-        prompt: tuple(mine.differs_at for mine, _ in each if mine.differs_at is not None)
-        for prompt, each in pairs.items()
-    }
-    answers = [pair for each in prompts for pair in each]
-    total_seconds = sum(mine.seconds_for(base.n_tokens) for mine, base in answers)
-    return Figures(
-        whole=math.exp(statistics.mean(logs)),
-        spread=math.exp(statistics.stdev(logs)) if len(logs) > 1 else 1.0,
-        worst=wholes[worst_prompt],
-        worst_prompt=worst_prompt,
-        decoding=statistics.geometric_mean(decoding) if decoding else None,
-        first=statistics.geometric_mean(
-            statistics.median(base.first_seconds / mine.first_seconds for mine, base in each)
-            for each in prompts
-        ),
-        total=sum(base.seconds for _, base in answers) / total_seconds,
-        seconds=statistics.median(statistics.median(mine.seconds for mine, _ in each) for each in prompts),
-        first_seconds=statistics.median(
-            statistics.median(mine.first_seconds for mine, _ in each) for each in prompts
-        ),
-        total_seconds=total_seconds,
-        forks={prompt: places for prompt, places in forks.items() if places},
-        n_same=len(answers) - sum(map(len, forks.values())),
-        n_answers=len(answers),
-    )
-
-
-def figures_of_arms(samples: Sequence[Sample]) -> dict[str, Figures]:
-    """By arm, next to the baseline; of several llama-servers also the best of each prompt."""
-    names = [*dict.fromkeys(sample.arm for sample in samples)]
-    arms = {arm: answer_pairs(samples, arm, baseline_of(names)) for arm in names}
-    peers = [each for arm, each in arms.items() if arm.startswith(PEER)]
-    if len(peers) > 1:
-        arms[PEER_BEST] = best_of(peers)
-    return {arm: figures(each) for arm, each in arms.items()}
-
-
-def speed_ups(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return how many times as fast llamaspec's defaults are as plain decoding, by group of tasks."""
-    return {
-        group: figures(answer_pairs(each, AUTO, PLAIN)).whole
-        for group, each in grouped(samples, "group").items()
-    }
-
-
-def best_type(arms: Mapping[str, Figures]) -> str | None:
-    """The llama-server that is fastest over all of them, which a user can know; None without any."""
-    peers = [arm for arm in arms if arm.startswith(PEER) and arm != PEER_BEST]
-    return max(peers, key=lambda arm: arms[arm].whole, default=None)
-
-
-def grouped(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
-    """Samples by one of their fields: group or task."""
-    by_name: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_name.setdefault(getattr(sample, kind), []).append(sample)
-    return by_name
-
-
-# The report
+COLUMNS = (
+    "<arm", "whole", "spread", "worst", "<prompt", "decoding", "first", "total", "s", "first s", "total s",
+    "same",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +61,12 @@ class ReportedModel:
     architecture: str
     quantization: str
     n_bytes: int
-    sha256: str | None  # None where it was not computed; of a model in parts that of the first
+    sha256: str | None  # None if it was not computed; of a model in parts that of the first
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedMachine:
-    """What computed."""
+    """The machine."""
 
     system: str
     devices: tuple[str, ...]
@@ -189,17 +77,23 @@ class ReportedMachine:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What was asked for."""
+    """How the tasks were run."""
 
-    max_tokens: int | None  # None = as the tasks say
-    temperature: float
-    repeats: int
-    tasks: tuple[str, ...]  # none = all
-    options: str  # of `serve`, names of models left out
+    max_tokens: int | None = None  # None = as the tasks say
+    temperature: float = 0.0
+    repeats: int = 1
+    tasks: tuple[str, ...] = ()  # none = all
+    options: str = ""  # of `serve`, names of models left out
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of every request."""
+        limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        return {**limit, "temperature": self.temperature}
 
     @property
     def command(self) -> str:
-        """What was run, but for names and other arms."""
+        """The command line, without names and other arms."""
         words = [f"--task {shlex.quote(task)}" for task in self.tasks]
         words += [] if self.max_tokens is None else [f"-n {self.max_tokens}"]
         words += [f"-t {self.temperature:g}", f"-r {self.repeats}"]
@@ -208,13 +102,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole run.
-
-    Raises
-    ------
-    ValueError
-        A text or a number is none that llamaspec writes.
-    """
+    """A whole run; ValueError if its parts do not belong together, or it has another format."""
 
     format: int
     date: str
@@ -225,7 +113,7 @@ class Report:
     has_heads: bool  # the target's own heads draft
     settings: Settings
     curve: CostCurve | None  # as far as it is known
-    baseline: str  # the arm that ratios are to
+    baseline: str  # the arm that others are compared with
     best_type: str | None  # the llama-server that is fastest over all prompts
     groups: dict[str, dict[str, Figures]]  # by group and arm; of several groups, all tasks come last
     tasks: dict[str, dict[str, Figures]]  # by task and arm
@@ -238,15 +126,10 @@ class Report:
         arms = {frozenset(arms) for arms in self.tasks.values()}
         if not self.groups or len(arms) != 1 or not {self.baseline, AUTO} <= next(iter(arms)):
             raise ValueError("its tasks have not all the same arms, the baseline and auto among them")
-        for value in _leaves(asdict(self)):
-            if isinstance(value, str) and value != _text(value):
-                raise ValueError(f"no report says {printable(value[:40])}")
-            if isinstance(value, int | float) and not 0 <= value <= _MOST:
-                raise ValueError(f"no report has the number {value}")
 
     @property
     def all_tasks(self) -> dict[str, Figures]:
-        """By arm, over all tasks."""
+        """Figures by arm, over all tasks."""
         return [*self.groups.values()][-1]
 
     @property
@@ -262,71 +145,48 @@ class Report:
         return f"{self.target.name} {self.target.quantization}, draft: {', '.join(drafts) or 'none'}"
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Every text and number in it, keys included."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield key
-            yield from _leaves(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _leaves(inner)
-    else:
-        yield value
-
-
-# Making one
+# Making and reading one
 
 
 def make_report(
     samples: Sequence[Sample],
     plan: DraftPlan,
-    settings: Mapping[str, Any],
-    tasks: Sequence[str],
-    options: Sequence[str],
+    settings: Settings,
     peer_version: str | None,
     *,
     with_hashes: bool,
 ) -> Report:
-    """What samples of this machine say; `settings` are the numbers of `Settings`."""
+    """Make a report of samples that were measured on this machine; names that users chose are hidden."""
     arms: dict[str, str] = {}
     for arm in dict.fromkeys(sample.arm for sample in samples):
         is_ours = arm in (PLAIN, AUTO, BEFORE) or arm.startswith(PEER)
-        name = _text(arm) if is_ours else public_options(shlex.split(arm))
+        name = arm if is_ours else public_options(shlex.split(arm))
         arms[arm] = name if name not in arms.values() else f"{name} ({len(arms)})"
-    shown = [
-        replace(
-            each,
-            arm=arms[each.arm],
-            group=_text(each.group),
-            task=_text(each.task),
-            prompt=_text(each.prompt),
-        )
-        for each in samples
-    ]
+    shown = [replace(each, arm=arms[each.arm]) for each in samples]
     by_group = grouped(shown, "group")
     if len(by_group) > 1:
         by_group["all tasks"] = shown
     groups = {group: figures_of_arms(each) for group, each in by_group.items()}
     baseline, best = baseline_of(arms), best_type([*groups.values()][-1])
-    peer = {} if peer_version is None else {PEER: _text(peer_version)}
+    machine, prior = look_at_machine(), stored(plan, LearnedPrior)
     versions = {"llamaspec": llamaspec.__version__, "llama-cpp-python": version("llama-cpp-python")}
+    peer = {} if peer_version is None else {PEER: printable(peer_version)}
     return Report(
         format=FORMAT,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         machine=ReportedMachine(
-            system=_text(f"{platform.system()} {platform.machine()}"),
-            devices=tuple(_text(device.description) for device in find_devices()),
-            cores=runtime.default_threads(),
+            system=f"{platform.system()} {platform.machine()}",
+            devices=tuple(device.description for device in machine.devices),
+            cores=machine.n_physical,
             memory_bytes=runtime.total_bytes(),
-            backend=_text(runtime.backend_description().replace(" = 1 |", "").replace(" :", ":")),
+            backend=machine.backend,
         ),
         versions={**versions, "python": platform.python_version(), **peer},
         target=_model(plan.target.path, with_hashes),
         drafts=tuple(_model(model.path, with_hashes) for model in plan.drafts),
         has_heads=plan.heads is not None,
-        settings=Settings(**settings, tasks=tuple(map(_text, tasks)), options=public_options(options)),
-        curve=None if (prior := stored(plan, LearnedPrior).value) is None else prior.curve,
+        settings=settings,
+        curve=None if prior is None else prior.curve,
         baseline=baseline,
         best_type=best,
         groups=groups,
@@ -339,14 +199,8 @@ def make_report(
 
 
 def public_options(words: Sequence[str]) -> str:
-    """Words of a command line, without names that a user chose."""
+    """Return the words of a command line, without names that a user chose."""
     return " ".join(word if _PUBLIC.fullmatch(word) or word in _PUBLIC_WORDS else _HIDDEN for word in words)
-
-
-def _text(text: str) -> str:
-    """As a report may have it: short, in one line, without what could end code or a cell of a table."""
-    shown = ("?" if letter in _UNSAFE else letter for letter in printable(text[:_LONGEST]))
-    return "".join(shown)[:_LONGEST]
 
 
 def _model(path: Path, with_hash: bool) -> ReportedModel:
@@ -355,22 +209,120 @@ def _model(path: Path, with_hash: bool) -> ReportedModel:
     found = read_gguf(path)
     kinds = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
     return ReportedModel(
-        name=_text(found.texts.get("general.name") or found.architecture)[:80],
-        architecture=_text(found.architecture),
+        name=printable(found.texts.get("general.name") or found.architecture)[:_LONGEST_NAME],
+        architecture=printable(found.architecture),
         quantization=kinds.get(found.numbers.get("general.file_type", -1), "of unknown type"),
         n_bytes=sum(part.stat().st_size for part in file_parts(path)),
         sha256=file_hash(path, lambda n_bytes: None) if with_hash else None,
     )
 
 
-# Reading one
-
-
 def read_report(path: Path) -> Report:
-    """A report of anybody; a LlamaspecError where it is none."""
+    """Read a report, whoever wrote it; LlamaspecError if it is none."""
     try:
         return parse_json(Report, read_file(path, MAX_BYTES))
     except OSError as error:
         raise LlamaspecError(f"cannot read {path}: {error.strerror}; name a file of bench --share") from error
     except ValueError as error:
         raise LlamaspecError(f"{path} is no report of bench --share: {error}; leave it out") from error
+
+
+# Tables
+
+
+def is_comparable(arm: str, report: Report) -> bool:
+    """Return whether an arm should write what the baseline writes; another program draws other tokens."""
+    is_ours = not any(name.startswith(PEER) for name in (arm, report.baseline))
+    return arm != report.baseline and (is_ours or report.settings.temperature == 0)
+
+
+def rows(report: Report, group: str) -> list[tuple[str, ...]]:
+    """Return the cells of the table of a group: one row for each arm, by `COLUMNS`."""
+    return [_row(arm, each, report) for arm, each in report.groups[group].items()]
+
+
+def _row(arm: str, each: Figures, report: Report) -> tuple[str, ...]:
+    seconds = [f"{number:.2f}" for number in (each.seconds, each.first_seconds, each.total_seconds)]
+    name = f"{arm} (best type)" if arm == report.best_type else arm
+    if arm == report.baseline:
+        return (name, "1.00", "", "", "", "1.00", "1.00", "1.00", *seconds, "")
+    same = f"{each.n_same}/{each.n_answers}" if is_comparable(arm, report) else ""
+    return (
+        name,
+        f"{each.whole:.2f}",
+        f"{each.spread:.2f}",
+        f"{each.worst:.2f}",
+        each.worst_prompt,
+        "" if each.decoding is None else f"{each.decoding:.2f}",
+        f"{each.first:.2f}",
+        f"{each.total:.2f}",
+        *seconds,
+        same,
+    )
+
+
+def next_to_best_type(report: Report, group: str, quote: Callable[[str], str] = str) -> str | None:
+    """Compare `auto` with llama-server's best type in one line; None if that is the baseline."""
+    each = report.to_best_type.get(group)
+    if each is None:
+        return None
+    parts = [f"whole {each.whole:.2f}", f"worst {each.worst:.2f} ({quote(each.worst_prompt)})"]
+    parts += [] if each.decoding is None else [f"decoding {each.decoding:.2f}"]
+    parts += [f"first {each.first:.2f}", f"total {each.total:.2f}"]
+    return f"{quote(AUTO)} next to {quote(str(report.best_type))}: {', '.join(parts)}."
+
+
+def in_short(report: Report) -> str:
+    """Sum up the result in one sentence."""
+    gains = [f"{arms[AUTO].whole:.2f}× as fast for {group}" for group, arms in report.groups.items()]
+    return (
+        f"In short: with its defaults, llamaspec is {', '.join(gains)}, compared with {report.baseline_name}."
+    )
+
+
+def markdown(report: Report) -> str:
+    """Write a section of a page: models, machine, costs, and a table for each group."""
+    machine = report.machine
+    lines = [f"### {_code(report.title)}", ""]
+    parts = [_code(name) for name in dict.fromkeys(machine.devices)]
+    parts += [f"{machine.cores} cores", f"{machine.memory_bytes / 1e9:.1f} GB", _code(machine.system)]
+    parts += [_code(f"{name} {number}") for name, number in report.versions.items() if number]
+    lines += [f"{', '.join(parts)}; {_code(report.date)}.", ""]
+    models = {"target": report.target, **{f"draft {i}": each for i, each in enumerate(report.drafts, 1)}}
+    sizes = [
+        f"{role} {each.n_bytes / 1e9:.2f} GB"
+        + (f", SHA-256 {_code(each.sha256[:12])}" if each.sha256 else "")
+        for role, each in models.items()
+    ]
+    lines += [f"Files: {'; '.join(sizes)}.", ""]
+    if report.curve is not None and len(report.curve.widths) > 1:
+        lines += [_costs(report.curve), ""]
+    lines += [f"{_code(report.settings.command)}. Ratios are to {report.baseline_name}.", ""]
+    for group in report.groups:
+        lines += [f"**{_code(group)}**", "", _table(rows(report, group)), ""]
+        line = next_to_best_type(report, group, _code)
+        lines += [] if line is None else [line, ""]
+    return "\n".join(lines)
+
+
+def _costs(curve: CostCurve) -> str:
+    single, *wider = curve.verify_seconds
+    widths = ", ".join(map(str, curve.widths[1:]))
+    times = ", ".join(f"{seconds / single:.2f}" for seconds in wider)
+    step = f"; a draft token {curve.draft_step_seconds / single:.2f}" if curve.draft_step_seconds else ""
+    return f"Batches of {widths} cost {times} times a single token{step}."
+
+
+def _table(cells: Sequence[tuple[str, ...]]) -> str:
+    titles = [title.lstrip("<") for title in COLUMNS]
+    left = [title.startswith("<") for title in COLUMNS]
+    rules = ["---" if is_left else "---:" for is_left in left]
+    shown = [
+        [_code(cell) if is_left else cell for cell, is_left in zip(row, left, strict=True)] for row in cells
+    ]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (titles, rules, *shown))
+
+
+def _code(text: str) -> str:
+    safe = printable(text[:_LONGEST]).translate(_UNSAFE)
+    return f"`{safe}`" if safe else ""

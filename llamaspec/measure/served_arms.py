@@ -1,6 +1,6 @@
-"""The arms of the benchmark: servers in processes of their own, and what a client sees of their answers.
+"""The arms of the benchmark: servers in processes of their own, and their answers as a client sees them.
 
-llamaspec's own are started from a checkout, so that two versions of it can be arms of one run.
+llamaspec's servers are started from a checkout, so that two versions of it can be arms of one run.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.plan import DraftPlan
 
 PLAIN, AUTO, BEFORE, PEER = "plain", "auto", "before: auto", "llama-server"
-PEER_PLAIN = f"{PEER}, none"  # without a draft: what all others are compared with
+PEER_PLAIN = f"{PEER}, none"  # without a draft; all others are compared with it
 PEER_BEST = f"{PEER}, best of each prompt"  # of several, known afterwards
 READY_SECONDS = 900.0  # a large model is read from a disk
 END_SECONDS = 20.0
-_KEYS = ("LLAMASPEC_API_KEY", "LLAMA_API_KEY")  # with which a server would refuse us
+_KEYS = ("LLAMASPEC_API_KEY", "LLAMA_API_KEY")  # a server that gets one refuses requests without it
 _ENTRY = "import sys; sys.path.insert(0, {!r}); from llamaspec.__main__ import main; main()"
 _PLAINLY = ["--no-draft", "--no-ngram", "-k", "0"]  # without -k 0, tokens that a schema forces are drafted
 _STREAM = {"model": "any", "stream": True, "stream_options": {"include_usage": True}}
@@ -37,7 +37,7 @@ _STREAM = {"model": "any", "stream": True, "stream_options": {"include_usage": T
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """The command that starts a server, without its port, and the environment that it adds to ours."""
+    """The command that starts a server, without its port, and environment variables to add to ours."""
 
     name: str
     words: tuple[str, ...]
@@ -47,7 +47,7 @@ class ServerCommand:
 def own_arms(
     options: Sequence[str], also: Sequence[str], against: Path | None, n_parallel: int = 1
 ) -> Iterator[ServerCommand]:
-    """llamaspec without drafts, with the options of `serve`, with more of them, and another checkout."""
+    """Yield llamaspec without drafts, with `options` of `serve`, with others added, and another checkout."""
     here = Path(__file__).resolve().parents[2]
     ways = [(PLAIN, here, _PLAINLY), (AUTO, here, [])]
     ways += [(more, here, shlex.split(more)) for more in also]
@@ -58,7 +58,7 @@ def own_arms(
     for name, folder, more in ways:
         command = (sys.executable, "-c", _ENTRY.format(str(folder)), "serve", *options)
         paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}  # not what lies where we were started
+        environment = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}  # nothing from the working directory
         fixed = ("--parallel", str(n_parallel), "--request-timeout", "0", "--grace", "1")
         yield ServerCommand(name, (*command, *fixed, *more), environment)
 
@@ -66,10 +66,10 @@ def own_arms(
 def peer_arms(
     program: str, plan: DraftPlan, types: Sequence[str] = (), n_parallel: int = 1
 ) -> Iterator[ServerCommand]:
-    """llama-server without drafts, and with each type of them, or with those that are known to be good.
+    """Yield llama-server without drafts, and with each of these types, by default the usual ones.
 
-    The files are the same, and all that is not said here is at its defaults, as people run it: it also keeps
-    prompts of earlier conversations in memory (--cache-ram).
+    It gets the same files. Everything else is at its defaults, as people run it: it also keeps prompts of
+    earlier conversations in memory (--cache-ram).
     """
     heads = None if plan.has_own_heads else plan.heads
     draft = [part for file in (plan.draft, heads) if file is not None for part in ("-md", str(file.path))]
@@ -95,7 +95,7 @@ def peer_arms(
 
 
 def program_version(program: str) -> str | None:
-    """What llama-server says of itself; None where it says nothing."""
+    """Return the version that llama-server prints; None if it prints none."""
     try:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -106,15 +106,15 @@ def program_version(program: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one server made of one request, measured at the client."""
+    """The answer of one server to one request, measured at the client."""
 
-    text: str  # thoughts included
-    reply: str  # without thoughts
+    text: str  # reasoning included
+    reply: str  # without reasoning
     n_prompt_tokens: int
     n_tokens: int
     seconds: float  # from the request to the end of the stream
     first_seconds: float  # to the first text
-    n_drafted: int | None = None  # as the server tells it
+    n_drafted: int | None = None  # as the server reports
     n_accepted: int | None = None
 
 
@@ -132,14 +132,9 @@ class Server:
     def ask(self, body: Mapping[str, Any]) -> Answer:
         """Send a chat request and read the whole stream.
 
-        Raises
-        ------
-        RefusedError
-            The server does not answer this request.
-        LlamaspecError
-            The server has ended.
+        RefusedError if the server does not answer this request, LlamaspecError if it has ended.
         """
-        thoughts, reply, first = "", "", None
+        reasoning, reply, first = "", "", None
         usage: Mapping[str, Any] = {}
         timings: Mapping[str, Any] = {}
         begin = time.perf_counter()
@@ -154,19 +149,19 @@ class Server:
                     if "error" in event:
                         raise RefusedError(f"{self.name} ended it: {event['error']}")
                     delta = (event.get("choices") or [{}])[0].get("delta") or {}
-                    new_thoughts, new_reply = delta.get("reasoning_content") or "", delta.get("content") or ""
-                    if first is None and new_thoughts + new_reply:
+                    new, new_reply = delta.get("reasoning_content") or "", delta.get("content") or ""
+                    if first is None and (new or new_reply):
                         first = time.perf_counter() - begin
-                    thoughts, reply = thoughts + new_thoughts, reply + new_reply
+                    reasoning, reply = reasoning + new, reply + new_reply
                     usage, timings = event.get("usage") or usage, event.get("timings") or timings
         except httpx.HTTPError as error:
-            told = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             raise LlamaspecError(
-                f"the server of {self.name!r} ended: {told}; look whether memory is short"
+                f"the server of {self.name!r} ended: {reason}; look whether memory is short"
             ) from error
         seconds = time.perf_counter() - begin
         return Answer(
-            text=thoughts + reply,
+            text=reasoning + reply,
             reply=reply,
             n_prompt_tokens=usage.get("prompt_tokens", 0),
             n_tokens=usage.get("completion_tokens", 0),
@@ -179,13 +174,7 @@ class Server:
 
 @contextmanager
 def serving(commands: Sequence[ServerCommand]) -> Iterator[dict[str, Server]]:
-    """Run the servers until the block ends.
-
-    Raises
-    ------
-    LlamaspecError
-        One does not start; the message has its last line.
-    """
+    """Run the servers until the block ends; LlamaspecError with the last line of one that does not start."""
     with ExitStack() as stack:
         yield {each.name: Server(each.name, stack.enter_context(_running(each))) for each in commands}
 
@@ -231,8 +220,8 @@ def _await_ready(name: str, client: httpx.Client, process: subprocess.Popen[byte
         if process.poll() is not None:
             log.seek(0)
             last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
-            told = last.removeprefix("llamaspec: ") or f"exit code {process.returncode}"
-            raise LlamaspecError(f"the server of {name!r} did not start: {told}")
+            reason = last.removeprefix("llamaspec: ") or f"exit code {process.returncode}"
+            raise LlamaspecError(f"the server of {name!r} did not start: {reason}")
         try:
             if client.get("/health").status_code == httpx.codes.OK:
                 return
@@ -245,7 +234,7 @@ def _await_ready(name: str, client: httpx.Client, process: subprocess.Popen[byte
 
 
 def _reason(body: bytes) -> str:
-    """What a server says of a request that it refuses."""
+    """Return the message of a response that refuses a request."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -1,7 +1,7 @@
-"""What was measured and learnt of a pair on this machine, kept for later runs, and the length policy from it.
+"""Measurements of a pair on this machine, kept between runs, and the length policy that starts from them.
 
-It lies in the user's cache folder. A file that is damaged or foreign counts as none, with a reason, and is
-replaced by the next write. Another version has other file names.
+There is one file for each kind, in the user's cache folder. A file that is damaged or foreign counts as none
+and is replaced by the next write. Another version has other file names.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
@@ -30,29 +30,25 @@ from llamaspec.protocols import LengthPolicy
 from llamaspec.sequence_drafters import Stage
 from llamaspec.values import Source
 
-FORMAT = 8  # of what is kept
-WORTH_KEEPING = 64  # tokens of which a run has learnt something
+FORMAT = 8  # of the files
+WORTH_KEEPING = 64  # tokens from which a run has learnt something
 _MAX_BYTES = 4 << 20
 
 T = TypeVar("T")
+Models: TypeAlias = DraftPlan | Pair | Stage  # a target and what drafts for it; its `models` name the files
+Tell: TypeAlias = Callable[[str], None]  # receives one line
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingGain:
-    """How many times as fast long prompts are read with the weights as they lie in the file."""
+    """How many times as fast long prompts are processed with the weights as they are in the file."""
 
     gain: float
 
 
 @dataclass(frozen=True, slots=True)
 class BenchGains:
-    """Results of the latest benchmarks of a pair, over plain decoding.
-
-    Raises
-    ------
-    ValueError
-        There is no result, or one that cannot have been measured.
-    """
+    """Results of the latest benchmarks of a pair, over plain decoding; ValueError if there are none."""
 
     speed_ups: dict[str, float]  # by group of tasks
 
@@ -61,8 +57,6 @@ class BenchGains:
             raise ValueError("a benchmark of another kind")
 
 
-PairOnDisk: TypeAlias = DraftPlan | Pair  # what names a pair
-Measured: TypeAlias = Probe | LearnedPrior | ReadingGain | Exactness | BenchGains
 _SUFFIXES: dict[type[object], str] = {
     Probe: "",
     LearnedPrior: ".runs",
@@ -72,59 +66,48 @@ _SUFFIXES: dict[type[object], str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Kept(Generic[T]):
-    """What the store holds, or why what lies there counts as nothing; neither where nothing is."""
-
-    value: T | None = None
-    fault: str | None = None  # one line
+def _ignore(line: str) -> None: ...
 
 
-def stored(pair: PairOnDisk, kind: type[T]) -> Kept[T]:
-    """Return what is kept of a pair. A prior is kept for every way to compute attention."""
-    return _read(_path(pair, kind), kind)
-
-
-def keep(pair: PairOnDisk, measured: Measured) -> None:
-    """Keep a measurement, if the cache folder can be written: it is not what people came for."""
-    with suppress(OSError):
-        _write(_path(pair, type(measured)), measured)
-
-
-def store_probe(pair: PairOnDisk, probe: Probe) -> Path:
-    """Keep a probe.
-
-    Raises
-    ------
-    LlamaspecError
-        The cache folder cannot be written.
-    """
-    path = _path(pair, Probe)
+def stored(pair: Models, kind: type[T], tell: Tell = _ignore) -> T | None:
+    """Return a kept measurement of a pair, or None; `tell` is called if the file cannot be used."""
+    path = _path(pair, kind)
     try:
-        _write(path, probe)
-        _write(_path(pair, LearnedPrior), LearnedPrior(probe.curve))
+        return parse_json(kind, read_file(path, _MAX_BYTES))
+    except FileNotFoundError:
+        return None
     except OSError as error:
-        raise LlamaspecError(
-            f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE elsewhere"
-        ) from error
-    return path
+        reason = error.strerror or str(error)
+    except ValueError as error:
+        reason = str(error)
+    tell(f"{path} counts as empty, it cannot be used: {reason}")
+    return None
 
 
-def prior_with_target(pair: PairOnDisk, target: Path) -> LearnedPrior:
-    """Return what is kept of the same drafts with another file as their target."""
-    mine, *drafts = pair.models
-    path = _path_of([ModelFile(target, mine.options), *drafts], pair.heads is not None, LearnedPrior)
-    return _read(path, LearnedPrior).value or LearnedPrior()
+def keep(pair: Models, measured: Any, tell: Tell = _ignore) -> None:
+    """Keep a measurement; `tell` is called if the cache folder cannot be written."""
+    path = _path(pair, type(measured))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file(path, json.dumps(asdict(measured)))
+    except OSError as error:
+        tell(f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE elsewhere")
 
 
-def keep_gains(pair: PairOnDisk, speed_ups: Mapping[str, float]) -> None:
+def keep_probe(pair: Models, probe: Probe, tell: Tell = _ignore) -> None:
+    """Keep a probe, from which the next run starts, too."""
+    keep(pair, probe, tell)
+    keep(pair, LearnedPrior(probe.curve))
+
+
+def keep_gains(pair: Models, speed_ups: Mapping[str, float]) -> None:
     """Keep the results of a benchmark; other groups of tasks keep theirs."""
-    earlier = stored(pair, BenchGains).value
+    earlier = stored(pair, BenchGains)
     keep(pair, BenchGains({**(earlier.speed_ups if earlier else {}), **speed_ups}))
 
 
-def forget(pair: PairOnDisk) -> bool:
-    """Drop what is kept; answers whether there was anything."""
+def forget(pair: Models) -> bool:
+    """Delete all measurements of a pair; return whether there were any."""
     paths = [path for kind in _SUFFIXES if os.path.lexists(path := _path(pair, kind))]
     for path in paths:
         path.unlink()
@@ -132,27 +115,16 @@ def forget(pair: PairOnDisk) -> bool:
 
 
 def auto_length(
-    pair: Pair,
-    widths: frozenset[int] | None = None,
-    tell: Callable[[str], None] = lambda fault: None,
-    *,
-    trees: bool = False,
+    pair: Pair, widths: frozenset[int] | None = None, tell: Tell = _ignore, *, trees: bool = False
 ) -> AutoLength:
-    """A fresh policy; with `widths` it allows no others. `tell` hears of stored files that are damaged.
+    """Return a new policy, which allows only `widths`; `tell` is called for stored files that are damaged.
 
-    The pair's drafts that have drafts get one, too. In the first runs of a pair a draft step is timed.
+    Drafts that have drafts of their own get one, too. In the first runs of a pair a draft step is timed.
     """
-
-    def usable(kept: Kept[LearnedPrior]) -> LearnedPrior | None:
-        if kept.fault is not None:
-            tell(kept.fault)
-        return kept.value
-
     pads = not pair.target.keeps_states
     for stage in pair.stages:
-        prior = usable(_read(_path_of_stage(stage), LearnedPrior))
-        stage.length = AutoLength(prior, sources=stage.sources, pads=pads)
-    prior = usable(stored(pair, LearnedPrior))
+        stage.length = AutoLength(stored(stage, LearnedPrior, tell), sources=stage.sources, pads=pads)
+    prior = stored(pair, LearnedPrior, tell)
     policy = AutoLength(prior, widths, sources=pair.sources, trees=trees, pads=pads)
     if Source.MODEL in pair.sources and not (policy.is_settled and policy.costs.knows_step):
         with suppress(LlamaspecError):  # a draft that fails says so when it is used
@@ -160,9 +132,9 @@ def auto_length(
     return policy
 
 
-def known_exactness(pair: Pair, tell: Callable[[str], None] = lambda notice: None) -> Exactness:
-    """Which evaluations have the bits of single positions: as found earlier, or found now and kept."""
-    known = stored(pair, Exactness).value
+def known_exactness(pair: Pair, tell: Tell = _ignore) -> Exactness:
+    """Return which evaluations have the bits of single positions: measured once, then kept."""
+    known = stored(pair, Exactness)
     if known is None:
         tell("--exact: comparing the numbers of all batch widths, once for a pair on a machine")
         known = find_exactness(pair)
@@ -172,54 +144,32 @@ def known_exactness(pair: Pair, tell: Callable[[str], None] = lambda notice: Non
 
 
 def restore_reading_gain(pair: Pair) -> None:
-    """Let a pair know what was measured of reading its prompts on this machine."""
-    kept, reader = stored(pair, ReadingGain).value, pair.target.reader
+    """Tell a pair how fast it processes prompts on this machine, if that was measured."""
+    kept, reader = stored(pair, ReadingGain), pair.target.reader
     if kept is not None and reader is not None:
         reader.gain = kept.gain
 
 
 def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
-    """Keep what a run has learnt of a pair and its stages, if it was long enough, and of reading prompts."""
+    """Keep what a run has learnt of a pair and its stages, if it was long enough."""
     reader = pair.target.reader
     if reader is not None and reader.gain is not None:
         keep(pair, ReadingGain(reader.gain))
-    kept = [(_path(pair, LearnedPrior), policy)]
-    kept += [(_path_of_stage(stage), stage.length) for stage in pair.stages]
-    for path, learned in kept:
+    learners: list[tuple[Pair | Stage, LengthPolicy]] = [(pair, policy)]
+    learners += [(stage, stage.length) for stage in pair.stages]
+    for models, learned in learners:
         if isinstance(learned, AutoLength) and learned.n_tokens >= WORTH_KEEPING:
-            with suppress(OSError):
-                _write(path, learned.experience())
+            keep(models, learned.experience())
 
 
-def _read(path: Path, kind: type[T]) -> Kept[T]:
-    try:
-        return Kept(parse_json(kind, read_file(path, _MAX_BYTES)))
-    except FileNotFoundError:
-        return Kept()
-    except OSError as error:
-        reason = error.strerror or str(error)
-    except ValueError as error:
-        reason = str(error)
-    return Kept(fault=f"{path} counts as empty, it cannot be used: {reason}")
+def _path(pair: Models, kind: type[object]) -> Path:
+    """Return the file of a measurement.
 
-
-def _write(path: Path, content: Measured) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps(asdict(content)))
-
-
-def _path(pair: PairOnDisk, kind: type[object]) -> Path:
-    """The file of a pair's measurements; those of reading prompts belong to its target alone."""
-    return _path_of(pair.models[:1] if kind is ReadingGain else pair.models, pair.heads is not None, kind)
-
-
-def _path_of_stage(stage: Stage) -> Path:
-    return _path_of(stage.models, False, LearnedPrior)
-
-
-def _path_of(models: Sequence[ModelFile | LlamaModel], has_heads: bool, kind: type[object]) -> Path:
-    """Timings and bits also depend on how attention is computed."""
-    key: list[object] = [FORMAT, *(_model_key(model) for model in models), has_heads]
+    Processing prompts concerns the target alone. Timings and bits also depend on how attention is computed; a
+    prior serves every way.
+    """
+    models = pair.models[:1] if kind is ReadingGain else pair.models
+    key: list[object] = [FORMAT, *(_model_key(model) for model in models), models[0].options.heads]
     if kind in (Probe, Exactness):
         options = [model.options for model in models]
         key += [[each.flash_attention, each.cache_type_k, each.cache_type_v] for each in options]
@@ -229,7 +179,7 @@ def _path_of(models: Sequence[ModelFile | LlamaModel], has_heads: bool, kind: ty
 
 
 def _model_key(model: ModelFile | LlamaModel) -> list[object]:
-    """What tells a model file and where it computes from others."""
+    """Return what identifies a model file and where it computes."""
     options = model.options
     threads = options.threads or runtime.default_threads()
     placement = [options.gpu_layers, threads, options.repack, *options.placement]

@@ -125,7 +125,7 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
     assert popen.stderr is not None
-    while not popen.stderr.readline().startswith("2/1000 "):  # the first request has all answers
+    while not popen.stderr.readline().startswith("llamaspec: 2/1000 "):  # the first request has all answers
         assert popen.poll() is None
     servers = psutil.Process(popen.pid).children()
     assert len(servers) == 3

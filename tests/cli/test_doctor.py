@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,20 +19,22 @@ from llamaspec.errors import EvaluationError
 from llamaspec.llama.model import MemoryFacts
 from llamaspec.llama.options import Device, as_size, find_devices
 from llamaspec.llama.weights import ModelFacts, active_parameters
+from llamaspec.measure.compare import Spread
 from llamaspec.measure.doctor import (
     N_DRAFT,
     Examined,
     Finding,
     acceptance_finding,
-    foreign_findings,
     machine_findings,
     model_findings,
     pace_finding,
+    pair_findings,
     room_finding,
-    step_seconds,
     thread_finding,
 )
 from llamaspec.measure.machine import MachineFacts
+from llamaspec.measure.probe import Probe, WidthTiming
+from llamaspec.pair import Pair
 from model_store import ModelStore, OpenModel
 from tiny_models import WINDOW, Recipe, truncated
 from tiny_vocabulary import BYTES
@@ -41,19 +44,34 @@ CPU = Device("CPU", "a processor", "CPU", 0, 0)
 GPU = Device("CUDA0", "a card", "GPU", 2**30, 2**31)
 MACHINE = MachineFacts("linux", "llama.cpp", (CPU,), False, False, True, 2**30, 4, 8)
 FACTS = ModelFacts("llama", 7 * 10**9, None, 2**29, None, False, True)
-TARGET = Examined(
-    role="target",
-    name="big.gguf",
-    description="llama 7B Q4_0",
-    facts=FACTS,
-    memory=MemoryFacts(bytes_per_token=1024.0, fixed_bytes=0, n_right=18, n_kept=18),
-    options=ModelOptions(),
-    context_size=1024,
-    trained_context_size=4096,
-    flash_attention=True,
-    step_seconds=0.1,
-)
-DRAFT = replace(TARGET, role="draft", facts=replace(FACTS, n_parameters=10**9), step_seconds=0.01)
+MEMORY = MemoryFacts(bytes_per_token=1024.0, fixed_bytes=0, n_right=18, n_kept=18)
+
+
+def examined(
+    role: str = "target",
+    *,
+    facts: ModelFacts = FACTS,
+    memory: MemoryFacts = MEMORY,
+    flash_attention: bool | None = True,
+    context_size: int = 1024,
+    options: ModelOptions | None = None,
+) -> Examined:
+    """A model that nobody has loaded."""
+    model = SimpleNamespace(
+        path=Path("big.gguf"),
+        description="llama 7B Q4_0",
+        facts=lambda: facts,
+        options=options or ModelOptions(),
+        context_size=context_size,
+        trained_context_size=4096,
+    )
+    return Examined(role, cast(LlamaModel, model), memory, flash_attention)
+
+
+def timed(target: float, draft: float) -> Probe:
+    """A probe that found these seconds of a token."""
+    single, step = (Spread(seconds, seconds, seconds) for seconds in (target, draft))
+    return Probe((64,), (), (WidthTiming(1, (single,), 0.0),), step)
 
 
 def listed(answer: Answer) -> dict[str, dict[str, Any]]:
@@ -173,17 +191,18 @@ def test_a_draft_that_agrees_with_nothing(store: ModelStore, target_file: Path) 
 def test_the_trial_of_a_very_slow_target_is_short(opened: OpenModel) -> None:
     target = opened("llama", Recipe(dtype="q8_0"))
     draft = opened("llama", Recipe(dtype="q8_0", shuffled=1))
-    short, long = (
-        int(acceptance_finding(target, draft, clock).text.split()[2])
-        for clock in (itertools.count(step=10.0).__next__, lambda: 0.0)
-    )
-    assert short <= N_DRAFT < long
+    n_verified = []
+    for clock in (itertools.count(step=10.0).__next__, lambda: 0.0):
+        with Pair(target, draft, 0.0, clock=clock) as pair:
+            n_verified.append(int(acceptance_finding(pair).text.split()[2]))
+    assert n_verified[0] <= N_DRAFT < n_verified[1]
 
 
-def test_a_draft_with_too_little_in_common(target_file: Path, opened: OpenModel) -> None:
+def test_a_draft_with_too_little_in_common(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found before anything is tried; the draft is no more than its vocabulary here."""
+    monkeypatch.setattr("llamaspec.pair.difference", lambda *_: "token 0")
     draft = cast(LlamaModel, SimpleNamespace(vocabulary=FakeVocabulary([b"only", b"words"])))
-    (found,) = foreign_findings(opened("llama"), draft, lambda: 0.0)
+    (found,) = pair_findings(opened("llama"), draft, lambda label: nullcontext(lambda done: None))
     assert (found.level, found.topic) == ("problem", "vocabulary")
     assert found.text == "the draft's vocabulary has only 0% of the target's tokens in typical text"
     assert found.remedy == "choose a draft of the target's family"
@@ -290,7 +309,7 @@ def test_other_programs(n_taken: float, is_busy: bool) -> None:
     ],
 )
 def test_room(changes: dict[str, Any], n_ctx: int, level: str) -> None:
-    found = room_finding(replace(MACHINE, **changes), [replace(TARGET, context_size=n_ctx)])
+    found = room_finding(replace(MACHINE, **changes), [examined(context_size=n_ctx)])
     assert found.level == level
 
 
@@ -304,17 +323,15 @@ def test_room(changes: dict[str, Any], n_ctx: int, level: str) -> None:
     ],
 )
 def test_ways_back(n_kept: int, states: bool, level: str, says: str) -> None:
-    memory, facts = replace(TARGET.memory, n_kept=n_kept), replace(FACTS, keeps_states=states)
-    found = only(
-        list(model_findings(MACHINE, replace(TARGET, memory=memory, facts=facts))), "target rollback"
-    )
+    model = examined(memory=replace(MEMORY, n_kept=n_kept), facts=replace(FACTS, keeps_states=states))
+    found = only(list(model_findings(MACHINE, model)), "target rollback")
     assert found.level == level
     assert says in found.text
 
 
 def test_flash_attention() -> None:
     def said(asked: str, chosen: bool | None = None, machine: MachineFacts = MACHINE) -> Finding:
-        model = replace(TARGET, options=ModelOptions(flash_attention=asked), flash_attention=chosen)
+        model = examined(options=ModelOptions(flash_attention=asked), flash_attention=chosen)
         return only(list(model_findings(machine, model)), "target flash attention")
 
     with_gpu = replace(MACHINE, can_offload=True, devices=(GPU, CPU))
@@ -329,7 +346,7 @@ def test_flash_attention() -> None:
 
 @pytest.mark.parametrize(("step", "level"), [(0.03, "ok"), (0.04, "warning"), (0.2, "warning")])
 def test_pace(step: float, level: str) -> None:
-    assert pace_finding(TARGET, replace(DRAFT, step_seconds=step)).level == level
+    assert pace_finding(timed(0.1, step)).level == level
 
 
 def test_active_parameters() -> None:
@@ -351,12 +368,6 @@ def test_active_parameters() -> None:
     assert active_parameters(metadata.get, n_all) == n_active
     assert active_parameters({**metadata, "qwen3moe.expert_count": "0"}.get, n_all) is None
     assert active_parameters({"general.architecture": "llama"}.get, 10) is None
-
-
-def test_steps_of_a_slow_model_are_timed_less_often(opened: OpenModel) -> None:
-    ticks = itertools.count(0.0, 2.0)
-    assert step_seconds(opened(), lambda: next(ticks)) == 2.0
-    assert next(ticks) == 2.0 * 8  # three steps, not nine
 
 
 # In figures
@@ -381,17 +392,19 @@ def test_the_figures_of_a_machine() -> None:
     assert said(machine_findings(machine))[2].startswith("other programs use 5.2 of 8 hardware threads;")
     assert said([thread_finding(MACHINE, "draft", None), thread_finding(MACHINE, "draft", 6)]) == [
         "4 of 4 full-speed cores, 8 hardware threads (default)",
-        "6 of 4 full-speed cores, 8 hardware threads: more threads than cores slow each other down; use 4",
+        "6 of 4 full-speed cores, 8 hardware threads: more threads than cores slow each other down; use 4 "
+        "(--draft-threads)",
     ]
-    assert thread_finding(MACHINE, "draft", 6).settings == ("draft.threads",)
 
 
 def test_the_figures_of_the_room() -> None:
     """Keys and values take 1 KiB for each of 2^18 tokens, and 1 MiB and 2 KiB for each of 512."""
-    target = replace(TARGET, context_size=2**18)
-    small = replace(DRAFT.memory, bytes_per_token=2048.0, fixed_bytes=2**20)
-    draft = replace(
-        DRAFT, facts=replace(DRAFT.facts, weights_bytes=3 * 2**27), memory=small, context_size=512
+    target = examined(context_size=2**18)
+    draft = examined(
+        "draft",
+        facts=replace(FACTS, weights_bytes=3 * 2**27),
+        memory=replace(MEMORY, bytes_per_token=2048.0, fixed_bytes=2**20),
+        context_size=512,
     )
     needed = (
         "1.1 GiB needed (target 0.5 GiB weights, 256.0 MiB context + "
@@ -404,20 +417,20 @@ def test_the_figures_of_the_room() -> None:
     assert said([unknown]) == [f"{needed}; free memory is unknown on this system"]
     on_gpu = room_finding(replace(MACHINE, can_offload=True, devices=(GPU, CPU)), [target, draft])
     assert on_gpu.text == f"{needed}, 1.0 GiB free on the GPU"
-    assert (on_gpu.level, on_gpu.settings) == ("warning", ("target.n_ctx", "target.gpu_layers"))
+    assert on_gpu.level == "warning"
+    assert on_gpu.remedy is not None
+    assert on_gpu.remedy.endswith("or put fewer layers on the GPU (--n-ctx, --gpu-layers)")
 
 
 def test_the_figures_of_two_models() -> None:
-    target = replace(TARGET, facts=replace(FACTS, n_active_parameters=35 * 10**8))
-    draft = replace(DRAFT, facts=replace(DRAFT.facts, n_parameters=9 * 10**7), step_seconds=0.04)
-    assert said([pace_finding(target, draft)]) == [
+    target = examined(facts=replace(FACTS, n_active_parameters=35 * 10**8))
+    assert said([pace_finding(timed(0.1, 0.04))]) == [
         "a token takes 100.00 ms in the target, 40.00 ms in the draft: only 2.5× faster than the target; aim "
         "for 3× or more with a smaller draft, or measure with `llamaspec compare`"
     ]
-    slow = pace_finding(target, replace(draft, step_seconds=0.2))
-    assert slow.text.endswith("200.00 ms in the draft: no faster than the target")
+    assert pace_finding(timed(0.1, 0.2)).text.endswith("200.00 ms in the draft: no faster than the target")
     told = only(list(model_findings(MACHINE, target)), "target").text
     assert told == ("big.gguf: llama 7B Q4_0, 7.00 billion parameters, about 3.50 billion of them active")
-    memory = replace(TARGET.memory, n_kept=13)
-    told = only(list(model_findings(MACHINE, replace(TARGET, memory=memory))), "target rollback").text
+    model = examined(memory=replace(MEMORY, n_kept=13))
+    told = only(list(model_findings(MACHINE, model)), "target rollback").text
     assert told.endswith("from a snapshot, 5 of 18 tokens were evaluated again in a trial")

@@ -18,7 +18,7 @@ from llamaspec.draft_making.worth import TrialSettings
 from llamaspec.files import file_identity
 from llamaspec.hub import DRAFT_FOR, find_draft, made_path
 from llamaspec.llama.quantize import Copy, write_copy
-from llamaspec.measure.probe import Spread
+from llamaspec.measure.compare import Spread
 from tiny_models import truncated
 
 

@@ -11,15 +11,9 @@ from command import generate, invoke, naming
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
 from llamaspec.length.acceptance import SETTLED, LearnedPrior
 from llamaspec.length.costs import CostCurve
-from llamaspec.measure.probe import Probe, Spread, WidthTiming
-from llamaspec.measure.store import (
-    WORTH_KEEPING,
-    auto_length,
-    keep,
-    keep_learnt,
-    store_probe,
-    stored,
-)
+from llamaspec.measure.compare import Spread
+from llamaspec.measure.probe import Probe, WidthTiming
+from llamaspec.measure.store import WORTH_KEEPING, auto_length, keep, keep_learnt, keep_probe, stored
 
 PROMPT = "Once upon a time"
 ONE_THREAD = ModelOptions(threads=1)
@@ -73,11 +67,11 @@ def test_a_probe_makes_it_old(models: list[Path], tmp_path: Path, option: str) -
 def test_a_policy_begins_with_it(models: list[Path]) -> None:
     with LlamaModel(models[0], ONE_THREAD) as target, LlamaModel(models[1], ONE_THREAD) as draft:
         pair = Pair(target, draft, 0.0)
-        assert stored(pair, LearnedPrior).value is None
+        assert stored(pair, LearnedPrior) is None
         policy = auto_length(pair)
         pair.stream(PROMPT, seed=5, max_tokens=LONG, policy=policy).run()
         keep_learnt(pair, policy)
-        assert stored(pair, LearnedPrior).value == policy.experience()
+        assert stored(pair, LearnedPrior) == policy.experience()
         assert auto_length(pair).experience().log_odds == policy.experience().log_odds
 
 
@@ -88,7 +82,7 @@ def test_before_the_first_run_a_policy_begins_with_the_probe(models: list[Path])
     probe = Probe((64,), (), widths, step)
     with LlamaModel(models[0], ONE_THREAD) as target, LlamaModel(models[1], ONE_THREAD) as draft:
         pair = Pair(target, draft, 0.0)
-        store_probe(pair, probe)
+        keep_probe(pair, probe)
         costs = auto_length(pair).costs
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([3.0, 4.5])
         assert costs.step_seconds == pytest.approx(0.6)

@@ -23,12 +23,7 @@ def timeline_data(page: Path) -> dict[str, object]:
 def test_explain_tells_choices_costs_and_a_verdict(models: list[Path]) -> None:
     answer = generate("-n", "60", "--seed", "1", "--explain", "hello", models=models)
     assert answer.code == 0
-    for part in (
-        "verified draft tokens per round:",
-        "batch size",
-        "overhead per round: ",
-        "compared with plain decoding",
-    ):
+    for part in ("verified draft tokens per round:", "batch size", "overhead per round: "):
         assert part in answer.stderr
     assert re.search(r"drafting (was (faster|slower) than plain|gained nothing)", answer.stderr)
 

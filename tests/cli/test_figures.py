@@ -18,10 +18,10 @@ from llamaspec import LlamaModel, ModelOptions
 from llamaspec.cli.output import completion_json, explain, statistics_lines
 from llamaspec.cli.pictures import draw_probe, write_timeline
 from llamaspec.length.costs import CostCurve
-from llamaspec.measure.compare import Arm, Comparison
-from llamaspec.measure.probe import AttentionTiming, Probe, Spread, WidthTiming
+from llamaspec.measure.compare import Arm, Comparison, Spread
+from llamaspec.measure.probe import AttentionTiming, Probe, WidthTiming
 from llamaspec.measure.reasons import ConfidenceBin, Reasons, WidthCost
-from llamaspec.measure.store import store_probe
+from llamaspec.measure.store import keep_probe
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import ForwardRequest, Logits, Source, UnusedDraft
 from rounds import a_round, a_text, taking
@@ -39,9 +39,9 @@ REASONS = Reasons(
 )
 
 
-def explained(reasons: Reasons) -> list[str]:
+def explained(reasons: Reasons, known: str | None = None) -> list[str]:
     out = io.StringIO()
-    explain(reasons, Console(file=out, width=120))
+    explain(reasons, known, Console(file=out, width=120))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
@@ -67,6 +67,7 @@ def test_what_explain_says_of_known_reasons() -> None:
         *told[16:21],
         "on this machine, drafting with this pair is faster above an acceptance of 60%",
     ]  # fmt: skip
+    assert explained(REASONS, "what is known of the pair") == [*told[:-1], "what is known of the pair"]
 
 
 def test_what_explain_says_of_a_loss() -> None:
@@ -84,7 +85,10 @@ NOTHING: dict[str, Any] = {"bins": (), "n_copies_judged": 0, "gained_seconds": -
         ({"bins": ()}, "copying from earlier text was faster than plain decoding"),
         ({"bins": (), "gained_seconds": -0.5}, "copying from earlier text was slower than plain decoding"),
         (NOTHING, "no draft token was verified, so drafting gained nothing"),
-        ({"gained_seconds": None}, "gain unknown: no round without draft tokens to compare with"),
+        (
+            {"gained_seconds": None},
+            "gain unknown: the completion is too short, or no round without draft tokens was timed",
+        ),
     ],
 )
 def test_a_verdict_is_only_as_sure_as_its_data(changes: dict[str, Any], says: str) -> None:
@@ -287,7 +291,7 @@ PROBE = Probe(
 def probed(models: list[Path], own_cache: None) -> None:
     """An earlier probe found PROBE."""
     target, draft = (ModelFile(path, ModelOptions(threads=1)) for path in models)
-    store_probe(DraftPlan(target, (draft,)), PROBE)
+    keep_probe(DraftPlan(target, (draft,)), PROBE)
 
 
 @pytest.mark.usefixtures("probed")
@@ -379,11 +383,11 @@ def compared(*, drafts: bool = True, same_file: bool = False) -> Comparison:
             for s in (0.5, 0.8, 2.0)
         ]
     arms = [Arm(name, tuple(runs)) for name, runs in (("alone", alone), ("draft", draft), ("both", both))]
-    return Comparison(arms[0], arms[1], arms[2], same_file)
+    return Comparison(tuple(arms), same_file)
 
 
 def shown(found: Comparison, monkeypatch: pytest.MonkeyPatch, models: list[Path], *options: str) -> Answer:
-    monkeypatch.setattr("llamaspec.cli.compare.run_compare", lambda *_: found)
+    monkeypatch.setattr("llamaspec.cli.measure.run_compare", lambda *_: found)
     return invoke("compare", *naming(models), "-n", "4", "--seed", "3", *options)
 
 

@@ -23,8 +23,8 @@ from llamaspec.files import file_identity
 from llamaspec.hub import DRAFT_FOR, made_drafts, made_path
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
-from llamaspec.measure.compare import Task
-from llamaspec.measure.probe import Spread, sample_tokens
+from llamaspec.measure.compare import Spread, Task
+from llamaspec.measure.probe import sample_tokens
 from plain_llama import PlainLlama
 from tiny_models import HEAD_WRITERS, WRITERS, Recipe, write_llama
 from widening import Source, Widening, write

@@ -19,8 +19,8 @@ from llamaspec.draft_making.worth import (
 )
 from llamaspec.engine.generation import Completion
 from llamaspec.errors import LlamaspecError
-from llamaspec.measure.compare import Task
-from llamaspec.measure.probe import Probe, Spread, WidthTiming, sample_tokens
+from llamaspec.measure.compare import Spread, Task
+from llamaspec.measure.probe import Probe, WidthTiming, sample_tokens
 from llamaspec.sampling.filters import Sampling
 from rounds import taking
 from tiny_models import Recipe, write_llama

@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from llamaspec.measure.bench import Sample, baseline_of, first_difference
-from llamaspec.measure.report import (
+from llamaspec.measure.bench import (
+    Sample,
     answer_pairs,
+    baseline_of,
     best_of,
     best_type,
     figures,
     figures_of_arms,
     grouped,
 )
+from llamaspec.measure.compare import first_difference
 from llamaspec.measure.served_arms import PEER, PEER_BEST, PEER_PLAIN, PLAIN
 
 MOD, SIMPLE = f"{PEER}, ngram-mod", f"{PEER}, draft-simple"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamaspec.measure.compare import Arm, Comparison, SpeedUp
+from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread
 from llamaspec.measure.exactness import Audit, Fork
-from llamaspec.measure.probe import Probe, Spread, WidthTiming
+from llamaspec.measure.probe import Probe, WidthTiming
 from rounds import a_round, a_text, taking
 
 
@@ -33,7 +33,7 @@ def test_the_acceptance_of_an_arm_is_that_of_all_its_runs() -> None:
 def compared(*speculative: tuple[int, ...]) -> Comparison:
     plain = Arm("target alone", tuple(taking(seconds) for seconds in (1.0, 2.0, 4.0)))
     runs = tuple(a_text([a_round(text[:-1], len(text) - 1, text[-1])]) for text in speculative)
-    return Comparison(plain, None, Arm("speculative", runs), same_file=False)
+    return Comparison((plain, Arm("speculative", runs)), same_file=False)
 
 
 def test_a_speed_up_is_run_against_run() -> None:

@@ -18,14 +18,9 @@ from llamaspec.errors import printable
 from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.policy import AutoLength
-from llamaspec.measure.probe import Probe, Spread, WidthTiming
-from llamaspec.measure.store import (
-    Kept,
-    forget,
-    keep,
-    store_probe,
-    stored,
-)
+from llamaspec.measure.compare import Spread
+from llamaspec.measure.probe import Probe, WidthTiming
+from llamaspec.measure.store import forget, keep, keep_probe, stored
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import Draft, Round
 
@@ -51,7 +46,9 @@ def pair(target_file: Path, own_cache: None) -> DraftPlan:
 
 def place_of_probe(pair: DraftPlan, tmp_path: Path) -> Path:
     """Where a probe lies."""
-    return store_probe(pair, PROBE)
+    keep(pair, PROBE)
+    (path,) = {*tmp_path.rglob("*.json")} - {*tmp_path.rglob("*.runs.json")}
+    return path
 
 
 def place_of_prior(pair: DraftPlan, tmp_path: Path) -> Path:
@@ -66,32 +63,32 @@ PLACES = pytest.mark.parametrize("place", [place_of_probe, place_of_prior])
 
 
 def test_what_is_kept_is_found(pair: DraftPlan, tmp_path: Path) -> None:
-    assert (stored(pair, Probe), stored(pair, LearnedPrior)) == (Kept(), Kept())
+    assert (stored(pair, Probe), stored(pair, LearnedPrior)) == (None, None)
     place_of_prior(pair, tmp_path)
-    assert stored(pair, LearnedPrior) == Kept(EARLIER)
-    store_probe(pair, PROBE)
-    assert stored(pair, Probe) == Kept(PROBE)
-    assert stored(pair, LearnedPrior) == Kept(LearnedPrior(PROBE.curve))  # the other was older
+    assert stored(pair, LearnedPrior) == EARLIER
+    keep_probe(pair, PROBE)
+    assert stored(pair, Probe) == PROBE
+    assert stored(pair, LearnedPrior) == LearnedPrior(PROBE.curve)  # the other was older
     assert forget(pair)
     assert not forget(pair)
-    assert stored(pair, Probe) == Kept()
+    assert stored(pair, Probe) is None
 
 
 def test_what_was_measured_belongs_to_the_workers(pair: DraftPlan) -> None:
     """The same files elsewhere have other costs: a round trip more, other processors."""
-    store_probe(pair, PROBE)
+    keep_probe(pair, PROBE)
     elsewhere = ({"workers": ("a:1",)}, {"workers": ("b:1",)}, {"devices": ()}, {"tensor_split": (3.0, 1.0)})
     for changes in elsewhere:
         options = ModelOptions(threads=1, **changes)
         other = on_disk(pair.target.path, options)
-        assert stored(other, Probe) == Kept()
-        store_probe(other, PROBE)
-        assert stored(other, Probe) == Kept(PROBE)
+        assert stored(other, Probe) is None
+        keep_probe(other, PROBE)
+        assert stored(other, Probe) == PROBE
 
 
 def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair: DraftPlan) -> None:
     """Which kind is best depends on the text; near its beginning all cost the same."""
-    store_probe(pair, PROBE)
+    keep_probe(pair, PROBE)
     usual = pair.target.options
     for options in (
         replace(usual, flash_attention="off"),
@@ -99,8 +96,8 @@ def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair
         replace(usual, cache_type_v="bf16"),
     ):
         other = on_disk(pair.target.path, options)
-        assert stored(other, Probe) == Kept()
-        assert stored(other, LearnedPrior) == stored(pair, LearnedPrior) != Kept()
+        assert stored(other, Probe) is None
+        assert stored(other, LearnedPrior) == stored(pair, LearnedPrior) != None  # noqa: E711
 
 
 @PLACES
@@ -114,11 +111,22 @@ def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair
 def test_a_damaged_file_counts_as_none(pair: DraftPlan, tmp_path: Path, place: Place, content: str) -> None:
     path = place(pair, tmp_path)
     path.write_text(content)
-    kept = stored(pair, Probe) if place is place_of_probe else stored(pair, LearnedPrior)
-    assert kept.value is None
-    assert kept.fault is not None
-    assert str(path) in kept.fault
-    assert kept.fault == printable(kept.fault)
+    (fault,) = faults_of(pair, place)
+    assert str(path) in fault
+    assert fault == printable(fault)
+
+
+def faults_of(pair: DraftPlan, place: Place) -> list[str]:
+    """The faults of what is kept; none if it can be used."""
+    faults: list[str] = []
+    kept = stored(pair, Probe if place is place_of_probe else LearnedPrior, faults.append)
+    assert (kept is None) == bool(faults)
+    if isinstance(kept, Probe):
+        use(kept.curve)
+        assert kept.identical_widths
+    elif isinstance(kept, LearnedPrior):
+        use(kept)
+    return faults
 
 
 def every_change(content: Any) -> list[Any]:
@@ -154,23 +162,13 @@ def test_no_change_of_a_file_is_a_traceback(pair: DraftPlan, tmp_path: Path, pla
     content = json.loads(path.read_text())
     if place is place_of_probe:
         path.write_text(json.dumps(content).replace("0.012", "1e300"))
-        assert stored(pair, Probe).fault is not None
+        assert faults_of(pair, place)
     n_accepted = n_refused = 0
     for changed in every_change(copy.deepcopy(content)):
         path.write_text(json.dumps(changed))
-        if place is place_of_probe:
-            probe = stored(pair, Probe)
-            if probe.value is not None:
-                use(probe.value.curve)
-                assert probe.value.identical_widths
-            usable, fault = probe.value is not None, probe.fault
-        else:
-            prior = stored(pair, LearnedPrior)
-            if prior.value is not None:
-                use(prior.value)
-            usable, fault = prior.value is not None, prior.fault
-        n_accepted += usable
-        n_refused += fault is not None
+        n_faults = len(faults_of(pair, place))
+        n_accepted += not n_faults
+        n_refused += n_faults
     assert n_refused > 100
     assert n_accepted < n_refused / 5
 
@@ -189,13 +187,10 @@ def test_no_small_file_counts_as_none(pair: DraftPlan, tmp_path: Path, place: Pl
     else:
         with path.open("wb") as file:
             file.truncate(1 << 40)
-    kept = stored(pair, Probe) if place is place_of_probe else stored(pair, LearnedPrior)
-    assert kept.value is None
-    assert kept.fault is not None
+    assert faults_of(pair, place)
     if kind != "folder":  # written anew
         place(pair, tmp_path)
-        found = stored(pair, Probe) if place is place_of_probe else stored(pair, LearnedPrior)
-        assert found.value is not None
+        assert not faults_of(pair, place)
 
 
 def test_a_run_tells_it_in_one_line_and_writes_it_anew(
