@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from llamaspec.errors import PromptError
+from llamaspec.errors import PromptError, printable
 from llamaspec.files import parse_json, read_file
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.measure.compare import first_difference, in_turn
@@ -198,8 +198,8 @@ class Sample:
         """Keep the figures of an answer."""
         figures = asdict(answer)
         del figures["text"], figures["reply"]
-        task, differs_at = request.task, first_difference(answer.text, baseline.text)
-        return cls(arm, task.group, task.name, request.label, repeat, **figures, differs_at=differs_at)
+        names = map(printable, (request.task.group, request.task.name, request.label))
+        return cls(arm, *names, repeat, **figures, differs_at=first_difference(answer.text, baseline.text))
 
     @property
     def request(self) -> tuple[str, int]:

@@ -12,15 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby, pairwise
-from math import exp
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from llamaspec.engine.generation import Completion
-from llamaspec.length.acceptance import LearnedPrior, verified_tokens
-from llamaspec.length.costs import DENSE, CostCurve
+from llamaspec.length.acceptance import Acceptance, LearnedPrior, verified_tokens
+from llamaspec.length.costs import DENSE, PAD, CostCurve, Costs
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.store import BenchGains, Models, stored
 from llamaspec.plan import DraftPlan, ModelFile
@@ -74,14 +73,10 @@ def break_even(seconds: Sequence[float]) -> float | None:
 
 
 def round_seconds(curve: CostCurve) -> list[float]:
-    """Return the seconds of a round by draft length, up to the widest batch that was timed for drafts.
-
-    Interpolates between measured widths, and assumes padding if a wider batch is cheaper.
-    """
+    """Return the seconds of a round by draft length, up to the widest batch that was timed for drafts."""
     widest = max(width for width in curve.widths if width <= DENSE)  # wider ones are chunks of prompts
-    widths = np.arange(1, widest + 1)
-    padded = np.minimum.accumulate(np.interp(widths, curve.widths, curve.verify_seconds)[::-1])[::-1]
-    rounds: list[float] = (padded + (widths - 1) * curve.draft_step_seconds).tolist()
+    padded = Costs(curve).padded_seconds(1, widest)
+    rounds: list[float] = (padded + np.arange(widest) * curve.draft_step_seconds).tolist()
     return rounds
 
 
@@ -92,11 +87,11 @@ def break_even_seconds(curve: CostCurve) -> list[float]:
 
 
 def dips(curve: CostCurve) -> dict[int, int]:
-    """Map each width to the cheapest wider one, if that is at least 3 % cheaper."""
+    """Map each width to the cheapest wider one, if the length policy would pad to it."""
     found = {}
     for i, (width, seconds) in enumerate(zip(curve.widths, curve.verify_seconds, strict=True)):
         least, wider = min(zip(curve.verify_seconds[i:], curve.widths[i:], strict=True))
-        if least < 0.97 * seconds:
+        if least < PAD * seconds:
             found[width] = wider
     return found
 
@@ -164,7 +159,7 @@ def pair_verdict(pair: Models, prior: LearnedPrior | None = None) -> str | None:
         return f"{said} (computed from measured times){_other_quantization(pair, prior.curve)}"
     if not prior.log_odds or prior.n_learnt < TELLING:
         return None
-    acceptance = 1 / (1 + exp(-prior.log_odds[-1]))
+    acceptance = Acceptance(prior.log_odds).probability()
     best = best_length(seconds, acceptance)
     gain = f"about {best.speed_up:.1f} times as fast as without a draft"
     gain = "no faster" if best.speed_up < 1 + SAME else gain

@@ -27,7 +27,7 @@ DIP = CostCurve((1, 2, 3, 4), (1.0, 2.0, 3.0, 1.5), 0.1)  # width 4 is cheaper t
 
 def test_rounds_interpolate_and_pad() -> None:
     assert round_seconds(DIP) == pytest.approx([1.0, 1.6, 1.7, 1.8])
-    assert round_seconds(CostCurve((1, 3), (1.0, 2.0), 0.0)) == [1.0, 1.5, 2.0]
+    assert round_seconds(CostCurve((1, 3), (1.0, 2.0), 0.0)) == pytest.approx([1.0, 1.5, 2.0])
 
 
 def test_prompt_chunks_do_not_count_as_drafts() -> None:
