@@ -265,8 +265,8 @@ class Costs:
         n_lasting = abs(average.n_outliers)
         if n_lasting >= 2 and average is self.averages[1]:  # the machine has changed
             self._scale += surprise
-        elif n_lasting >= LASTING or (average.n < 3 and surprise < 0):  # this width was never known
-            average.log += surprise
+        elif n_lasting >= LASTING or (average.n < 3 and surprise < 0 and average is not self.averages[1]):
+            average.log += surprise  # this width was never known; of width 1, a stall had moved the scale
             average.n, average.n_outliers = min(average.n + 1, MOST), 0
         else:
             surprise = max(-OUTLIER, min(surprise, OUTLIER))

@@ -137,6 +137,16 @@ def test_costs_of_a_busy_first_run_are_mended() -> None:
     assert Costs(spoilt).next_untimed() is None
 
 
+def test_a_stall_of_the_first_evaluation_does_not_spoil_a_known_curve() -> None:
+    """It made all wider batches and the draft 200 times as dear, for this run and all later ones."""
+    costs = Costs(CostCurve((1, 2, 4), (0.004, 0.005, 0.006), 0.002))
+    for seconds in (0.8, 0.004, 0.004, 0.004):
+        costs.observe_verify(1, seconds)
+    learnt = costs.learned()
+    assert learnt.verify_seconds == pytest.approx((0.004, 0.005, 0.006), rel=0.15)
+    assert learnt.draft_step_seconds == pytest.approx(0.002, rel=0.15)
+
+
 def test_a_draft_step_that_was_timed_first_does_not_follow_the_machine() -> None:
     costs = Costs()
     costs.observe_first_step(0.002)
