@@ -198,8 +198,9 @@ class Sample:
         """Keep the figures of an answer."""
         figures = asdict(answer)
         del figures["text"], figures["reply"]
-        names = map(printable, (request.task.group, request.task.name, request.label))
-        return cls(arm, *names, repeat, **figures, differs_at=first_difference(answer.text, baseline.text))
+        figures["differs_at"] = first_difference(answer.text, baseline.text)
+        group, task, prompt = map(printable, (request.task.group, request.task.name, request.label))
+        return cls(arm, group, task, prompt, repeat, **figures)
 
     @property
     def request(self) -> tuple[str, int]:
