@@ -30,7 +30,6 @@ from llamaspec.serve.messages import (
     ToolChoiceFields,
     Tools,
     conversation,
-    placed,
     system_message,
     text_of,
     tool_use,
@@ -62,7 +61,7 @@ class CountTokensBody(ReasoningFields):
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
-        messages = conversation(placed(self.messages))
+        messages = conversation("messages", enumerate(self.messages))
         if system := text_of(self.system, "system"):
             messages = [system_message(system, "system"), *messages]
         thinking = self.thinking or ThinkingFields(type="adaptive")
@@ -85,43 +84,37 @@ class MessagesBody(GenerationBody, CountTokensBody):
 
 async def _create(service: Service, http: Request, body: MessagesBody) -> Response:
     """Answer a conversation."""
-    prompt, parameters = await service.chat(body.chat_request())
-    form = MessagesForm(service.model_name, body, len(prompt), service.builder)
-    return await service.respond(http, body, [prompt], parameters, form)
+    prompt = await service.chat(body.chat_request())
+    form = MessagesForm(service.model_name, body, len(prompt.tokens), service.builder)
+    return await service.respond(http, body, [prompt], form)
 
 
 async def _count_tokens(service: Service, http: Request, body: CountTokensBody) -> Response:
     """Count the tokens of a conversation."""
-    tokens, _ = await service.builder.chat_prompt(body.chat_request(), must_fit=False)
+    tokens, _ = await service.builder.chat_tokens(body.chat_request(), must_fit=False)
     return JSONResponse({"input_tokens": len(tokens)})
 
 
 class MessagesForm(Form):
-    """The message object and its events."""
+    """The message object and its events; a content block is opened, grows, and is closed before the next."""
 
     def __init__(self, model: str, body: MessagesBody, n_prompt: int, builder: RequestBuilder) -> None:
         self._n_prompt, self._builder, self._stops = n_prompt, builder, body.stop_sequences or ()
         self._options, message_id = body.drafting, f"msg_{secrets.token_hex(12)}"
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._is_begun = False
-        self._open_type: str | None = None  # of the open content block
-        self._n_blocks = 0
-        self._has_calls = False
+        self._content: list[Data] = []  # blocks
+        self._open_type: str | None = None  # of the last block, if it is open
+        self._text = ""  # of the open block
 
     def whole(self, answers: Sequence[WholeAnswer]) -> Data:
         """The message object."""
-        said, end = answers[0].message, answers[0].end
-        content: list[Data] = []
-        if said.reasoning:
-            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-        if said.text or not (content or said.tool_calls):
-            content.append({"type": "text", "text": said.text})
-        for call in said.tool_calls:
-            arguments = arguments_of(call.arguments)
-            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
-        self._has_calls = bool(said.tool_calls)
-        usage, told = self._usage(end), figures(end, self._options)
-        return {**self._head, "content": content, **self._stop(end), "usage": usage, **told}
+        (answer,) = answers
+        for delta in answer.deltas:
+            self._add(0, delta)
+        self._finish(0, answer.end)
+        end, told = answer.end, figures(answer.end, self._options)
+        return {**self._head, "content": self._content, **self._stop(end), "usage": self._usage(end), **told}
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         if self._is_begun:
@@ -146,7 +139,6 @@ class MessagesForm(Form):
     def _add(self, index: int, delta: Delta) -> bytes:
         begun = self._start(0)  # usually begun by the progress of the prompt
         if isinstance(delta, CallDelta):
-            self._has_calls = True
             return begun + self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
         if isinstance(delta, ContentDelta):
             told = {"type": "text_delta", "text": delta.text}
@@ -158,29 +150,33 @@ class MessagesForm(Form):
                 begun += self._open({"type": "thinking", "thinking": "", "signature": ""})
         else:
             told = {"type": "input_json_delta", "partial_json": delta.text}
-        return begun + _event("content_block_delta", index=self._n_blocks - 1, delta=told)
+        self._text += delta.text
+        return begun + _event("content_block_delta", index=len(self._content) - 1, delta=told)
 
     def _finish(self, index: int, end: Finished) -> bytes:
         begun = self._start(end.completion.n_cached)
-        begun += b"" if self._n_blocks else self._open({"type": "text", "text": ""})
+        begun += b"" if self._content else self._open({"type": "text", "text": ""})
         told = {"delta": self._stop(end), "usage": self._usage(end), **figures(end, self._options)}
         return begun + self._close() + _event("message_delta", **told) + _event("message_stop")
 
     def _open(self, block: Data) -> bytes:
         """Close the open block and open another."""
-        closed, self._open_type, self._n_blocks = self._close(), block["type"], self._n_blocks + 1
-        return closed + _event("content_block_start", index=self._n_blocks - 1, content_block=block)
+        closed, self._open_type, self._text = self._close(), block["type"], ""
+        begun = _event("content_block_start", index=len(self._content), content_block=block)
+        self._content.append(block)
+        return closed + begun
 
     def _close(self) -> bytes:
-        if self._open_type is None:
+        kind, self._open_type = self._open_type, None
+        if kind is None:
             return b""
-        self._open_type = None
-        return _event("content_block_stop", index=self._n_blocks - 1)
+        self._content[-1] |= {"input": arguments_of(self._text)} if kind == "tool_use" else {kind: self._text}
+        return _event("content_block_stop", index=len(self._content) - 1)
 
     def _stop(self, end: Finished) -> Data:
         done = end.completion
-        stopped = done.stop_reason is StopReason.STOP
-        reason = "tool_use" if self._has_calls else "stop_sequence" if stopped else "end_turn"
+        stopped, kinds = done.stop_reason is StopReason.STOP, [block["type"] for block in self._content]
+        reason = "tool_use" if "tool_use" in kinds else "stop_sequence" if stopped else "end_turn"
         sequence = self._builder.matched_stop(done, self._stops) if stopped else None
         return {"stop_reason": "max_tokens" if end.is_truncated else reason, "stop_sequence": sequence}
 

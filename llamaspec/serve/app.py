@@ -1,4 +1,7 @@
-"""The application: the endpoints of all APIs, and the process that serves them.
+"""The application: the endpoints of all APIs, who may use them, and the process that serves them.
+
+A server on a loopback address answers only requests that name this machine in `Host`. Otherwise a web page
+whose name resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_security.py.
 
 On SIGTERM or Ctrl-C the server takes no more requests. Running answers have a grace time; after that they end
 with an error that says so. tests/serve/test_stopping.py.
@@ -11,45 +14,35 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from importlib.resources import files
+from time import monotonic
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaspec.chat.template import ChatTemplate
-from llamaspec.errors import LlamaspecError
-from llamaspec.measure.reasons import pair_verdict
+from llamaspec.errors import LlamaspecError, printable
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
-from llamaspec.serve import (
-    ServeSettings,
-    anthropic,
-    llama_server,
-    ollama,
-    openai_chat,
-    openai_responses,
-    status,
-)
+from llamaspec.serve import ServeSettings, anthropic, llama_server, ollama, openai_chat, openai_responses
 from llamaspec.serve.bodies import parse_body
 from llamaspec.serve.errors import RequestError, error_response
-from llamaspec.serve.metrics import Metrics
-from llamaspec.serve.requests import RequestBuilder
-from llamaspec.serve.scheduling import RequestQueue
-from llamaspec.serve.security import PAGE_FILES, Guard, RequestLog, Write
-from llamaspec.serve.service import CLIENT_LEFT, Endpoint, PrefixWatch, Service
+from llamaspec.serve.service import CLIENT_LEFT, WORK, Endpoint, Service, Write
 
 FINAL_SECONDS = 10  # after the grace time, for answers to send their error
+LONGEST_PATH = 200  # characters in the log
 Handler = Callable[[Request], Awaitable[Response]]
-
 
 ENDPOINTS = (
     *openai_chat.ENDPOINTS,
@@ -57,8 +50,12 @@ ENDPOINTS = (
     *anthropic.ENDPOINTS,
     *ollama.ENDPOINTS,
     *llama_server.ENDPOINTS,
-    *status.ENDPOINTS,
 )
+_PAGE_MODULES = ("page", "client", "dom", "markdown", "speed", "store", "timeline", "view")
+_PAGE_FILES = {"/": "index.html"} | {
+    f"/{name}": name
+    for name in ("page.css", "vendor/markdown-it.umd.min.js", *(f"{name}.js" for name in _PAGE_MODULES))
+}
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'",  # no string becomes HTML
@@ -72,14 +69,11 @@ _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 def make_app(service: Service) -> ASGIApp:
     """The ASGI application."""
     settings = service.settings
-    routes = [Route(path, _page_file(name)) for path, name in PAGE_FILES.items()]
+    routes = [Route(path, _page_file(name)) for path, name in _PAGE_FILES.items()]
     for endpoint in ENDPOINTS:
         method = "GET" if endpoint.body is None else "POST"
         routes.append(Route(endpoint.path, _answering(service, endpoint), methods=[method]))
-    middleware = [
-        Middleware(RequestLog, write=service.write, log_format=settings.log_format),
-        Middleware(Guard, settings=settings),
-    ]
+    middleware = [Middleware(_logging, service=service), Middleware(_guarding, settings=settings)]
     if settings.cors_origins:
         origins, methods = settings.cors_origins, ("GET", "POST")
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))
@@ -124,6 +118,95 @@ async def _no_route(http: Request, error: Exception) -> Response:
     return response
 
 
+# Who may ask.
+
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+PUBLIC_PATHS = frozenset({*_PAGE_FILES, "/health", "/v1/health"})  # need no key
+
+
+def _guarding(app: ASGIApp, settings: ServeSettings) -> ASGIApp:
+    """Middleware that refuses requests from other hosts or origins, and without a key."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            _check(scope, settings)
+        except RequestError as error:
+            await error_response(scope["path"], error)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer
+
+
+def _check(scope: Scope, settings: ServeSettings) -> None:
+    headers = Headers(scope=scope)
+    host = headers.get("host", "")
+    if settings.is_local and _host_name(host) not in LOCAL_NAMES | {settings.host}:
+        raise RequestError(403, "this server only answers this machine; use http://127.0.0.1")
+    origin, allowed = headers.get("origin", f"http://{host}"), settings.cors_origins
+    if origin.partition("://")[2] != host and origin not in allowed and "*" not in allowed:
+        raise RequestError(403, "pages from other origins are not allowed; see --cors-origin")
+    if settings.keys and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
+        if key is None or not settings.knows_key(key):
+            raise RequestError(401, "a valid API key is needed", code="invalid_api_key")
+
+
+def _host_name(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.rpartition(":")[0] if ":" in host else host
+
+
+# The log.
+
+
+def _logging(app: ASGIApp, service: Service) -> ASGIApp:
+    """Middleware that writes one line for each response: no keys, no query, no text from clients."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        begin, status = monotonic(), 0
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await app(scope, receive, send_and_note)
+        finally:
+            service.tell(*_line(scope, status, monotonic() - begin))
+
+    return answer
+
+
+def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any]]:
+    """The line of a response, for people and for programs."""
+    client, method = (scope.get("client") or ("-",))[0], scope["method"]
+    path = printable(scope["path"])[:LONGEST_PATH]
+    text = f"{client} {method} {path} {status} {seconds:.3f} s"
+    fields = {"client": client, "method": method, "path": path, "status": status}
+    fields["seconds"] = round(seconds, 6)
+    if WORK in scope:
+        work = scope[WORK]()
+        text, fields = f"{text}: {_in_words(work)}", fields | work
+    return text, fields
+
+
+def _in_words(work: Mapping[str, Any]) -> str:
+    """The work of a request, for people."""
+    parts = [f"{work['prompt_tokens']} prompt tokens ({work['cached_tokens']} cached)"]
+    parts.append(f"{work['generated_tokens']} generated")
+    if (speed := work["tokens_per_second"]) is not None:
+        parts.append(f"{speed:.1f} tokens/s")
+    if (speedup := work["speedup_estimate"]) is not None:
+        parts.append(f"{speedup:.2f}× with drafts (estimate)")
+    return ", ".join([*parts, *(["cancelled"] if work["cancelled"] else [])])
+
+
 # The process.
 
 
@@ -164,14 +247,11 @@ def serving(
     pair: Pair, policy: LengthPolicy, template: ChatTemplate | None, settings: ServeSettings, write: Write
 ) -> Iterator[tuple[ASGIApp, Service]]:
     """The application for an open pair; running requests end with the block."""
-    builder, counted = RequestBuilder(pair, template, settings.parallel), Metrics()
-    queue = RequestQueue(pair, policy, counted, settings.parallel, settings.max_queue)
-    prefixes = PrefixWatch(pair.target.vocabulary)
-    service = Service(pair, settings, builder, queue, counted, prefixes, write, pair_verdict(pair))
+    service = Service(pair, policy, template, settings, write)
     try:
         yield make_app(service), service
     finally:
-        queue.end()
+        service.queue.end()
 
 
 class Server(uvicorn.Server):

@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
 from llamaspec.llama.options import MAX_DRAFT
+from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.errors import UNSUPPORTED, RequestError, invalid
@@ -75,15 +76,11 @@ async def parse_body(http: Request, kind: type[_Body], settings: ServeSettings) 
 
 
 async def _read(http: Request, limit: int) -> bytes:
-    length, body = http.headers.get("content-length", "0"), bytearray()
-    is_too_large = length.isascii() and length.isdigit() and int(length) > limit
-    if not is_too_large:
-        async for chunk in http.stream():
-            body += chunk
-            if is_too_large := len(body) > limit:
-                break
-    if is_too_large:
-        raise RequestError(413, f"the body is larger than {limit} bytes")
+    body = bytearray()
+    async for chunk in http.stream():
+        body += chunk
+        if len(body) > limit:
+            raise RequestError(413, f"the body is larger than {limit} bytes")
     return bytes(body)
 
 
@@ -144,20 +141,20 @@ class SamplingFields(Fields):
     ignore_eos: bool | None = None
     speculative: SpeculativeFields | None = None
 
-    def biases(self, tokenize: Callable[[str], Iterable[int]]) -> dict[int, float]:
-        """Return what `logit_bias` adds to the logit of each token; a string's bias is for all its tokens."""
+    def biases(self, vocabulary: LlamaVocabulary) -> dict[int, float]:
+        """Return what is added to the logit of each token; a string's bias is for all its tokens."""
         given, found = self.logit_bias or (), dict[int, float]()
         for name, bias in given.items() if isinstance(given, dict) else given:
-            is_number = isinstance(name, int) or _NUMBER.fullmatch(name)
-            for token in [int(name)] if is_number else tokenize(str(name)):
+            if isinstance(name, int) or _NUMBER.fullmatch(name):
+                tokens = [int(name)]
+            else:
+                tokens = vocabulary.tokenize(name.encode(), add_special=False).tolist()
+            for token in tokens:
                 found[token] = found.get(token, 0.0) + (_NEVER if bias is False else bias)
-        return found
+        return found | dict.fromkeys(vocabulary.ends, _NEVER) if self.ignore_eos else found
 
-    def sampling(self, end_tokens: Iterable[int] = (), biases: Mapping[int, float] | None = None) -> Sampling:
-        """Return the sampling parameters; `ignore_eos` excludes `end_tokens`."""
-        bias = dict(biases or {})
-        if self.ignore_eos:
-            bias |= dict.fromkeys(end_tokens, _NEVER)
+    def sampling(self, biases: Mapping[int, float] | None = None) -> Sampling:
+        """Return the sampling parameters."""
         default = Sampling()
         top_p = default.top_p if self.top_p is None else self.top_p
         min_p = default.min_p if self.min_p is None else self.min_p
@@ -172,7 +169,7 @@ class SamplingFields(Fields):
             presence_penalty=(is_penalised and self.presence_penalty) or None,
             frequency_penalty=(is_penalised and self.frequency_penalty) or None,
             penalty_window=self._penalty_window,
-            logit_bias=bias or None,
+            logit_bias=biases or None,
         )
 
     @property

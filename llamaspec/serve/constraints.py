@@ -6,11 +6,11 @@ tests/serve/test_shapes.py, tests/serve/test_schemas.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as default
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
@@ -23,7 +23,8 @@ from llamaspec.protocols import Constraint
 from llamaspec.sampling.constraint import WHITESPACE
 from llamaspec.serve.bodies import Fields
 from llamaspec.serve.errors import bad_field, not_supported
-from llamaspec.serve.messages import ToolUse, subschemas, without_prose
+from llamaspec.serve.messages import ToolUse
+from llamaspec.values import TokenArray
 
 MAX_COMPILED = 64  # constraints in the cache
 # Write arguments as templates do in the next turn (Jinja's tojson), so that the KV cache holds them.
@@ -77,9 +78,10 @@ def inner_format(fields: FormatFields | None, field: str) -> ResponseFormat | No
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GenerationParameters:
-    """The parts of an answer and its constraints. Default: any text."""
+class Prompt:
+    """A prompt, the parts of its answer, and the constraints. Default: any text may follow."""
 
+    tokens: TokenArray  # [n] int32
     answer_format: AnswerFormat = default(default_factory=AnswerFormat)
     tools: Sequence[Mapping[str, Any]] = ()  # tools that may be called
     starts_in_reasoning: bool = False
@@ -87,6 +89,13 @@ class GenerationParameters:
     constraint: Constraint | None = None
     constraint_after_cut: Constraint | None = None  # replaces it once the reasoning is ended by its budget
     not_held: Sequence[str] = ()  # tools whose schemas cannot be enforced, for the log
+
+
+class _Calls(NamedTuple):
+    """The constraint of an answer with calls, and the tools whose schemas it cannot enforce."""
+
+    constraint: Constraint | None
+    not_held: Sequence[str]
 
 
 class Constraints:
@@ -113,60 +122,50 @@ class Constraints:
                 place = _path(place, path)
             raise bad_field(place, str(error)) from error
 
-    async def with_format(
-        self, parameters: GenerationParameters, wanted: ResponseFormat
-    ) -> GenerationParameters:
+    async def with_format(self, prompt: Prompt, wanted: ResponseFormat) -> Prompt:
         """Constrain the text that follows the reasoning."""
-        answer_format = parameters.answer_format
+        answer_format = prompt.answer_format
         has_channels = answer_format.calls is HARMONY
         alone = await self.compile(wanted)
         if answer_format.reasoning is None:
-            return replace(parameters, constraint=alone)
+            return replace(prompt, constraint=alone)
         if wanted.kind == "grammar":
             if has_channels:
                 raise not_supported(wanted.field, "this model's answers have channels; use a JSON schema")
-            return replace(parameters, constraint=alone, constraint_after_cut=alone, reasoning_budget=0)
-        if parameters.reasoning_budget == 0 and not has_channels:
-            return replace(parameters, constraint=alone, constraint_after_cut=alone)
+            return replace(prompt, constraint=alone, constraint_after_cut=alone, reasoning_budget=0)
+        if prompt.reasoning_budget == 0 and not has_channels:
+            return replace(prompt, constraint=alone, constraint_after_cut=alone)
         schema = json.loads(wanted.text)
         schema.setdefault("x-guidance", {"whitespace_pattern": WHITESPACE})
-        thinking = parameters.starts_in_reasoning
+        thinking = prompt.starts_in_reasoning
         grammar = answer_grammar(answer_format, schema, self._marks, thinking=thinking)
         constraint = await self.compile(ResponseFormat("grammar", grammar, wanted.field, wanted.place))
-        return replace(parameters, constraint=constraint, constraint_after_cut=alone)
+        return replace(prompt, constraint=constraint, constraint_after_cut=alone)
 
-    async def with_tools(self, parameters: GenerationParameters, use: ToolUse) -> GenerationParameters:
+    async def with_tools(self, prompt: Prompt, use: ToolUse) -> Prompt:
         """Constrain calls to their schemas, if the grammar of the model's calls is known."""
-        answer_format = parameters.answer_format
+        answer_format = prompt.answer_format
+        functions = [tool["function"] for tool in use.tools]
+        functions = [each for each in functions if not use.is_named or each["name"] == use.choice]
+        tools = tuple(_tool_text(each, each["name"] in use.strict, answer_format) for each in functions)
+
+        async def compiled(answer_format: AnswerFormat, thinking: bool) -> _Calls:
+            asked = answer_format, thinking, use.is_forced, use.is_parallel, tools
+            found = await run_in_threadpool(self._of_calls, *asked)
+            if found.constraint is None and use.is_forced:
+                raise not_supported("tool_choice", "this model's format of calls cannot be forced")
+            return found
+
         if answer_format.calls is HARMONY:
             # Cutting the reasoning would lead to the final channel, past the call.
-            constraint, not_held = await self._calls(answer_format, False, use)
-            return replace(parameters, constraint=constraint, not_held=not_held, reasoning_budget=None)
-        after_cut, not_held = await self._calls(replace(answer_format, reasoning=None), False, use)
-        first = after_cut
-        if parameters.reasoning_budget != 0:
-            first, not_held = await self._calls(answer_format, parameters.starts_in_reasoning, use)
-        return replace(parameters, constraint=first, constraint_after_cut=after_cut, not_held=not_held)
-
-    async def _calls(
-        self, answer_format: AnswerFormat, thinking: bool, use: ToolUse
-    ) -> tuple[Constraint | None, Sequence[str]]:
-        """Return the constraint of an answer with calls, and the tools whose schemas it cannot enforce."""
-        named = [tool["function"] for tool in use.tools]
-        named = [each for each in named if not use.is_named or each["name"] == use.choice]
-        tools: list[str] = []
-        for each in named:
-            schema = without_prose(each["parameters"])
-            # Unless it is strict, llguidance ignores keywords that it does not know.
-            spaces = {**_spaces(answer_format), "lenient": each["name"] not in use.strict}
-            schema.setdefault("x-guidance", spaces)
-            tools.append(json.dumps({"name": each["name"], "parameters": schema}))
-        strict = frozenset(use.strict)
-        asked = (answer_format, thinking, use.is_forced, use.is_parallel, tuple(tools), strict)
-        constraint, not_held = await run_in_threadpool(self._of_calls, *asked)
-        if constraint is None and use.is_forced:
-            raise not_supported("tool_choice", "this model's format of calls cannot be forced")
-        return constraint, not_held
+            calls = await compiled(answer_format, False)
+            return replace(prompt, constraint=calls.constraint, not_held=calls.not_held,
+                           reasoning_budget=None)  # fmt: skip
+        calls = after_cut = await compiled(replace(answer_format, reasoning=None), False)
+        if prompt.reasoning_budget != 0:
+            calls = await compiled(answer_format, prompt.starts_in_reasoning)
+        return replace(prompt, constraint=calls.constraint, not_held=calls.not_held,
+                       constraint_after_cut=after_cut.constraint)  # fmt: skip
 
     def _compile_calls(
         self,
@@ -175,39 +174,32 @@ class Constraints:
         is_forced: bool,
         is_parallel: bool,
         tools: tuple[str, ...],
-        strict: Set[str],
-    ) -> tuple[Constraint | None, Sequence[str]]:
-        """As `_calls`; each tool as JSON. Parameters that do not compile become any object, unless strict."""
+    ) -> _Calls:
+        """As `with_tools`; tools as JSON. Parameters that do not compile become any object, unless strict."""
         several = [json.loads(tool) for tool in tools]
-
-        def compiled(several: Sequence[Schema]) -> Constraint | None:
-            grammar = tool_grammar(
-                answer_format,
-                several,
-                self._marks,
-                is_forced=is_forced,
-                is_parallel=is_parallel,
-                thinking=thinking,
-            )
-            return None if grammar is None else self._pair.grammar(grammar)
-
-        names = [tool["name"] for tool in several]
         any_object = {"x-guidance": {**_spaces(answer_format), "lenient": True}}
         free: dict[int, str] = {}  # tools without a schema, with the reason for the log
+
+        def compiled(several: Sequence[Schema]) -> Constraint | None:
+            options = {"is_forced": is_forced, "is_parallel": is_parallel, "thinking": thinking}
+            grammar = tool_grammar(answer_format, several, self._marks, **options)
+            return None if grammar is None else self._pair.grammar(grammar)
+
         while True:
-            each = [
-                {**tool, "parameters": any_object} if i in free else tool for i, tool in enumerate(several)
-            ]
+            for i in free:
+                several[i]["parameters"] = any_object
             try:
-                return compiled(each), [f"{names[i]} ({why})" for i, why in free.items()]
+                return _Calls(compiled(several), [f"{several[i]['name']} ({why})" for i, why in free.items()])
             except ConstraintError as error:
-                reasons = {} if free else {i: self._wrong(tool, compiled) for i, tool in enumerate(several)}
-                wrong = {i: why for i, why in reasons.items() if why is not None}
+                wrong: dict[int, str] = {}
+                if not free:
+                    reasons = enumerate(self._wrong(tool, compiled) for tool in several)
+                    wrong = {i: why for i, why in reasons if why is not None}
                 if not wrong:  # each compiles, but all together are too large
-                    held = [i for i in range(len(tools)) if i not in free and names[i] not in strict]
+                    held = [i for i, tool in enumerate(several) if i not in free and not tool["strict"]]
                     held.sort(key=lambda i: -len(tools[i]))
                     wrong = dict.fromkeys(held[: max(1, len(held) // 8)], str(error))
-                refused = [f"{names[i]}: {why}" for i, why in wrong.items() if names[i] in strict]
+                refused = [f"{several[i]['name']}: {why}" for i, why in wrong.items() if several[i]["strict"]]
                 if refused or not wrong:
                     raise bad_field("tools", refused[0] if refused else str(error)) from error
                 free |= wrong
@@ -231,23 +223,14 @@ class Constraints:
                 return str(error)
             return None
 
-        wrong = error_of(schema)
-
-        def fails(parts: Sequence[Schema]) -> bool:
-            """Whether one of the parts causes the error; others may refer to missing definitions."""
-            properties = {str(i): part for i, part in enumerate(parts)}
-            return error_of({**shared, "type": "object", "properties": properties}) == wrong
-
         def path(part: Schema) -> str:
-            found = list(subschemas(part))
-            while len(found) > 1:
-                half = found[: len(found) // 2]
-                found = half if fails([inner for _, inner in half]) else found[len(half) :]
-            if not (found and fails([found[0][1]])):
-                return ""
-            name, inner = found[0]
-            return _path(name, path(inner))
+            for name, inner in subschemas(part):
+                alone = {**shared, "type": "object", "properties": {"part": inner}}
+                if error_of(alone) == wrong:  # others may refer to missing definitions
+                    return _path(name, path(inner))
+            return ""
 
+        wrong = error_of(schema)
         return "" if wrong is None else path(schema)
 
 
@@ -260,3 +243,47 @@ def _spaces(answer_format: AnswerFormat) -> Mapping[str, Any]:
     if answer_format.calls is HARMONY:  # trained to write JSON without spaces
         return {"whitespace_pattern": WHITESPACE}
     return _AS_RENDERED
+
+
+def _tool_text(function: Schema, is_strict: bool, answer_format: AnswerFormat) -> str:
+    """Return a tool as JSON, to be compiled."""
+    schema = without_prose(function["parameters"])
+    # Unless it is strict, llguidance ignores keywords that it does not know.
+    schema.setdefault("x-guidance", {**_spaces(answer_format), "lenient": not is_strict})
+    return json.dumps({"name": function["name"], "parameters": schema, "strict": is_strict})
+
+
+# Keywords that do not affect validity, and keywords whose value is an object with names as keys.
+_PROSE = frozenset(
+    ("description", "title", "examples", "default", "deprecated", "readOnly", "writeOnly", "$schema",
+     "$comment", "markdownDescription", "enumDescriptions")
+)  # fmt: skip
+_NAMES = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "$defs", "definitions")
+
+
+def without_prose(schema: Any, *, is_names: bool = False) -> Any:
+    """Return a schema without descriptions and the like, which would count towards a grammar's size."""
+    if isinstance(schema, list):
+        return [without_prose(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value
+        if key in ("enum", "const") and not is_names
+        else without_prose(value, is_names=key in _NAMES and not is_names)
+        for key, value in schema.items()
+        if is_names or key not in _PROSE
+    }
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the schemas in a schema, each with its path, such as `properties.a` or `anyOf.0`."""
+    for key, value in schema.items():
+        inner: Iterable[tuple[str, Any]] = ()
+        if isinstance(value, dict) and key in _NAMES:
+            inner = ((f"{key}.{name}", each) for name, each in value.items())
+        elif isinstance(value, dict) and key not in ("const", "x-guidance"):
+            inner = ((key, value),)
+        elif isinstance(value, list) and key != "enum":
+            inner = ((f"{key}.{i}", each) for i, each in enumerate(value))
+        yield from ((path, each) for path, each in inner if isinstance(each, dict))

@@ -34,8 +34,6 @@ class RequestError(Exception):
     `status` is HTTP's, `code` OpenAI's, `retry_after` is in seconds.
     """
 
-    details: Mapping[str, int] = {}  # more fields of OpenAI's error object
-
     def __init__(
         self,
         status: int,
@@ -48,11 +46,8 @@ class RequestError(Exception):
         self.message = message if field is None else f"{field}: {message}"
         super().__init__(self.message)
         self.status, self.field, self.code, self.retry_after = status, field, code, retry_after
-
-    @property
-    def anthropic_message(self) -> str:
-        """The message in Anthropic's API."""
-        return self.message
+        self.details: Mapping[str, int] = {}  # more fields of OpenAI's error object
+        self.anthropic_message = self.message
 
 
 class ContextOverflowError(RequestError):
@@ -72,12 +67,8 @@ class ContextOverflowError(RequestError):
             code="context_length_exceeded",
         )
         self.details = {"n_prompt_tokens": n_tokens, "n_ctx": context_size}
-
-    @property
-    def anthropic_message(self) -> str:
-        """Anthropic's phrase, which clients compare; the maximum leaves room for one generated token."""
-        n, context_size = self.details.values()
-        return f"prompt is too long: {n} tokens > {context_size - 1} maximum"
+        # Clients compare the phrase. The maximum leaves room for one generated token.
+        self.anthropic_message = f"prompt is too long: {n_tokens} tokens > {context_size - 1} maximum"
 
 
 def bad_field(field: str, message: str) -> RequestError:

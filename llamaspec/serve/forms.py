@@ -27,25 +27,30 @@ from llamaspec.values import Round, Source
 class WholeAnswer(NamedTuple):
     """Everything that one sequence generated."""
 
-    message: Message
-    logprobs: Sequence[TokenLogprobs]  # of its content
+    deltas: Sequence[Delta]
     end: Finished
+
+    @property
+    def message(self) -> Message:
+        """The answer as a message of a conversation."""
+        return message_of(self.deltas)
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """The log-probabilities of the tokens of its content."""
+        return [token for each in self.deltas if isinstance(each, ContentDelta) for token in each.logprobs]
 
 
 async def collected(events: Events, n: int) -> Sequence[WholeAnswer]:
     """Collect the events of `n` sequences."""
-    found: list[list[Delta]] = [[] for _ in range(n)]
+    deltas: list[list[Delta]] = [[] for _ in range(n)]
     ends: dict[int, Finished] = {}
     async for index, event in events:
         if isinstance(event, Finished):
             ends[index] = event
         elif not isinstance(event, PromptProgress):
-            found[index].append(event)
-    answers: list[WholeAnswer] = []
-    for i, each in enumerate(found):
-        tokens = [token for delta in each if isinstance(delta, ContentDelta) for token in delta.logprobs]
-        answers.append(WholeAnswer(message_of(each), tokens, ends[i]))
-    return answers
+            deltas[index].append(event)
+    return [WholeAnswer(deltas[i], ends[i]) for i in range(n)]
 
 
 class Form(ABC):

@@ -1,4 +1,7 @@
-"""`POST /completion` and `POST /infill`: llama-server's own API, which editors and many scripts use."""
+"""llama-server's own API, for editors and scripts: completions, the tokenizer, and the server's state.
+
+`/v1/models` is here, too. tests/serve/test_infill.py, tests/serve/test_status.py.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.deltas import ContentDelta, Delta, TokenLogprobs
 from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.engine.generation import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.serve.bodies import AnswerOptions, Count, Fields, TopLogprobs
-from llamaspec.serve.errors import not_supported
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
+from llamaspec.serve.bodies import AnswerOptions, Count, Fields, TopLogprobs, refused
+from llamaspec.serve.errors import RequestError, not_supported
 from llamaspec.serve.forms import Form, WholeAnswer, figures, logprob_list, sse
 from llamaspec.serve.openai_chat import OpenAIBody
 from llamaspec.serve.requests import RequestBuilder
@@ -98,20 +102,21 @@ async def _complete(service: Service, http: Request, body: NativeCompletionBody)
         raise not_supported(
             "prompt", "takes one prompt here; send one request for each, or use /v1/completions"
         )
-    return await _respond(service, http, body, await run_in_threadpool(service.builder.prompt, body.prompt))
+    text = await run_in_threadpool(service.builder.tokenized, body.prompt)
+    return await _respond(service, http, body, text)
 
 
 async def _infill(service: Service, http: Request, body: InfillBody) -> Response:
     """Complete a text at the cursor."""
     size = service.pair.target.context_size
-    prompt = await run_in_threadpool(body.prompt_tokens, service.builder.vocabulary, size)
-    return await _respond(service, http, body, prompt)
+    text = await run_in_threadpool(body.prompt_tokens, service.builder.vocabulary, size)
+    return await _respond(service, http, body, text)
 
 
-async def _respond(service: Service, http: Request, body: NativeBody, prompt: TokenArray) -> Response:
-    parameters = await service.builder.text_parameters(body.wanted_format())
+async def _respond(service: Service, http: Request, body: NativeBody, text: TokenArray) -> Response:
+    prompts = await service.builder.continued([text], body.wanted_format())
     form = NativeForm(service.model_name, body, service.builder)
-    return await service.respond(http, body, [prompt], parameters, form)
+    return await service.respond(http, body, prompts, form)
 
 
 class NativeForm(Form):
@@ -170,7 +175,113 @@ def _at(data: Any, path: str) -> Any:
     return data
 
 
+# The tokenizer, and what the server says about itself: health, models, metrics, properties.
+
+
+class TokenizeBody(Fields):
+    """Text to tokenize."""
+
+    content: str
+    add_special: bool | None = None
+    parse_special: Annotated[bool | None, refused("text is never read as control tokens here")] = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(Fields):
+    """Tokens to turn into text."""
+
+    tokens: list[int]
+
+
+async def _health(service: Service, _: Request) -> Response:
+    if service.queue.is_stopping:
+        return JSONResponse({"status": "stopping"}, 503)
+    return JSONResponse({"status": "ok"})
+
+
+async def _models(service: Service, _: Request) -> Response:
+    # Codex reads `models`, and asks again if it is missing. An entry would replace its own instructions.
+    return JSONResponse({"object": "list", "data": [_model_object(service)], "models": []})
+
+
+async def _model(service: Service, http: Request) -> Response:
+    if http.path_params["name"] != service.model_name:
+        message = "there is no such model; see /v1/models"
+        raise RequestError(404, message, field="model", code="model_not_found")
+    return JSONResponse(_model_object(service))
+
+
+def _model_object(service: Service) -> dict[str, Any]:
+    target = service.pair.target
+    about = {"id": service.model_name, "object": "model", "created": service.created}
+    sizes = {"n_vocab": target.vocabulary_size, "n_ctx": target.context_size}
+    meta = {**sizes, "n_ctx_train": target.trained_context_size}
+    # Names that clients of llama-server (`meta`), vLLM and OpenRouter look for.
+    lengths = {"max_model_len": target.context_size, "context_length": target.context_size}
+    return {**about, "owned_by": "llamaspec", "meta": meta, **lengths}
+
+
+async def _metrics(service: Service, _: Request) -> Response:
+    queue, target = service.queue, service.pair.target
+    running, n_waiting = queue.sequences()
+    text = queue.metrics.text(len(running), n_waiting, *target.cache_use(), target.store.n_bytes)
+    return Response(text, media_type="text/plain; version=0.0.4")
+
+
+async def _props(service: Service, _: Request) -> Response:
+    pair, (running, n_waiting) = service.pair, service.queue.sequences()
+    about = {
+        "model_alias": service.model_name,
+        "model_path": pair.target.path.name,
+        "model_description": pair.target.description,
+        "drafts": [model.description for model in pair.draft_models],
+        "total_slots": service.settings.parallel,
+        "default_generation_settings": {"n_ctx": pair.target.context_size},
+        "has_chat_template": service.builder.template is not None,
+        "rows": {"running": len(running), "waiting": n_waiting},
+    }
+    sources = sorted(source.value for source in pair.sources)
+    about["speculative"] = {
+        "sources": sources,
+        "rule": DEFAULT_RULE,
+        "draft_length_by_rows": service.queue.metrics.draft_length_by_rows(),
+        "verdict": service.verdict,
+    }
+    return JSONResponse(about)
+
+
+async def _tokenize(service: Service, _: Request, body: TokenizeBody) -> Response:
+    vocabulary = service.builder.vocabulary
+    content, special = body.content.encode(), bool(body.add_special)
+    ids = (await run_in_threadpool(vocabulary.tokenize, content, add_special=special)).tolist()
+    if body.with_pieces:
+        return JSONResponse({"tokens": [{"id": i, "piece": _piece(vocabulary.piece(i))} for i in ids]})
+    return JSONResponse({"tokens": ids})
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+async def _detokenize(service: Service, _: Request, body: DetokenizeBody) -> Response:
+    builder = service.builder
+    builder.check_token_ids(body.tokens, "tokens")
+    text = b"".join(map(builder.vocabulary.piece, body.tokens)).decode(errors="replace")
+    return JSONResponse({"content": text})
+
+
 ENDPOINTS = (
     Endpoint("/completion", _complete, NativeCompletionBody),
     Endpoint("/infill", _infill, InfillBody),
+    Endpoint("/v1/models", _models),
+    Endpoint("/v1/models/{name:path}", _model),
+    Endpoint("/tokenize", _tokenize, TokenizeBody),
+    Endpoint("/detokenize", _detokenize, DetokenizeBody),
+    Endpoint("/health", _health),
+    Endpoint("/v1/health", _health),
+    Endpoint("/metrics", _metrics),
+    Endpoint("/props", _props),
 )

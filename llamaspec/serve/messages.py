@@ -1,14 +1,13 @@
 """The conversation in a request and its tools: their fields in every API, and the same in one form.
 
-Messages become those of the chat template. tests/serve/test_agents.py, tests/serve/test_tools.py,
-tests/serve/test_schemas.py.
+Messages become those of the chat template. tests/serve/test_agents.py, tests/serve/test_tools.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -70,41 +69,34 @@ class MessageFields(Fields):
     reasoning_content: str | None = None
 
 
-def conversation(messages: Sequence[tuple[str, MessageFields]]) -> list[Message]:
-    """Return the messages for the chat template, from messages with their places, such as "messages.3".
+def conversation(field: str, messages: Iterable[tuple[int, MessageFields]]) -> list[Message]:
+    """Return the messages for the chat template, from those of a field, each with its index.
 
-    RequestError if a kind of message is not supported.
+    RequestError if there is none, or if a kind of message is not supported.
     """
     found: list[Message] = []
     names: dict[str, str] = {}  # of the tool of each call: some templates want it with the result
-    for place, fields in messages:
-        for message in _messages(fields, place):
+    for i, fields in messages:
+        for message in _messages(fields, place := f"{field}.{i}"):
             names.update({call.id: call.name for call in message.tool_calls})
             name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
             found.append(replace(message, name=name, place=place))
+    if not found:
+        raise bad_field(field, "must not be empty")
     return found
 
 
-def placed(messages: Sequence[MessageFields]) -> list[tuple[str, MessageFields]]:
-    """Return each message of the field `messages` with its place."""
-    if not messages:
-        raise bad_field("messages", "must not be empty")
-    return [(f"messages.{i}", message) for i, message in enumerate(messages)]
+def text_of(content: Content | None, place: str, *, is_result: bool = False) -> str:
+    """Return the text of a message, its parts joined; RequestError if a part is not text.
 
-
-def text_of(content: Content | None, place: str) -> str:
-    """Return the text of a message, its parts joined; RequestError if a part is not text."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_part_text(part, f"{place}.{i}") for i, part in enumerate(content))
-
-
-def _result_text(content: Content | None, place: str) -> str:
-    """Return the text of a tool result. Other parts are only named: agents resend them in every turn."""
+    In the result of a tool, such a part is only named, because agents resend it in every turn.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(
-        _part_text(part, f"{place}.{i}") if part.type in _TEXTS else f"[{part.type} left out: not text]"
+        f"[{part.type} left out: not text]"
+        if is_result and part.type not in _TEXTS
+        else _part_text(part, f"{place}.{i}")
         for i, part in enumerate(content)
     )
 
@@ -120,12 +112,14 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
     role = {"developer": "system", "function": "tool"}.get(fields.role, fields.role)
     content, is_assistant = fields.content, role == "assistant"
     if role == "tool":
-        text = _result_text(content, f"{place}.content")
+        text = text_of(content, f"{place}.content", is_result=True)
         return [Message("tool", text, name=fields.name, tool_call_id=fields.tool_call_id)]
     if fields.tool_calls and not is_assistant:
         raise bad_field(f"{place}.tool_calls", "only the assistant calls tools")
-    called = [(call.id or "", call.function) for call in fields.tool_calls or ()]
-    calls = [ToolCall(call_id, each.name, _written(each.arguments)) for call_id, each in called]
+    calls = [
+        ToolCall(call.id or "", call.function.name, _written(call.function.arguments))
+        for call in fields.tool_calls or ()
+    ]
     text, reasoning, results = "", fields.reasoning_content or "", list[Message]()
     parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
     for i, part in enumerate(parts):
@@ -140,8 +134,8 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
             calls.append(ToolCall(call_id, name, _written(part.input)))
         elif part.type == "tool_result" and role == "user":
             call_id = required(part.tool_use_id, f"{at}.tool_use_id")
-            text_of_result = _result_text(part.content, f"{at}.content")
-            results.append(Message("tool", text_of_result, tool_call_id=call_id))
+            result = text_of(part.content, f"{at}.content", is_result=True)
+            results.append(Message("tool", result, tool_call_id=call_id))
         else:
             text += _part_text(part, at)
     if results and not text:
@@ -175,12 +169,6 @@ MAX_TOOLS = 512
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 _CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
-# Keywords that do not affect validity, and keywords whose value is an object with names as keys.
-_PROSE = frozenset(
-    ("description", "title", "examples", "default", "deprecated", "readOnly", "writeOnly", "$schema",
-     "$comment", "markdownDescription", "enumDescriptions")
-)  # fmt: skip
-_NAMES = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "$defs", "definitions")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -307,31 +295,3 @@ def without_namespaces(tools: Iterable[ToolFields]) -> tuple[list[ToolFields], d
             if name is not None and name != inner.name:
                 names[name] = (tool.name, inner.name or "")
     return found, names
-
-
-def without_prose(schema: Any, *, is_names: bool = False) -> Any:
-    """Return a schema without descriptions and the like, which would count towards a grammar's size."""
-    if isinstance(schema, list):
-        return [without_prose(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: value
-        if key in ("enum", "const") and not is_names
-        else without_prose(value, is_names=key in _NAMES and not is_names)
-        for key, value in schema.items()
-        if is_names or key not in _PROSE
-    }
-
-
-def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas in a schema, each with its path, such as `properties.a` or `anyOf.0`."""
-    for key, value in schema.items():
-        inner: Iterable[tuple[str, Any]] = ()
-        if isinstance(value, dict) and key in _NAMES:
-            inner = ((f"{key}.{name}", each) for name, each in value.items())
-        elif isinstance(value, dict) and key not in ("const", "x-guidance"):
-            inner = ((key, value),)
-        elif isinstance(value, list) and key != "enum":
-            inner = ((f"{key}.{i}", each) for i, each in enumerate(value))
-        yield from ((path, each) for path, each in inner if isinstance(each, dict))

@@ -31,7 +31,7 @@ from llamaspec.serve.bodies import (
     StopText,
     refused,
 )
-from llamaspec.serve.constraints import GenerationParameters, ResponseFormat
+from llamaspec.serve.constraints import Prompt, ResponseFormat
 from llamaspec.serve.errors import ollama_error
 from llamaspec.serve.forms import Form, WholeAnswer, arguments_of
 from llamaspec.serve.messages import (
@@ -40,14 +40,12 @@ from llamaspec.serve.messages import (
     Tools,
     ToolUse,
     conversation,
-    placed,
     system_message,
     tool_use,
 )
 from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Endpoint, Service
-from llamaspec.values import TokenArray
 
 API_VERSION = "0.12.6"  # clients refuse versions that lack what they need
 Data = dict[str, Any]
@@ -121,7 +119,7 @@ class OllamaChatBody(OllamaBody):
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
-        messages = conversation(placed(self.messages or ()))
+        messages = conversation("messages", enumerate(self.messages or ()))
         use = tool_use(self.tools, None, None, nested=True)
         return ChatRequest(messages, "messages", use, self.reasoning, self.wanted_format())
 
@@ -155,8 +153,7 @@ async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Respon
     form = OllamaForm(service.model_name, is_chat=True)
     if not body.messages:
         return JSONResponse(form.loaded())
-    prompt, parameters = await service.chat(body.chat_request())
-    return await _respond(service, http, body, prompt, parameters, form)
+    return await _respond(service, http, body, await service.chat(body.chat_request()), form)
 
 
 async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -> Response:
@@ -165,24 +162,19 @@ async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -
     if not body.prompt:
         return JSONResponse(form.loaded())
     if not (body.raw or body.suffix or builder.template is None):
-        prompt, parameters = await service.chat(body.chat_request())
+        prompt = await service.chat(body.chat_request())
     else:
-        parameters = await builder.text_parameters(body.wanted_format())
         given, suffix = body.prompt, body.suffix
-        prompt = builder.infill_prompt(given, suffix) if suffix else builder.prompt(given)
-    return await _respond(service, http, body, prompt, parameters, form)
+        text = builder.infill_tokens(given, suffix) if suffix else builder.tokenized(given)
+        (prompt,) = await builder.continued([text], body.wanted_format())
+    return await _respond(service, http, body, prompt, form)
 
 
 async def _respond(
-    service: Service,
-    http: Request,
-    body: OllamaBody,
-    prompt: TokenArray,
-    parameters: GenerationParameters,
-    form: OllamaForm,
+    service: Service, http: Request, body: OllamaBody, prompt: Prompt, form: OllamaForm
 ) -> Response:
     options = (body.options or OllamaOptions()).model_copy(update={"stream": body.stream is not False})
-    return await service.respond(http, options, [prompt], parameters, form)
+    return await service.respond(http, options, [prompt], form)
 
 
 async def _version(*_: object) -> Response:

@@ -38,7 +38,6 @@ from llamaspec.serve.messages import (
     ToolChoiceFields,
     Tools,
     conversation,
-    placed,
     text_of,
     tool_use,
 )
@@ -119,7 +118,7 @@ class ChatBody(OpenAIBody, ReasoningFields):
         """Return the conversation to answer."""
         use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls, nested=True)
         reasoning = self.reasoning_options(self.reasoning_effort)
-        messages = conversation(placed(self.messages))
+        messages = conversation("messages", enumerate(self.messages))
         return ChatRequest(messages, "messages", use, reasoning, self.wanted_format())
 
 
@@ -142,9 +141,9 @@ async def _chat(service: Service, http: Request, body: ChatBody) -> Response:
     """Answer a conversation."""
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
-    prompt, parameters = await service.chat(body.chat_request())
+    prompt = await service.chat(body.chat_request())
     form = ChatForm(service.model_name, body, service.builder.vocabulary)
-    return await service.respond(http, body, [prompt], parameters, form)
+    return await service.respond(http, body, [prompt], form)
 
 
 async def _complete(service: Service, http: Request, body: CompletionBody) -> Response:
@@ -152,20 +151,20 @@ async def _complete(service: Service, http: Request, body: CompletionBody) -> Re
     builder = service.builder
     if (body.best_of or 1) > (body.n or 1):
         raise not_supported("best_of", "completions are not ranked here; ask for as many as you want with n")
-    parameters = await builder.text_parameters(body.wanted_format())
-    prompts = await run_in_threadpool(_prompts, builder, body.prompt, body.suffix)
+    texts = await run_in_threadpool(_texts, builder, body.prompt, body.suffix)
+    prompts = await builder.continued(texts, body.wanted_format())
     form = CompletionForm(service.model_name, body, builder.vocabulary)
-    return await service.respond(http, body, prompts, parameters, form)
+    return await service.respond(http, body, prompts, form)
 
 
-def _prompts(builder: RequestBuilder, prompt: str | list[Any], suffix: str | None) -> list[TokenArray]:
+def _texts(builder: RequestBuilder, prompt: str | list[Any], suffix: str | None) -> list[TokenArray]:
     several = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
     if suffix:
         texts = [each for each in several if isinstance(each, str)]
         if len(texts) < len(several):
             raise bad_field("suffix", "needs a prompt that is text")
-        return [builder.infill_prompt(text, suffix) for text in texts]
-    return [builder.prompt(each) for each in several]
+        return [builder.infill_tokens(text, suffix) for text in texts]
+    return [builder.tokenized(each) for each in several]
 
 
 class ChatForm(Form):
@@ -187,20 +186,20 @@ class ChatForm(Form):
     def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
         """The response object."""
         ends = [answer.end for answer in answers]
-        choices = [self._choice(i, answer) for i, answer in enumerate(answers)]
+        choices = [self._whole_choice(i, answer) for i, answer in enumerate(answers)]
         head = {**self._head, "object": self.kind, "choices": choices}
         return {**head, "usage": openai_usage(ends, self._n), **figures(ends[0], self._options)}
 
     def _begin(self) -> bytes:
-        role = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk([self._delta(i, role)]) for i in range(self._n))
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._chunk([_choice(i, role)]) for i in range(self._n))
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         if not self._with_progress or progress.n_read is None:
             return super()._keep_alive(index, progress)
         told = {"total": progress.n_to_read, "cache": progress.n_cached, "processed": progress.n_read}
         told["time_ms"] = round(1e3 * progress.seconds)
-        return self._chunk([self._nothing(index)], prompt_progress=told)
+        return self._chunk([self._part(index, None)], prompt_progress=told)
 
     def _add(self, index: int, delta: Delta) -> bytes:
         spans: dict[str, Any] = {}
@@ -210,7 +209,8 @@ class ChatForm(Form):
 
     def _finish(self, index: int, end: Finished) -> bytes:
         self._ends[index] = end
-        return self._chunk([self._last_choice(index, end)], **figures(end, self._options))
+        last = {**self._part(index, None), "finish_reason": _reason(end, self._n_calls[index])}
+        return self._chunk([last], **figures(end, self._options))
 
     def _end(self) -> bytes:
         done = b"data: [DONE]\n\n"
@@ -222,7 +222,7 @@ class ChatForm(Form):
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return sse({**self._head, "object": self.chunk_kind, "choices": choices, **more})
 
-    def _choice(self, i: int, answer: WholeAnswer) -> dict[str, Any]:
+    def _whole_choice(self, i: int, answer: WholeAnswer) -> dict[str, Any]:
         said = answer.message
         message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
         if said.reasoning:
@@ -233,37 +233,28 @@ class ChatForm(Form):
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
                 for c in said.tool_calls
             ]
-        reason = self._reason(answer.end, len(said.tool_calls))
-        logprobs = self._logprobs(i, answer.logprobs)
-        return {"index": i, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        reason = _reason(answer.end, len(said.tool_calls))
+        return _choice(i, {"message": message}, self._logprobs(answer.logprobs), reason)
 
-    def _part(self, i: int, delta: Delta) -> dict[str, Any]:
+    def _part(self, i: int, delta: Delta | None) -> dict[str, Any]:
+        """The choice of a chunk; without a delta, it adds nothing."""
+        logprobs, told = None, dict[str, Any]()
         if isinstance(delta, ContentDelta):
-            logprobs = self._logprobs(i, delta.logprobs) if delta.logprobs else None
-            return self._delta(i, {"content": delta.text}, logprobs)
-        if isinstance(delta, ReasoningDelta):
-            return self._delta(i, {"reasoning_content": delta.text})
-        if isinstance(delta, CallDelta):
+            logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
+            told = {"content": delta.text}
+        elif isinstance(delta, ReasoningDelta):
+            told = {"reasoning_content": delta.text}
+        elif isinstance(delta, CallDelta):
             self._n_calls[i] += 1
             function = {"name": delta.name, "arguments": ""}
-            call: dict[str, Any] = {"id": delta.id, "type": "function", "function": function}
-        else:
-            call = {"function": {"arguments": delta.text}}
-        return self._delta(i, {"tool_calls": [{"index": self._n_calls[i] - 1, **call}]})
+            call = {"index": self._n_calls[i] - 1, "id": delta.id, "type": "function", "function": function}
+            told = {"tool_calls": [call]}
+        elif delta is not None:
+            call = {"index": self._n_calls[i] - 1, "function": {"arguments": delta.text}}
+            told = {"tool_calls": [call]}
+        return _choice(i, {"delta": told}, logprobs)
 
-    def _nothing(self, i: int) -> dict[str, Any]:
-        return self._delta(i, {})
-
-    def _last_choice(self, i: int, end: Finished) -> dict[str, Any]:
-        return {**self._delta(i, {}), "finish_reason": self._reason(end, self._n_calls[i])}
-
-    def _delta(self, i: int, delta: dict[str, Any], logprobs: Any = None) -> dict[str, Any]:
-        return {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-
-    def _reason(self, end: Finished, n_calls: int) -> str:
-        return "length" if end.is_truncated else "tool_calls" if n_calls else "stop"
-
-    def _logprobs(self, i: int, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
         return {"content": logprob_list(tokens, self._vocabulary), "refusal": None}
@@ -275,25 +266,20 @@ class CompletionForm(ChatForm):
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
 
-    def _choice(self, i: int, answer: WholeAnswer) -> dict[str, Any]:
-        logprobs = self._logprobs(i, answer.logprobs)
-        return {**self._last_choice(i, answer.end), "text": answer.message.text, "logprobs": logprobs}
-
     def _begin(self) -> bytes:
         return b""
 
-    def _part(self, i: int, delta: Delta) -> dict[str, Any]:
-        assert isinstance(delta, ContentDelta)  # a text has neither reasoning nor calls
-        logprobs = self._logprobs(i, delta.logprobs)
-        return {"index": i, "text": delta.text, "logprobs": logprobs, "finish_reason": None}
+    def _whole_choice(self, i: int, answer: WholeAnswer) -> dict[str, Any]:
+        text = {"text": answer.message.text}
+        return _choice(i, text, self._logprobs(answer.logprobs), _reason(answer.end, 0))
 
-    def _nothing(self, i: int) -> dict[str, Any]:
-        return {"index": i, "text": "", "logprobs": self._logprobs(i, ()), "finish_reason": None}
+    def _part(self, i: int, delta: Delta | None) -> dict[str, Any]:
+        if delta is None:
+            return _choice(i, {"text": ""}, self._logprobs(()))
+        assert isinstance(delta, ContentDelta)  # a completion has neither reasoning nor calls
+        return _choice(i, {"text": delta.text}, self._logprobs(delta.logprobs))
 
-    def _last_choice(self, i: int, end: Finished) -> dict[str, Any]:
-        return {**self._nothing(i), "finish_reason": self._reason(end, 0)}
-
-    def _logprobs(self, i: int, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         """By columns; offsets count the characters of the choice."""
         if not self._with_logprobs:
             return None
@@ -302,6 +288,16 @@ class CompletionForm(ChatForm):
         tops = [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told]
         names, logprobs = [each["token"] for each in told], [each["logprob"] for each in told]
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _choice(
+    i: int, content: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": i, **content, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _reason(end: Finished, n_calls: int) -> str:
+    return "length" if end.is_truncated else "tool_calls" if n_calls else "stop"
 
 
 ENDPOINTS = (

@@ -115,7 +115,7 @@ class ResponsesBody(GenerationBody, ReasoningFields):
         """Return the conversation to answer."""
         asked = self.input
         items = [InputItem(role="user", content=asked)] if isinstance(asked, str) else asked
-        messages = conversation(_messages(items))
+        messages = conversation("input", _messages(items))
         left_out = [f"item {item.type}" for item in items if item.is_left_out]
         if self.instructions:
             messages = [system_message(self.instructions, "instructions"), *messages]
@@ -132,9 +132,9 @@ class ResponsesBody(GenerationBody, ReasoningFields):
         )
 
 
-def _messages(items: Sequence[InputItem]) -> list[tuple[str, MessageFields]]:
+def _messages(items: Sequence[InputItem]) -> list[tuple[int, MessageFields]]:
     """Return items as messages: reasoning, text and calls of one answer become one message."""
-    found: list[tuple[str, MessageFields]] = []
+    found: list[tuple[int, MessageFields]] = []
     for i, item in enumerate(items):
         message = _message(item, f"input.{i}") if item.type in (None, *_MESSAGES) else None
         if message is None:
@@ -147,9 +147,7 @@ def _messages(items: Sequence[InputItem]) -> list[tuple[str, MessageFields]]:
         if last is not None and only_reasoning and message.role == "assistant":
             last.content = message.content
             continue
-        found.append((f"input.{i}", message))
-    if not found:
-        raise bad_field("input", "must not be empty")
+        found.append((i, message))
     return found
 
 
@@ -180,12 +178,12 @@ async def _respond(service: Service, http: Request, body: ResponsesBody) -> Resp
     """Answer a conversation."""
     form = ResponsesForm(service.model_name, body)
     try:
-        prompt, parameters = await service.chat(body.chat_request())
+        prompt = await service.chat(body.chat_request())
     except ContextOverflowError as error:
         if not body.stream:
             raise
         return form.refusal(error)  # Codex shortens its history only if the stream itself says so
-    return await service.respond(http, body, [prompt], parameters, form)
+    return await service.respond(http, body, [prompt], form)
 
 
 class ResponsesForm(Form):
@@ -216,15 +214,10 @@ class ResponsesForm(Form):
 
     def whole(self, answers: Sequence[WholeAnswer]) -> Data:
         """The response object."""
-        message = answers[0].message
-        if message.reasoning:
-            self._item_events(ReasoningDelta(message.reasoning))
-        if message.text or not (message.reasoning or message.tool_calls):
-            self._item_events(ContentDelta(message.text))
-        for i, call in enumerate(message.tool_calls):
-            self._item_events(CallDelta(i, call.id, call.name))
-            self._item_events(ArgumentsDelta(i, call.arguments))
-        response: Data = self._last_events(answers[0].end)[-1]["response"]
+        (answer,) = answers
+        for delta in answer.deltas or [ContentDelta("")]:
+            self._item_events(delta)
+        response: Data = self._last_events(answer.end)[-1]["response"]
         return response
 
     def _begin(self) -> bytes:

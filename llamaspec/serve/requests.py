@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 from starlette.concurrency import run_in_threadpool
 
+from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.escaping import SpecialTokens, texts_in
 from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat, recognize
 from llamaspec.chat.infill import infill_prompt
+from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import (
     RESERVED,
     ChatTemplate,
@@ -27,11 +29,16 @@ from llamaspec.chat.template import (
     in_words,
 )
 from llamaspec.chat.transcript import Transcript
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import Completion
+from llamaspec.engine.stream import Progress, TextStream
+from llamaspec.length.fixed import AtMost
 from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy
+from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve.bodies import AnswerOptions, GenerationBody, SpeculativeFields
-from llamaspec.serve.constraints import Constraints, GenerationParameters, ResponseFormat
+from llamaspec.serve.constraints import Constraints, Prompt, ResponseFormat
 from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
 from llamaspec.serve.messages import ToolUse
 from llamaspec.values import TokenArray
@@ -75,14 +82,42 @@ class ChatRequest:
 class Job:
     """One sequence to generate."""
 
-    prompt: TokenArray  # [n] int32
+    prompt: Prompt
     sampling: Sampling
     seed: int
     max_tokens: int
     options: AnswerOptions = default(default_factory=AnswerOptions)
     drafting: SpeculativeFields = default(default_factory=SpeculativeFields)
-    parameters: GenerationParameters = default(default_factory=GenerationParameters)
     prediction: TokenArray | None = None  # [m] int32, which most of the answer is expected to repeat
+
+    def open(self, pair: Pair, policy: LengthPolicy, on_prefill: Progress) -> AnswerStream:
+        """Return the stream of its answer; PromptError if the prompt does not fit."""
+        wanted, drafting, vocabulary = self.prompt, self.drafting, pair.target.vocabulary
+        is_plain = drafting.enabled is False or drafting.max_draft == 0
+        constraints = iter((wanted.constraint, wanted.constraint_after_cut))
+
+        def open_part(tokens: TokenArray, max_tokens: int) -> TextStream:
+            return pair.stream(
+                tokens,
+                sampling=self.sampling,
+                seed=self.seed,
+                max_tokens=max_tokens,
+                stops=self.options.stops,
+                spelled=wanted.answer_format.spelled(vocabulary.controls),
+                rule=drafting.rule or DEFAULT_RULE,
+                policy=policy if drafting.max_draft is None else AtMost(drafting.max_draft, policy),
+                drafter=NoDrafter() if is_plain else None,
+                copies=drafting.ngram is not False,
+                on_prefill=on_prefill,
+                constraint=next(constraints),
+                logprobs=self.options.n_logprobs,
+                prediction=self.prediction,
+                is_interactive=self.options.is_interactive,
+            )
+
+        parser = AnswerParser(wanted.answer_format, wanted.tools, thinking=wanted.starts_in_reasoning)
+        budget = wanted.reasoning_budget
+        return AnswerStream(wanted.tokens, self.max_tokens, open_part, parser, vocabulary, budget)
 
 
 class RequestBuilder:
@@ -105,7 +140,7 @@ class RequestBuilder:
         longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
         self._max_bytes = self._context_size * longest_token  # longer text cannot fit
 
-    def prompt(self, given: str | Sequence[int | str]) -> TokenArray:
+    def tokenized(self, given: str | Sequence[int | str]) -> TokenArray:
         """Return the tokens of a text to continue, or of token ids with texts between them."""
         tokens: list[int] = []
         for part in [given] if isinstance(given, str) else given:
@@ -117,12 +152,12 @@ class RequestBuilder:
         self.check_token_ids(tokens, "prompt")
         return self._checked(np.array(tokens, dtype=np.int32), "prompt")
 
-    def infill_prompt(self, prefix: str, suffix: str) -> TokenArray:
+    def infill_tokens(self, prefix: str, suffix: str) -> TokenArray:
         """Return the prompt for the text between two others."""
         self.check_size(prefix + suffix, "suffix")
         return self._checked(infill_prompt(self.vocabulary, prefix, suffix), "prompt")
 
-    async def chat_prompt(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
+    async def chat_tokens(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
         """Return the tokens before the answer or its continuation, and whether reasoning comes next."""
         use, (kwargs, _) = request.tool_use, request.reasoning
         if use.offered and not (self.takes_tools or use.is_forced):
@@ -181,48 +216,44 @@ class RequestBuilder:
             n_tokens = max(n // USUAL_BYTES, self._context_size)
             raise ContextOverflowError(n_tokens, self._context_size, field, is_estimate=True)
 
-    async def chat(self, request: ChatRequest) -> tuple[TokenArray, GenerationParameters]:
-        """Return the prompt and the parameters of a chat request."""
-        prompt, starts_in_reasoning = await self.chat_prompt(request)
+    async def chat(self, request: ChatRequest) -> Prompt:
+        """Return the prompt of a conversation."""
+        tokens, starts_in_reasoning = await self.chat_tokens(request)
         use, (_, budget), wanted = request.tool_use, request.reasoning, request.response_format
         answer_format = self.answer_format
         if use.is_forced and answer_format.calls is None:
             answer_format = replace(answer_format, calls=JSON_CALL)
         goes_on = bool(request.begun.text)  # its reasoning is over
         budget = 0 if goes_on else budget
-        parameters = GenerationParameters(answer_format, use.offered, starts_in_reasoning, budget)
+        prompt = Prompt(tokens, answer_format, use.offered, starts_in_reasoning, budget)
         has_channels = answer_format.calls is HARMONY
         if wanted is not None:
             if use.offered:
                 raise not_supported(wanted.field, "cannot be combined with tools")
             if goes_on:
                 raise not_supported(wanted.field, "cannot be combined with a last message of the assistant")
-            return prompt, await self.constraints.with_format(parameters, wanted)
+            return await self.constraints.with_format(prompt, wanted)
         if goes_on and has_channels:
             if use.is_forced:
                 raise not_supported("tool_choice", "cannot be combined with a last message of the assistant")
-            return prompt, parameters
-        if use.offered:
-            parameters = await self.constraints.with_tools(parameters, use)
-        return prompt, parameters
+            return prompt
+        return await self.constraints.with_tools(prompt, use) if use.offered else prompt
 
-    async def text_parameters(self, wanted: ResponseFormat | None) -> GenerationParameters:
-        """Return the parameters of a completion without a chat template."""
+    async def continued(self, texts: Sequence[TokenArray], wanted: ResponseFormat | None) -> list[Prompt]:
+        """Return the prompts of texts to continue."""
         constraint = None if wanted is None else await self.constraints.compile(wanted)
-        return GenerationParameters(constraint=constraint)
+        return [Prompt(tokens, constraint=constraint) for tokens in texts]
 
-    async def jobs(
-        self, prompts: Sequence[TokenArray], body: GenerationBody, parameters: GenerationParameters
-    ) -> list[Job]:
+    async def jobs(self, prompts: Sequence[Prompt], body: GenerationBody) -> list[Job]:
         """Return one job for each prompt and choice."""
         options = body.answer_options()
         n = options.n
         if len(prompts) * n > self._parallel:
             asked = f"{len(prompts) * n} sequences at once, this server runs {self._parallel}"
             raise bad_field("n", f"{asked}; ask for fewer, or start it with --parallel")
-        biases = body.biases(lambda text: self.vocabulary.tokenize(text.encode(), add_special=False).tolist())
+        biases = body.biases(self.vocabulary)
         self.check_token_ids(list(biases), "logit_bias")
-        sampling = body.sampling(self.vocabulary.ends, biases)
+        sampling = body.sampling(biases)
         wanted = self._context_size if options.limit is None or options.limit < 0 else options.limit
         prediction = None
         if options.prediction is not None:
@@ -233,10 +264,9 @@ class RequestBuilder:
                 prompt,
                 sampling,
                 body.chosen_seed + i,
-                max_tokens=min(wanted, self._context_size - len(prompt)),
+                max_tokens=min(wanted, self._context_size - len(prompt.tokens)),
                 options=options,
                 drafting=body.drafting,
-                parameters=parameters,
                 prediction=prediction,
             )
             for prompt in prompts

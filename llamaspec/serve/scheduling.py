@@ -1,8 +1,7 @@
-"""Runs the requests of all clients on a pair: a queue in the event loop, and the events of each request.
+"""Runs the requests of all clients on a pair: a queue in the event loop, the events of each request, metrics.
 
-The pair's compute thread evaluates; the rest of the server sees `RequestQueue`, `Submission` and its events.
-The deltas of an answer are fetched when its client can take them. If it cannot, the engine lets its sequences
-wait. A fault of one sequence ends only that sequence. tests/serve/test_load.py.
+The deltas of an answer are fetched when its client can take them; until then, the engine lets its sequences
+wait. A fault of one sequence ends only that sequence. tests/serve/test_load.py, tests/serve/test_figures.py.
 """
 
 from __future__ import annotations
@@ -10,25 +9,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.deltas import Delta
-from llamaspec.chat.parse import AnswerParser
-from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import Completion, StopReason
-from llamaspec.engine.stream import Progress, TextStream
-from llamaspec.length.fixed import AtMost
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
-from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.serve.errors import RequestError
-from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import Job
-from llamaspec.values import TokenArray
+from llamaspec.values import Round
 
 MAX_RETRY_SECONDS = 60
 
@@ -64,7 +59,6 @@ Events: TypeAlias = AsyncIterator[tuple[int, Event]]  # with the index of the se
 class SequenceState:
     """A job in the queue or running."""
 
-    index: int  # among the jobs of the submission
     job: Job
     submission: Submission
     asked_at: float  # seconds, as the next two
@@ -72,20 +66,15 @@ class SequenceState:
     first_text_at: float | None = None
     stream: AnswerStream | None = None  # once it runs
     n_rounds_counted: int = 0
-    events: deque[Event | Exception] = field(default_factory=deque)  # for the client
-    last: Finished | Exception | None = None  # set at the end
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended; its client may have more to read."""
-        return self.last is not None
+    unread: list[Event] = field(default_factory=list)  # not fetched by the client yet
+    last: Finished | Exception | None = None  # set at the end; the client may have more to fetch
 
 
 class Submission:
-    """The events of all sequences of one HTTP request."""
+    """The sequences of one HTTP request, and their events."""
 
     def __init__(self, jobs: Sequence[Job], queue: RequestQueue, now: float) -> None:
-        self.states = [SequenceState(i, job, self, now) for i, job in enumerate(jobs)]
+        self.states = [SequenceState(job, self, now) for job in jobs]
         self.is_cancelled = False
         self.news = asyncio.Event()  # a sequence may have new events
         self._queue = queue
@@ -108,9 +97,9 @@ class Submission:
     async def events(self, deadline: float | None, keep_alive: float) -> Events:
         """All events; a PromptProgress without numbers after `keep_alive` seconds without one.
 
-        Raises RequestError 504 after the deadline (`time.monotonic`), and whatever ended a sequence.
+        Raises RequestError 504 after the deadline (`time.monotonic`), and the error that ended a sequence.
         """
-        last, running = time.monotonic(), list(self.states)
+        last, running = time.monotonic(), dict(enumerate(self.states))
         while running:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
@@ -120,16 +109,15 @@ class Submission:
                 last = now
                 yield 0, PromptProgress()
             self.news.clear()
-            for state in tuple(running):
-                self._queue.fetch(state)
-                while state.events:
-                    event = state.events.popleft()
-                    if isinstance(event, Exception):
-                        raise event
+            for index, state in tuple(running.items()):
+                for event in self._queue.fetch(state):
+                    yield index, event
                     last = time.monotonic()
-                    yield state.index, event
-                if state.is_over:
-                    running.remove(state)
+                if isinstance(state.last, Exception):
+                    raise state.last
+                if state.last is not None:
+                    del running[index]
+                    yield index, state.last
             if running:
                 ends = last + keep_alive if deadline is None else min(last + keep_alive, deadline)
                 await self._wait(ends - time.monotonic())
@@ -143,9 +131,8 @@ class Submission:
             timer.cancel()
 
     def cancel(self) -> None:
-        """End the sequences within one evaluation; never waits."""
-        is_over = all(state.is_over and not state.events for state in self.states)
-        if not is_over and not self.is_cancelled:
+        """End the sequences that still run, within one evaluation; never waits."""
+        if any(state.last is None for state in self.states):
             self.is_cancelled = True
             self._queue.drop(self.states)
 
@@ -162,12 +149,12 @@ class RequestQueue:
         self,
         pair: Pair,
         policy: LengthPolicy,
-        metrics: Metrics,
         parallel: int,
         max_queue: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pair, self._policy, self._metrics, self._clock = pair, policy, metrics, clock
+        self.metrics = Metrics()
+        self._pair, self._policy, self._clock = pair, policy, clock
         self._parallel, self._max_queue = parallel, max_queue
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
@@ -180,7 +167,7 @@ class RequestQueue:
             raise _server_stopping()
         n_free = max(0, self._n_slots(jobs[0]) - len(self._running))
         if len(self._waiting) + len(jobs) > self._max_queue + n_free:
-            self._metrics.refused()
+            self.metrics.refused()
             seconds = min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel)
             message = "too many requests wait already; try again later"
             raise RequestError(429, message, code="queue_full", retry_after=seconds)
@@ -212,20 +199,21 @@ class RequestQueue:
         for state in states:
             self._finish(state, _server_stopping())
 
-    def fetch(self, state: SequenceState) -> None:
-        """Add what a sequence has generated to its events; end it if that was all."""
+    def fetch(self, state: SequenceState) -> list[Event]:
+        """Return what a sequence has generated since the last call; end it if that was all."""
         stream = state.stream
-        if stream is None or state.is_over:
-            return
-        try:
-            state.events.extend(stream.ready())
-            self._count_rounds(state, stream)
-            if state.first_text_at is None and stream.rounds:
-                state.first_text_at = self._clock()
-            if stream.is_over or self._is_late(state, stream):
-                self._finish(state, Finished(stream.completion, stream.n_thought))
-        except Exception as error:  # noqa: BLE001  # the client gets the error
-            self._finish(state, error)
+        if stream is not None and state.last is None:
+            try:
+                state.unread += stream.ready()
+                self._count_rounds(state, stream)
+                if state.first_text_at is None and stream.rounds:
+                    state.first_text_at = self._clock()
+                if stream.is_over or self._is_late(state, stream):
+                    self._finish(state, Finished(stream.completion, stream.n_thought))
+            except Exception as error:  # noqa: BLE001  # the client gets the error
+                self._finish(state, error)
+        events, state.unread = state.unread, []
+        return events
 
     def _is_late(self, state: SequenceState, stream: AnswerStream) -> bool:
         """Whether a sequence has used its time and has a whole line."""
@@ -235,10 +223,7 @@ class RequestQueue:
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._n_slots(self._waiting[0].job):
-            state = self._waiting.popleft()
-            self._running.append(state)
-            state.started_at = self._clock()
-            self._start(state)
+            self._start(self._waiting.popleft())
 
     def _n_slots(self, job: Job) -> int:
         """Sequences that may run at once, this one included."""
@@ -246,14 +231,15 @@ class RequestQueue:
 
     def _start(self, state: SequenceState) -> None:
         loop = asyncio.get_running_loop()
-        begin = self._clock()
+        begin = state.started_at = self._clock()
+        self._running.append(state)
 
         def note(n_read: int, n_to_read: int) -> None:
             n_cached = 0 if state.stream is None else state.stream.completion.n_cached
-            state.events.append(PromptProgress(n_read, n_to_read, n_cached, self._clock() - begin))
+            state.unread.append(PromptProgress(n_read, n_to_read, n_cached, self._clock() - begin))
 
         try:
-            state.stream = open_stream(state.job, self._pair, self._policy, note)
+            state.stream = state.job.open(self._pair, self._policy, note)
             state.stream.begin(lambda: loop.call_soon_threadsafe(state.submission.news.set))
         except Exception as error:  # noqa: BLE001  # the client gets the error
             self._finish(state, error)
@@ -261,18 +247,15 @@ class RequestQueue:
     def _count_rounds(self, state: SequenceState, stream: AnswerStream) -> None:
         rounds = stream.rounds[state.n_rounds_counted :]
         state.n_rounds_counted += len(rounds)
-        self._metrics.rounds(rounds)
+        self.metrics.rounds(rounds)
 
     def _finish(self, state: SequenceState, last: Finished | Exception) -> None:
-        if state.is_over:
+        if state.last is not None:
             return
         state.last = last
-        if state in self._running:
-            self._running.remove(state)
-        else:
+        for states in (self._running, self._waiting):
             with suppress(ValueError):
-                self._waiting.remove(state)
-        state.events.append(last)
+                states.remove(state)
         with suppress(RuntimeError):  # the event loop has ended, and the client with it
             state.submission.news.set()
         with suppress(Exception):  # the client has its error, and other sequences must continue
@@ -292,37 +275,110 @@ class RequestQueue:
         if isinstance(last, Finished):
             reason = last.completion.stop_reason.value
         waited = (state.started_at or now) - state.asked_at
-        self._metrics.ended(reason, completion, waited, None if first is None else first - state.asked_at)
+        self.metrics.ended(reason, completion, waited, None if first is None else first - state.asked_at)
 
 
 def _server_stopping() -> RequestError:
     return RequestError(503, "the server is stopping", code="server_stopping")
 
 
-def open_stream(job: Job, pair: Pair, policy: LengthPolicy, on_prefill: Progress) -> AnswerStream:
-    """The stream of a job."""
-    wanted, drafting, vocabulary = job.parameters, job.drafting, pair.target.vocabulary
-    is_plain = drafting.enabled is False or drafting.max_draft == 0
-    constraints = iter((wanted.constraint, wanted.constraint_after_cut))
+# Prometheus metrics, with vLLM's names for figures that vLLM has, too.
 
-    def open_part(prompt: TokenArray, max_tokens: int) -> TextStream:
-        return pair.stream(
-            prompt,
-            sampling=job.sampling,
-            seed=job.seed,
-            max_tokens=max_tokens,
-            stops=job.options.stops,
-            spelled=wanted.answer_format.spelled(vocabulary.controls),
-            rule=drafting.rule or DEFAULT_RULE,
-            policy=policy if drafting.max_draft is None else AtMost(drafting.max_draft, policy),
-            drafter=NoDrafter() if is_plain else None,
-            copies=drafting.ngram is not False,
-            on_prefill=on_prefill,
-            constraint=next(constraints),
-            logprobs=job.options.n_logprobs,
-            prediction=job.prediction,
-            is_interactive=job.options.is_interactive,
-        )
+PREFIX = "llamaspec:"
+_ROWS = "the sequences that shared the evaluation."
+_COUNTERS: dict[str, tuple[str, ...]] = {  # name -> help, label
+    "spec_decode_num_drafts_total": ("Rounds that verified a draft.",),
+    "spec_decode_num_draft_tokens_total": ("Draft tokens verified.",),
+    "spec_decode_num_accepted_tokens_total": ("Draft tokens accepted.",),
+    "spec_decode_num_accepted_tokens_per_pos_total": ("Draft tokens accepted, by position.", "position"),
+    "rounds_total": ("Rounds of all sequences, with a draft or without.",),
+    "draft_tokens_by_rows_total": (f"Draft tokens verified, by {_ROWS}", "rows"),
+    "rounds_by_rows_total": (f"Rounds, by {_ROWS}", "rows"),
+    "seconds_total": ("Wall-clock time by phase.", "phase"),
+    "prompt_tokens_total": ("Tokens of prompts.",),
+    "prompt_tokens_cached_total": ("Of them, tokens that were in the KV cache.",),
+    "generation_tokens_total": ("Tokens generated, those of cancelled requests included.",),
+    "request_success_total": ("Sequences that ended, by the reason.", "finished_reason"),
+    "requests_refused_total": ("Requests refused because the queue was full.",),
+    "request_queue_seconds_total": ("Seconds that sequences waited to run.",),
+    "request_first_token_seconds_total": ("Seconds from the request to the first text.",),
+}
+_GAUGES = {
+    "num_requests_running": "Sequences that run.",
+    "num_requests_waiting": "Sequences that wait to run.",
+    "kv_cache_usage_perc": "Used part of the target's KV cache, 0 to 1.",
+    "kv_cache_tokens": "Tokens in the target's KV cache.",
+    "prefix_store_bytes": "Main memory that finished texts take.",
+}
 
-    parser = AnswerParser(wanted.answer_format, wanted.tools, thinking=wanted.starts_in_reasoning)
-    return AnswerStream(job.prompt, job.max_tokens, open_part, parser, vocabulary, wanted.reasoning_budget)
+
+class Metrics:
+    """Counters since the start of the server.
+
+    The seconds of a shared evaluation are divided among its sequences, so that sums are wall-clock time.
+    """
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry()
+        self._counters = {
+            name: Counter(PREFIX + name, text, labels, registry=self._registry)
+            for name, (text, *labels) in _COUNTERS.items()
+        }
+        self._gauges = [Gauge(PREFIX + name, text, registry=self._registry) for name, text in _GAUGES.items()]
+
+    def rounds(self, rounds: Iterable[Round]) -> None:
+        """Count new rounds of a sequence."""
+        for round_ in rounds:
+            n, rows = round_.n_verified, str(round_.n_sequences)
+            self._add("rounds_total", 1)
+            self._add("rounds_by_rows_total", 1, rows)
+            self._add("draft_tokens_by_rows_total", n, rows)
+            self._add("seconds_total", round_.draft_seconds / round_.n_sequences, "draft")
+            self._add("seconds_total", round_.verify_seconds / round_.n_sequences, "verify")
+            self._add("seconds_total", round_.overhead_seconds, "overhead")
+            if n:
+                self._add("spec_decode_num_drafts_total", 1)
+                self._add("spec_decode_num_draft_tokens_total", n)
+                self._add("spec_decode_num_accepted_tokens_total", round_.n_accepted)
+            for position in range(round_.n_accepted):
+                self._add("spec_decode_num_accepted_tokens_per_pos_total", 1, str(position))
+
+    def refused(self) -> None:
+        """Count a request that found the queue full."""
+        self._add("requests_refused_total", 1)
+
+    def ended(
+        self, reason: str, completion: Completion | None, queue_seconds: float, first_text: float | None
+    ) -> None:
+        """Count a sequence that has ended; `completion` is None if it never began."""
+        self._add("request_success_total", 1, reason)
+        self._add("request_queue_seconds_total", queue_seconds)
+        if first_text is not None:
+            self._add("request_first_token_seconds_total", first_text)
+        if completion is not None and completion.rounds:  # otherwise its prompt may not have been evaluated
+            self._add("prompt_tokens_total", completion.n_prompt_tokens)
+            self._add("prompt_tokens_cached_total", completion.n_cached)
+            self._add("generation_tokens_total", completion.summary.n_tokens)
+            self._add("seconds_total", completion.prefill_seconds, "prefill")
+            self._add("seconds_total", completion.mask_seconds, "mask")
+
+    def draft_length_by_rows(self) -> dict[str, float]:
+        """The mean number of draft tokens in a round, by the sequences that shared the evaluation."""
+        tokens, rounds = (self._by_rows(f"{name}_by_rows_total") for name in ("draft_tokens", "rounds"))
+        return {rows: tokens.get(rows, 0.0) / n for rows, n in sorted(rounds.items())}
+
+    def _by_rows(self, name: str) -> dict[str, float]:
+        (family,) = self._counters[name].collect()
+        return {sample.labels["rows"]: sample.value for sample in family.samples}
+
+    def text(self, n_running: int, n_waiting: int, n_used: int, n_cells: int, n_stored_bytes: int) -> bytes:
+        """Prometheus' text format; `n_used` of `n_cells` tokens are in the KV cache."""
+        values = (n_running, n_waiting, n_used / n_cells, n_used, n_stored_bytes)
+        for gauge, value in zip(self._gauges, values, strict=True):
+            gauge.set(value)
+        return generate_latest(self._registry)
+
+    def _add(self, name: str, amount: float, label: str | None = None) -> None:
+        counter = self._counters[name]
+        (counter if label is None else counter.labels(label)).inc(amount)

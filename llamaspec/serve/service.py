@@ -6,12 +6,13 @@ A response ends when the client leaves. A slow reader pauses only its own sequen
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,24 +22,27 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.measure.reasons import pair_verdict
 from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, GenerationBody
-from llamaspec.serve.constraints import GenerationParameters
+from llamaspec.serve.constraints import Prompt
 from llamaspec.serve.errors import as_request_error
 from llamaspec.serve.forms import Form, collected
-from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import ChatRequest, RequestBuilder
 from llamaspec.serve.scheduling import RequestQueue
-from llamaspec.serve.security import WORK, Write, log_line
 from llamaspec.values import TokenArray, n_common
 
 T = TypeVar("T")
+Write = Callable[[str], object]
 MAX_TOLD = 64  # names in a line of the log
 MAX_NAME = 200  # characters of each
 CLIENT_LEFT = 499  # seen only in the log
+WORK = "llamaspec.work"  # in the scope of a request: a function that returns what was computed for it
 
 
 class Endpoint(NamedTuple):
@@ -49,29 +53,40 @@ class Endpoint(NamedTuple):
     body: type[Fields] | None = None
 
 
-@dataclass(eq=False)
 class Service:
-    """One pair, served."""
+    """One pair, served; `write` receives the lines of the log."""
 
-    pair: Pair
-    settings: ServeSettings
-    builder: RequestBuilder
-    queue: RequestQueue
-    metrics: Metrics
-    prefixes: PrefixWatch
-    write: Write  # lines of the log
-    verdict: str | None  # what drafts gain for the pair, as earlier runs have measured
-    created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds
-    _told: set[str] = field(default_factory=set)  # names that the log has mentioned
+    def __init__(
+        self,
+        pair: Pair,
+        policy: LengthPolicy,
+        template: ChatTemplate | None,
+        settings: ServeSettings,
+        write: Write,
+    ) -> None:
+        self.pair, self.settings, self._write = pair, settings, write
+        self.builder = RequestBuilder(pair, template, settings.parallel)
+        self.queue = RequestQueue(pair, policy, settings.parallel, settings.max_queue)
+        self.verdict = pair_verdict(pair)  # what drafts gain for the pair, as earlier runs have measured
+        self.created = int(time.time())  # Unix seconds
+        self._prefixes = PrefixWatch(pair.target.vocabulary)
+        self._told: set[str] = set()  # names that the log has mentioned
 
     @property
     def model_name(self) -> str:
         """The model's name in answers."""
         return self.settings.alias or self.pair.target.path.stem
 
-    def tell(self, message: str) -> None:
-        """Write one line to the log, whatever the message contains."""
-        self.write(log_line(printable(message), self.settings.log_format))
+    def tell(self, message: str, fields: Mapping[str, Any] | None = None) -> None:
+        """Write one line to the log, whatever the message contains.
+
+        If the log is for programs, it is JSON: the time, and `fields` or else the message.
+        """
+        line = printable(message)
+        if self.settings.log_format == "json":
+            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+            line = json.dumps({"time": now, **({"message": line} if fields is None else fields)})
+        self._write(line)
 
     def tell_fault(self, error: Exception) -> None:
         """Write one line about an error that is not the client's; for a bug, with its place in the code."""
@@ -91,27 +106,22 @@ class Service:
             self._told = set(new) if len(self._told) > MAX_TOLD else self._told | new
             self.tell(message.format(", ".join(name[:MAX_NAME] for name in sorted(new)[:MAX_TOLD])))
 
-    async def chat(self, request: ChatRequest) -> tuple[TokenArray, GenerationParameters]:
+    async def chat(self, request: ChatRequest) -> Prompt:
         """As `RequestBuilder.chat`; logs once what is not supported, and what broke the cached prefix."""
         left_out = {*request.left_out, *(f"tool {tool}" for tool in request.tool_use.left_out)}
         self._tell_once("left out of requests: {}; only functions can be called", left_out)
-        prompt, parameters = await self.builder.chat(request)
+        prompt = await self.builder.chat(request)
         not_held = "schemas that cannot be enforced: {}; the arguments of these tools may be any object"
-        self._tell_once(not_held, set(parameters.not_held))
-        if (broken := self.prefixes.compare(prompt)) is not None:
+        self._tell_once(not_held, set(prompt.not_held))
+        if (broken := self._prefixes.compare(prompt.tokens)) is not None:
             self.tell(broken)
-        return prompt, parameters
+        return prompt
 
     async def respond(
-        self,
-        http: Request,
-        body: GenerationBody,
-        prompts: Sequence[TokenArray],
-        parameters: GenerationParameters,
-        form: Form,
+        self, http: Request, body: GenerationBody, prompts: Sequence[Prompt], form: Form
     ) -> Response:
         """Generate and answer in the form of an API; an empty response if the client has left meanwhile."""
-        jobs = await self.builder.jobs(prompts, body, parameters)
+        jobs = await self.builder.jobs(prompts, body)
         if await http.is_disconnected():
             return Response(status_code=CLIENT_LEFT)
         submission, timeout = self.queue.submit(jobs), self.settings.request_timeout

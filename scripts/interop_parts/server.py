@@ -125,7 +125,7 @@ class Recorder:
 
 
 def _deltas(text: str, job: Job) -> Iterator[Delta]:
-    parser = AnswerParser(job.parameters.answer_format, job.parameters.tools)
+    parser = AnswerParser(job.prompt.answer_format, job.prompt.tools)
     for letter in text:
         yield from parser.feed(letter)
     yield from parser.finish()
@@ -135,7 +135,7 @@ def _end(text: str, job: Job) -> Finished:
     reason = StopReason.LIMIT if isinstance(text, Cut) else StopReason.END
     n_tokens = len(text) // LETTERS + 1
     figures = summarize([], n_tokens)
-    return Finished(Completion(text, (1,) * n_tokens, len(job.prompt), reason, (), figures, 0.0))
+    return Finished(Completion(text, (1,) * n_tokens, len(job.prompt.tokens), reason, (), figures, 0.0))
 
 
 @contextmanager
@@ -156,13 +156,13 @@ def scripted_server(
     usual = RequestQueue.submit
 
     def submit(queue: RequestQueue, jobs: Sequence[Job]) -> Submission:
-        text = script.next(bool(jobs[0].parameters.tools))
+        text = script.next(bool(jobs[0].prompt.tools))
         if text is None:
             return usual(queue, jobs)
         submission = Submission(jobs, queue, time.monotonic())
         (state,) = submission.states
         state.last = _end(text, jobs[0])
-        state.events.extend([*_deltas(text, jobs[0]), state.last])
+        state.unread.extend(_deltas(text, jobs[0]))
         return submission
 
     options = ModelOptions(n_ctx=n_ctx, n_cells=n_ctx)

@@ -22,13 +22,14 @@ from llamaspec.engine.scheduler import Scheduler
 from llamaspec.errors import PromptError
 from llamaspec.length.costs import Costs
 from llamaspec.serve.bodies import AnswerOptions, SpeculativeFields
+from llamaspec.serve.constraints import Prompt
 from llamaspec.serve.errors import RequestError
-from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import (
     Event,
     Events,
     Finished,
+    Metrics,
     PromptProgress,
     RequestQueue,
     SequenceState,
@@ -45,13 +46,13 @@ def job(
 ) -> Job:
     tokens = pair.target.vocabulary.tokenize(prompt.encode())
     wanted = AnswerOptions(**options)
-    return Job(tokens, Sampling(), seed, n, wanted, drafting or SpeculativeFields())
+    return Job(Prompt(tokens), Sampling(), seed, n, wanted, drafting or SpeculativeFields())
 
 
 @contextmanager
 def decoding(pair: Pair, parallel: int = 4, max_queue: int = 64, **more: Any) -> Iterator[RequestQueue]:
     """What a decoder takes its rows from."""
-    queue = RequestQueue(pair, FixedLength(3), Metrics(), parallel, max_queue, **more)
+    queue = RequestQueue(pair, FixedLength(3), parallel, max_queue, **more)
     try:
         yield queue
     finally:
@@ -263,7 +264,7 @@ def test_a_failure_in_one_text_leaves_the_others_alone(demo: Pair, alone: Pair) 
 
         async def ask() -> list[str]:
             good = queue.submit([job(demo, "import os", 2, 40)])
-            empty = queue.submit([Job(np.empty(0, dtype=np.int32), Sampling(), 1, 5)])
+            empty = queue.submit([Job(Prompt(np.empty(0, dtype=np.int32)), Sampling(), 1, 5)])
             broken = queue.submit([job(demo, "def f(", 1, 50, stops=(Breaking("never said"),))])
             with pytest.raises(PromptError, match="empty"):
                 await read(empty)
@@ -417,7 +418,8 @@ def test_tokens_without_a_delta_do_not_stop_the_signs_of_life() -> None:
     nobody: Any = None
 
     class Silent:
-        def fetch(self, state: SequenceState) -> None: ...
+        def fetch(self, state: SequenceState) -> list[Event]:
+            return []
 
     async def first() -> tuple[int, Event]:
         queue: Any = Silent()
