@@ -319,17 +319,17 @@ def explain(reasons: Reasons, known: str | None, console: Console) -> None:
     n_rounds = sum(reasons.lengths.values()) or 1
     lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
     console.print(f"verified draft tokens per round: {', '.join(lengths)}")
-    costs = [(str(cost.width), f"{1e3 * cost.seconds:.2f}", str(cost.n_timed)) for cost in reasons.widths]
+    costs = [(str(width), f"{1e3 * seconds:.2f}", str(n)) for width, (seconds, n) in reasons.widths.items()]
     print_table(("batch size", "ms", "rounds timed"), costs, console)
     console.print(f"overhead per round: {1e3 * reasons.overhead_seconds:.2f} ms")
-    if reasons.n_judged:
+    if reasons.acceptance is not None:
         groups = []
-        for group in reasons.bins:
-            share = f"{group.n_accepted / group.n_judged:.0%}" if group.n_judged else ""
-            groups.append((f"{group.low:.1f}-{group.high:.1f}", str(group.n_judged), share))
+        for (low, high), outcomes in reasons.bins.items():
+            share = f"{sum(outcomes) / len(outcomes):.0%}" if outcomes else ""
+            groups.append((f"{low:.1f}-{high:.1f}", str(len(outcomes)), share))
         print_table(("confidence", "verified", "accepted"), groups, console)
-    n_copies, n_accepted = reasons.n_copies_judged, reasons.n_copies_accepted
-    if n_copies:
+    if reasons.copies:
+        n_copies, n_accepted = len(reasons.copies), sum(reasons.copies)
         console.print(
             f"copied from earlier text: {n_accepted} of {n_copies} verified draft tokens accepted "
             f"({n_accepted / n_copies:.0%})"

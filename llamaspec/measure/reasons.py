@@ -11,7 +11,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -33,7 +33,6 @@ TELLING = 32  # draft tokens after which an observed acceptance is mentioned
 SAME = 0.03  # smaller speed-ups are noise
 QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # with these, wide batches are often cheap
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
-_COPIED, _FORCED = -1, -2  # in place of a bin
 _QUANTIZATION = re.compile(r"(?<![a-z0-9])(i?q[1-8](_[a-z0-9]+)*|b?f16|f32)(?![a-z0-9])", re.IGNORECASE)
 
 
@@ -229,51 +228,30 @@ def conclusions(found: Probe) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class WidthCost:
-    """Cost of one evaluation of the target."""
-
-    width: int  # positions
-    seconds: float  # mean over this completion; if it had no such evaluation, the policy's estimate
-    n_timed: int  # rounds of this completion
-
-
-@dataclass(frozen=True, slots=True)
-class ConfidenceBin:
-    """Draft tokens whose confidence is in (low, high]; the first bin includes 0."""
-
-    low: float
-    high: float
-    n_judged: int  # accepted, or the first that was rejected in a round
-    n_accepted: int
-
-
-@dataclass(frozen=True, slots=True)
 class Reasons:
-    """Costs and gain of drafting in one completion."""
+    """Costs and gain of drafting in one completion.
+
+    Outcomes say of each draft token whether it was accepted, up to the first rejected one of a round.
+    """
 
     lengths: dict[int, int]  # verified draft tokens -> rounds, ascending
-    widths: tuple[WidthCost, ...]  # ascending
-    bins: tuple[ConfidenceBin, ...]  # without tokens that were copied, or forced by a constraint
+    widths: dict[int, tuple[float, int]]  # width -> mean seconds, or the policy's estimate, and rounds timed
+    bins: dict[tuple[float, float], list[bool]]  # confidence in (low, high] -> outcomes of the draft model
+    copies: list[bool]  # outcomes of tokens copied from earlier text
     curve: CostCurve | None  # the policy's; None: nothing is known of costs
     overhead_seconds: float  # of a round
-    n_copies_judged: int  # draft tokens that were copied from earlier text
-    n_copies_accepted: int
     gained_seconds: float | None  # against plain decoding, estimated; < 0: lost
 
     @property
-    def n_judged(self) -> int:
-        """Number of the draft model's tokens that were accepted, or rejected first in their round."""
-        return sum(group.n_judged for group in self.bins)
-
-    @property
     def acceptance(self) -> float | None:
-        """Share of the draft model's judged tokens that were accepted; None if there were none."""
-        return sum(group.n_accepted for group in self.bins) / self.n_judged if self.n_judged else None
+        """Share of the draft model's outcomes that are acceptances; None if there are none."""
+        outcomes = [*chain(*self.bins.values())]
+        return statistics.fmean(outcomes) if outcomes else None
 
     @property
     def outcome(self) -> str:
         """Whether drafting was faster in this completion."""
-        if not self.n_judged and not self.n_copies_judged:
+        if self.acceptance is None and not self.copies:
             return "no draft token was verified, so drafting gained nothing"
         if self.gained_seconds is None:
             return "gain unknown: the completion is too short, or no round without draft tokens was timed"
@@ -286,34 +264,27 @@ class Reasons:
 def explain(completion: Completion, curve: CostCurve | None) -> Reasons:
     """Compute costs and gain of a completion that ran alone; `curve` is the policy's."""
     rounds, summary = completion.rounds, completion.summary
-    judged, accepted, timed = Counter[int](), Counter[int](), defaultdict[int, list[float]](list)
+    timed = defaultdict[int, list[float]](list)
+    bins: dict[tuple[float, float], list[bool]] = {edges: [] for edges in pairwise(EDGES)}
+    copies: list[bool] = []
     for round_ in rounds:
         timed[round_.width].append(round_.verify_seconds)
         for confidence, is_accepted in verified_tokens(round_):
-            group = _group(round_.source, confidence)
-            judged[group] += 1
-            accepted[group] += is_accepted
-    expected = {} if curve is None else dict(zip(curve.widths, curve.verify_seconds, strict=True))
+            if round_.source in COPIES:
+                copies.append(is_accepted)
+            elif round_.source is not Source.GRAMMAR:  # a constraint forces tokens that are always accepted
+                bins[next(edges for edges in bins if confidence <= edges[1])].append(is_accepted)
+    widths = {} if curve is None else {
+        width: (seconds, 0) for width, seconds in zip(curve.widths, curve.verify_seconds, strict=True)
+    }  # fmt: skip
+    widths |= {width: (statistics.fmean(each), len(each)) for width, each in timed.items()}
     speed_up = summary.speed_up
     return Reasons(
         lengths=dict(sorted(Counter(round_.n_verified for round_ in rounds).items())),
-        widths=tuple(
-            WidthCost(w, statistics.fmean(timed[w]) if timed[w] else expected[w], len(timed[w]))
-            for w in sorted({*timed, *expected})
-        ),
-        bins=tuple(
-            ConfidenceBin(low, high, judged[i], accepted[i]) for i, (low, high) in enumerate(pairwise(EDGES))
-        ),
+        widths=dict(sorted(widths.items())),
+        bins=bins,
+        copies=copies,
         curve=curve,
         overhead_seconds=summary.overhead_seconds / max(1, len(rounds)),
-        n_copies_judged=judged[_COPIED],
-        n_copies_accepted=accepted[_COPIED],
         gained_seconds=None if speed_up is None else summary.decode_seconds * (speed_up - 1),
     )
-
-
-def _group(source: Source, confidence: float) -> int:
-    """Return the bin of a draft token; copied and forced tokens have their own."""
-    if source in COPIES:
-        return _COPIED
-    return _FORCED if source is Source.GRAMMAR else sum(confidence > edge for edge in EDGES[1:-1])

@@ -20,7 +20,7 @@ from llamaspec.cli.pictures import draw_probe, write_timeline
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.compare import Arm, Comparison, Spread
 from llamaspec.measure.probe import AttentionTiming, Probe, WidthTiming
-from llamaspec.measure.reasons import ConfidenceBin, Reasons, WidthCost
+from llamaspec.measure.reasons import Reasons
 from llamaspec.measure.store import keep_probe
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import ForwardRequest, Logits, Source, UnusedDraft
@@ -29,12 +29,11 @@ from texts import Letters
 
 REASONS = Reasons(
     lengths={0: 10, 3: 30},
-    widths=(WidthCost(1, 0.010, 12), WidthCost(3, 0.025, 0), WidthCost(4, 0.020, 7)),
-    bins=(ConfidenceBin(0.0, 0.1, 0, 0), ConfidenceBin(0.9, 1.0, 8, 6)),
+    widths={1: (0.010, 12), 3: (0.025, 0), 4: (0.020, 7)},
+    bins={(0.0, 0.1): [], (0.9, 1.0): [*6 * [True], False, False]},
+    copies=[*4 * [True], *6 * [False]],
     curve=CostCurve((1, 2, 4), (0.010, 0.012, 0.016), 0.004),
     overhead_seconds=0.0015,
-    n_copies_judged=10,
-    n_copies_accepted=4,
     gained_seconds=1.5,
 )
 
@@ -71,19 +70,19 @@ def test_what_explain_says_of_known_reasons() -> None:
 
 
 def test_what_explain_says_of_a_loss() -> None:
-    told = explained(replace(REASONS, gained_seconds=-0.5, bins=(ConfidenceBin(0.0, 1.0, 8, 2),)))
+    told = explained(replace(REASONS, gained_seconds=-0.5, bins={(0.0, 1.0): [True, False, False, False]}))
     assert "compared with plain decoding: 0.50 s lost (estimate)" in told
     assert "drafting was slower than plain decoding; observed acceptance: 25%" in told
 
 
-NOTHING: dict[str, Any] = {"bins": (), "n_copies_judged": 0, "gained_seconds": -0.1}
+NOTHING: dict[str, Any] = {"bins": {}, "copies": [], "gained_seconds": -0.1}
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"bins": ()}, "copying from earlier text was faster than plain decoding"),
-        ({"bins": (), "gained_seconds": -0.5}, "copying from earlier text was slower than plain decoding"),
+        ({"bins": {}}, "copying from earlier text was faster than plain decoding"),
+        ({"bins": {}, "gained_seconds": -0.5}, "copying from earlier text was slower than plain decoding"),
         (NOTHING, "no draft token was verified, so drafting gained nothing"),
         (
             {"gained_seconds": None},

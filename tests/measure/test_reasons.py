@@ -11,7 +11,6 @@ from llamaspec.length.costs import CostCurve
 from llamaspec.measure.reasons import (
     BestFixedLength,
     Reasons,
-    WidthCost,
     best_length,
     break_even,
     explain,
@@ -120,12 +119,11 @@ def test_the_gain_is_unknown_if_no_plain_round_was_timed() -> None:
 
 def test_widths_are_those_of_this_text_and_what_is_known_of_others() -> None:
     why = explain(a_text([DRAFTED, replace(DRAFTED, verify_seconds=0.033), PLAIN]), CURVE)
-    timed = WidthCost(4, pytest.approx(0.031), 2)  # type: ignore[arg-type]
-    assert why.widths == (WidthCost(1, 0.020, 1), timed, WidthCost(10, 0.09, 0))
+    assert why.widths == {1: (0.020, 1), 4: (pytest.approx(0.031), 2), 10: (0.09, 0)}
 
 
 def judged(why: Reasons) -> list[tuple[int, int]]:
-    return [(group.n_judged, group.n_accepted) for group in why.bins]
+    return [(len(outcomes), sum(outcomes)) for outcomes in why.bins.values()]
 
 
 def test_draft_tokens_count_up_to_the_first_rejected_one() -> None:
@@ -135,8 +133,7 @@ def test_draft_tokens_count_up_to_the_first_rejected_one() -> None:
     assert judged(why) == [(0, 0), (1, 0), (0, 0), (0, 0), (2, 2), (1, 1)]
     assert why.acceptance == 3 / 4
     assert explain(a_text([PLAIN]), None).acceptance is None
-    edges = [(group.low, group.high) for group in why.bins]
-    assert edges == [(0.0, 0.1), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7), (0.7, 0.9), (0.9, 1.0)]
+    assert [*why.bins] == [(0.0, 0.1), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7), (0.7, 0.9), (0.9, 1.0)]
 
 
 def test_of_a_tree_the_best_child_counts() -> None:
@@ -164,6 +161,6 @@ def test_copied_draft_tokens_are_counted_apart_and_forced_ones_are_not() -> None
         )
     ]
     why = explain(a_text(rounds), None)
-    assert (why.n_copies_judged, why.n_copies_accepted) == (2 + 3 + 9, 1 + 2 + 9)
-    assert (why.n_judged, why.acceptance) == (2, 0.5)
+    assert (len(why.copies), sum(why.copies)) == (2 + 3 + 9, 1 + 2 + 9)
+    assert why.acceptance == 0.5
     assert why.lengths == dict.fromkeys((2, 3, 5, 7, 9), 1)
