@@ -94,9 +94,7 @@ def examine(plan: DraftPlan, working: Working) -> Iterator[Finding]:
         yield from file_findings(plan)
         if plan.draft is not None and len(examined) == len(wanted):
             target, draft = (each.model for each in examined)
-            yield from pair_findings(target, draft, working)
-            if (found := pair_verdict(plan)) is not None:
-                yield Finding(OK, "speed-up", found)
+            yield from pair_findings(target, draft, pair_verdict(plan), working)
 
 
 # The machine
@@ -257,8 +255,10 @@ def file_findings(plan: DraftPlan) -> Iterator[Finding]:
         yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
 
 
-def pair_findings(target: LlamaModel, draft: LlamaModel, working: Working) -> Iterator[Finding]:
-    """Vocabularies, acceptance if they differ, and cost of a draft."""
+def pair_findings(
+    target: LlamaModel, draft: LlamaModel, known: str | None, working: Working
+) -> Iterator[Finding]:
+    """Vocabularies, acceptance if they differ, cost of a draft, and the verdict `known` from earlier runs."""
     try:
         pair = Pair(target, draft, 0.0)
     except LlamaspecError as error:
@@ -278,20 +278,20 @@ def pair_findings(target: LlamaModel, draft: LlamaModel, working: Working) -> It
             yield found
         with working("timing the pair"):
             timed = measure(pair, STEPS)
-        yield pace_finding(timed)
+        yield pace_finding(timed, is_known=known is not None)
+        if known is not None:
+            yield Finding(OK, "speed-up", known)
 
 
-def pace_finding(timed: Probe) -> Finding:
-    """Check that the draft is cheap enough for its target."""
+def pace_finding(timed: Probe, *, is_known: bool = False) -> Finding:
+    """Check that the draft is cheap enough; no warning if the speed-up of the pair is known."""
     curve = timed.curve
     single, step = curve.verify_seconds[0], curve.draft_step_seconds
     ratio = single / step
     text = f"a token takes {1e3 * single:.2f} ms in the target, {1e3 * step:.2f} ms in the draft: "
-    if ratio >= CHEAP:
-        return Finding(OK, "draft cost", f"{text}{ratio:.1f}× faster")
-    fault = f"only {ratio:.1f}× faster than the target" if ratio > 1 else "no faster than the target"
+    text += f"{ratio:.1f}× faster" if ratio > 1 else "no faster than the target"
     remedy = f"aim for {CHEAP:.0f}× or more with a smaller draft, or measure with `llamaspec compare`"
-    return Finding(WARNING, "draft cost", text + fault, remedy)
+    return check("draft cost", text, ratio >= CHEAP or is_known, "", remedy)
 
 
 def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iterator[Finding]:
