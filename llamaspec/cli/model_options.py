@@ -21,6 +21,7 @@ from llamaspec.length.policy import AutoLength
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact
+from llamaspec.measure.doctor import OK, option_findings
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import keep_learnt, restore_reading_gain, stored
 from llamaspec.pair import Pair, demo_draft, demo_target, open_plan
@@ -29,7 +30,6 @@ from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Copying, Source
 
 ALMOST = 0.99  # a model is loaded, but there may be others, and contexts to make
-_LOSSY_CACHES = ("q4_0", "q4_1", "q5_0", "q5_1")
 
 
 class _DraftName(click.types.StringParamType):
@@ -266,16 +266,10 @@ def _warn(pair: Pair) -> None:
             "warning: this build of llama.cpp uses AMX, which crashes; its fast kernels stay off; "
             "build it with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`"
         )
-    for name, model in (("target", pair.target), ("draft", pair.draft)):
-        if model is not None and model.options.n_ctx and model.options.n_ctx > model.trained_context_size:
-            say(
-                f"warning: the {name} was trained on {model.trained_context_size} tokens, "
-                f"a context of {model.options.n_ctx} was asked for; text may degrade beyond that"
-            )
+    for role, model in zip(("target", "draft"), pair.models, strict=False):
+        for finding in option_findings(role, model):
+            if finding.level != OK:
+                say(f"warning: {finding.topic}: {finding.text}; {finding.remedy}")
     if pair.common is not None:
         share = f"{pair.common.of_text:.0%} of typical text"
         say(f"the draft has a different vocabulary, covering about {share}; it drafts from the shared tokens")
-    if pair.draft is not None:
-        types = {pair.draft.options.cache_type_k, pair.draft.options.cache_type_v}
-        if types & set(_LOSSY_CACHES):
-            say("warning: a KV cache of the draft below q8_0 lowers acceptance")

@@ -173,6 +173,14 @@ def model_findings(machine: MachineFacts, examined: Examined) -> Iterator[Findin
         parameters += f", about {_count(facts.n_active_parameters)} of them active"
     description = model.description.replace(" ?B", "")  # a size that llama.cpp has no name for
     yield Finding(OK, role, f"{model.path.name}: {description}, {parameters}")
+    yield from option_findings(role, model)
+    yield _rollback_finding(examined)
+    yield _flash_finding(examined, on_gpu=machine.offloads(options) or options.workers != ())
+
+
+def option_findings(role: str, model: LlamaModel) -> Iterator[Finding]:
+    """Yield findings about options of a model; every command that loads it shows their warnings."""
+    options = model.options
     context = f"{model.context_size} tokens used, trained on {model.trained_context_size}"
     asked, most = options.n_ctx, model.trained_context_size
     yield check(
@@ -180,7 +188,6 @@ def model_findings(machine: MachineFacts, examined: Examined) -> Iterator[Findin
         ": text may degrade beyond that", f"use {most} tokens or fewer",
         "--n-ctx" if role == "target" else "--draft-ctx",
     )  # fmt: skip
-    yield _rollback_finding(examined)
     types = options.cache_type_k, options.cache_type_v
     yield check(
         f"{role} KV types", f"keys {types[0]}, values {types[1]}",
@@ -188,7 +195,6 @@ def model_findings(machine: MachineFacts, examined: Examined) -> Iterator[Findin
         ": below q8_0, acceptance drops", "use q8_0 or f16 for both",
         "--draft-cache-type-k", "--draft-cache-type-v",
     )  # fmt: skip
-    yield _flash_finding(examined, on_gpu=machine.offloads(options) or options.workers != ())
 
 
 def _count(n: int) -> str:
