@@ -78,7 +78,7 @@ class MessagesBody(GenerationBody, CountTokensBody):
     stop_sequences: Stops | None = None
 
     def answer_options(self) -> AnswerOptions:
-        """What it wants of its answer."""
+        """The options of its answer."""
         return AnswerOptions(limit=self.max_tokens, stops=self.stop_sequences or ())
 
 
@@ -113,8 +113,8 @@ class MessagesForm(Form):
         for delta in answer.deltas:
             self._add(0, delta)
         self._finish(0, answer.end)
-        end, told = answer.end, figures(answer.end, self._options)
-        return {**self._head, "content": self._content, **self._stop(end), "usage": self._usage(end), **told}
+        ended = {**self._stop(answer.end), "usage": self._usage(answer.end)}
+        return {**self._head, "content": self._content, **ended, **figures(answer.end, self._options)}
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         if self._is_begun:
@@ -141,23 +141,23 @@ class MessagesForm(Form):
         if isinstance(delta, CallDelta):
             return begun + self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
         if isinstance(delta, ContentDelta):
-            told = {"type": "text_delta", "text": delta.text}
+            more = {"type": "text_delta", "text": delta.text}
             if self._open_type != "text":
                 begun += self._open({"type": "text", "text": ""})
         elif isinstance(delta, ReasoningDelta):
-            told = {"type": "thinking_delta", "thinking": delta.text}
+            more = {"type": "thinking_delta", "thinking": delta.text}
             if self._open_type != "thinking":
                 begun += self._open({"type": "thinking", "thinking": "", "signature": ""})
         else:
-            told = {"type": "input_json_delta", "partial_json": delta.text}
+            more = {"type": "input_json_delta", "partial_json": delta.text}
         self._text += delta.text
-        return begun + _event("content_block_delta", index=len(self._content) - 1, delta=told)
+        return begun + _event("content_block_delta", index=len(self._content) - 1, delta=more)
 
     def _finish(self, index: int, end: Finished) -> bytes:
         begun = self._start(end.completion.n_cached)
         begun += b"" if self._content else self._open({"type": "text", "text": ""})
-        told = {"delta": self._stop(end), "usage": self._usage(end), **figures(end, self._options)}
-        return begun + self._close() + _event("message_delta", **told) + _event("message_stop")
+        ended = {"delta": self._stop(end), "usage": self._usage(end), **figures(end, self._options)}
+        return begun + self._close() + _event("message_delta", **ended) + _event("message_stop")
 
     def _open(self, block: Data) -> bytes:
         """Close the open block and open another."""

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -189,7 +189,7 @@ class SamplingFields(Fields):
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """What a request wants of its answers, the same for every API."""
+    """Options of the answers to a request, the same for every API."""
 
     limit: int | None = None  # maximum number of tokens; None or negative: as many as fit
     n: int = 1  # answers to each prompt; answer i has the seed + i
@@ -213,7 +213,14 @@ class GenerationBody(SamplingFields, ABC):
 
     @abstractmethod
     def answer_options(self) -> AnswerOptions:
-        """What it wants of its answers."""
+        """The options of its answers."""
+
+
+class ReasoningOptions(NamedTuple):
+    """How a model reasons before it answers."""
+
+    template_kwargs: Mapping[str, Any]  # variables of the chat template
+    budget: int | None  # maximum number of tokens; 0: no reasoning, None: any
 
 
 class ReasoningFields(Fields):
@@ -225,11 +232,8 @@ class ReasoningFields(Fields):
 
     def reasoning_options(
         self, effort: str | None = None, budget: int | None = None, off: bool = False
-    ) -> tuple[dict[str, Any], int | None]:
-        """Return variables of the chat template, and the maximum number of reasoning tokens; None = any.
-
-        From these fields and those of one API: OpenAI's effort, Anthropic's budget and switch.
-        """
+    ) -> ReasoningOptions:
+        """Combine these fields with those of one API: OpenAI's effort, Anthropic's budget and switch."""
         kwargs = dict(self.chat_template_kwargs or {})
         if effort is not None and effort != "none":
             kwargs.setdefault("reasoning_effort", {"minimal": "low", "xhigh": "high"}.get(effort, effort))
@@ -240,4 +244,4 @@ class ReasoningFields(Fields):
             kwargs["enable_thinking"] = enabled
         if self.thinking_budget_tokens is not None:
             budget = None if self.thinking_budget_tokens < 0 else self.thinking_budget_tokens
-        return kwargs, 0 if enabled is False else budget
+        return ReasoningOptions(kwargs, 0 if enabled is False else budget)

@@ -55,7 +55,7 @@ class NativeBody(OpenAIBody):
         return self.n_predict == 0
 
     def answer_options(self) -> AnswerOptions:
-        """What it wants of its answer."""
+        """The options of its answer."""
         return replace(
             super().answer_options(),
             limit=1 if self.only_reads else self.n_predict or self.max_tokens,
@@ -79,7 +79,7 @@ class InfillBody(NativeBody):
     prompt: str | None = None  # more of the prefix: the line up to the cursor
 
     def answer_options(self) -> AnswerOptions:
-        """What it wants of its answer: somebody waits at the cursor."""
+        """The options of its answer; somebody waits at the cursor."""
         return replace(super().answer_options(), is_interactive=not self.only_reads)
 
     def prompt_tokens(self, vocabulary: LlamaVocabulary, context_size: int) -> TokenArray:
@@ -175,7 +175,7 @@ def _at(data: Any, path: str) -> Any:
     return data
 
 
-# The tokenizer, and what the server says about itself: health, models, metrics, properties.
+# The tokenizer, and the server's state: health, models, metrics, properties.
 
 
 class TokenizeBody(Fields):

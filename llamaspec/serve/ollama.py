@@ -27,6 +27,7 @@ from llamaspec.serve.bodies import (
     Fields,
     GenerationBody,
     ReasoningFields,
+    ReasoningOptions,
     Stops,
     StopText,
     refused,
@@ -72,7 +73,7 @@ class OllamaOptions(GenerationBody):
         }
 
     def answer_options(self) -> AnswerOptions:
-        """What it wants of its answer."""
+        """The options of its answer."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
         return AnswerOptions(limit=self.num_predict or None, stops=stops)
 
@@ -94,8 +95,8 @@ class OllamaBody(Fields):
         return ResponseFormat.of_schema(schema, "format", "format")
 
     @property
-    def reasoning(self) -> tuple[Data, int | None]:
-        """Variables of the chat template, and the limit on reasoning in tokens."""
+    def reasoning(self) -> ReasoningOptions:
+        """How the model reasons."""
         switches = {"true": True, "false": False}  # some clients send words
         think = switches.get(self.think, self.think) if isinstance(self.think, str) else self.think
         effort = think if isinstance(think, str) else None
@@ -253,8 +254,8 @@ class OllamaForm(Form):
         """The response object."""
         (answer,), said = answers, answers[0].message
         calls = [_call(call.id, call.name, call.arguments) for call in said.tool_calls]
-        told = self._said(said.text, said.reasoning or "", calls)
-        return {**self._head(), **told, **self._last(answer.end)}
+        parts = self._said(said.text, said.reasoning or "", calls)
+        return {**self._head(), **parts, **self._last(answer.end)}
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         return self._line(**self._said(""), done=False)

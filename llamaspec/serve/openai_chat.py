@@ -48,13 +48,13 @@ from llamaspec.values import TokenArray
 
 
 class StreamOptions(Fields):
-    """What a stream contains."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class PredictionFields(Fields):
-    """What the client expects most of the answer to be."""
+    """The text that most of the answer is expected to repeat."""
 
     type: Literal["content"]
     content: Content
@@ -74,7 +74,7 @@ class OpenAIBody(GenerationBody):
     prediction: PredictionFields | None = None
 
     def wanted_format(self) -> ResponseFormat | None:
-        """Return what the answer must match; RequestError if several fields say that."""
+        """Return the format of the answer; RequestError if several fields give one."""
         wanted = None if self.response_format is None else self.response_format.wanted("response_format")
         found = [] if wanted is None else [wanted]
         if self.json_schema is not None:
@@ -86,7 +86,7 @@ class OpenAIBody(GenerationBody):
         return found[0] if found else None
 
     def answer_options(self) -> AnswerOptions:
-        """What it wants of its answers; RequestError if a part of the prediction is not text."""
+        """The options of its answers; RequestError if a part of the prediction is not text."""
         prediction = None if self.prediction is None else self.prediction.content
         return AnswerOptions(
             limit=self.max_tokens,
@@ -109,7 +109,7 @@ class ChatBody(OpenAIBody, ReasoningFields):
     reasoning_effort: Effort | None = None
 
     def answer_options(self) -> AnswerOptions:
-        """What it wants of its answers."""
+        """The options of its answers."""
         limit = self.max_completion_tokens or self.max_tokens
         n_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return replace(super().answer_options(), limit=limit, n_logprobs=n_logprobs)
@@ -132,7 +132,7 @@ class CompletionBody(OpenAIBody):
     logprobs: TopLogprobs | None = None
 
     def answer_options(self) -> AnswerOptions:
-        """What it wants of its answers; with a suffix, an editor completes the text at the cursor."""
+        """The options of its answers; with a suffix, an editor completes the text at the cursor."""
         options = super().answer_options()
         return replace(options, n_logprobs=self.logprobs, is_interactive=bool(self.suffix))
 
@@ -197,9 +197,9 @@ class ChatForm(Form):
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         if not self._with_progress or progress.n_read is None:
             return super()._keep_alive(index, progress)
-        told = {"total": progress.n_to_read, "cache": progress.n_cached, "processed": progress.n_read}
-        told["time_ms"] = round(1e3 * progress.seconds)
-        return self._chunk([self._part(index, None)], prompt_progress=told)
+        counts = {"total": progress.n_to_read, "cache": progress.n_cached, "processed": progress.n_read}
+        counts["time_ms"] = round(1e3 * progress.seconds)
+        return self._chunk([self._part(index, None)], prompt_progress=counts)
 
     def _add(self, index: int, delta: Delta) -> bytes:
         spans: dict[str, Any] = {}
@@ -238,21 +238,21 @@ class ChatForm(Form):
 
     def _part(self, i: int, delta: Delta | None) -> dict[str, Any]:
         """The choice of a chunk; without a delta, it adds nothing."""
-        logprobs, told = None, dict[str, Any]()
+        logprobs, more = None, dict[str, Any]()
         if isinstance(delta, ContentDelta):
             logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-            told = {"content": delta.text}
+            more = {"content": delta.text}
         elif isinstance(delta, ReasoningDelta):
-            told = {"reasoning_content": delta.text}
+            more = {"reasoning_content": delta.text}
         elif isinstance(delta, CallDelta):
             self._n_calls[i] += 1
             function = {"name": delta.name, "arguments": ""}
             call = {"index": self._n_calls[i] - 1, "id": delta.id, "type": "function", "function": function}
-            told = {"tool_calls": [call]}
+            more = {"tool_calls": [call]}
         elif delta is not None:
             call = {"index": self._n_calls[i] - 1, "function": {"arguments": delta.text}}
-            told = {"tool_calls": [call]}
-        return _choice(i, {"delta": told}, logprobs)
+            more = {"tool_calls": [call]}
+        return _choice(i, {"delta": more}, logprobs)
 
     def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._with_logprobs:
@@ -283,10 +283,10 @@ class CompletionForm(ChatForm):
         """By columns; offsets count the characters of the choice."""
         if not self._with_logprobs:
             return None
-        told = logprob_list(tokens, self._vocabulary)
+        listed = logprob_list(tokens, self._vocabulary)
         offsets = [each.begin for each in tokens if self._vocabulary.piece(each.token)]
-        tops = [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told]
-        names, logprobs = [each["token"] for each in told], [each["logprob"] for each in told]
+        tops = [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in listed]
+        names, logprobs = [each["token"] for each in listed], [each["logprob"] for each in listed]
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 

@@ -108,7 +108,7 @@ class ResponsesBody(GenerationBody, ReasoningFields):
     metadata: dict[str, str] | None = None
 
     def answer_options(self) -> AnswerOptions:
-        """What it wants of its answer."""
+        """The options of its answer."""
         return AnswerOptions(limit=self.max_output_tokens)
 
     def chat_request(self) -> ChatRequest:
@@ -234,8 +234,8 @@ class ResponsesForm(Form):
 
     def _error(self, exception: Exception) -> bytes:
         error = openai_error(exception)["error"]
-        told = {"code": error["code"] or error["type"], "message": error["message"]}
-        failed = {**self._response("failed"), "error": told}
+        shown = {"code": error["code"] or error["type"], "message": error["message"]}
+        failed = {**self._response("failed"), "error": shown}
         return self._events([{"type": "response.failed", "response": failed}])
 
     def _events(self, several: Iterable[Data]) -> bytes:
@@ -264,19 +264,19 @@ class ResponsesForm(Form):
             names = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
             return self._open("function_call", "fc", call_id=delta.id, **names, arguments="")
         begun: list[Data] = []
-        told: Data = {"delta": delta.text}
+        more: Data = {"delta": delta.text}
         if isinstance(delta, ArgumentsDelta):
-            told["type"] = "response.function_call_arguments.delta"
+            more["type"] = "response.function_call_arguments.delta"
         elif isinstance(delta, ReasoningDelta):
-            told["type"] = "response.reasoning_text.delta"
+            more["type"] = "response.reasoning_text.delta"
             if self._item["type"] != "reasoning":
                 begun = self._open("reasoning", "rs", content=[], summary=[])
         else:
-            told |= {"type": "response.output_text.delta", "logprobs": []}
+            more |= {"type": "response.output_text.delta", "logprobs": []}
             if self._item["type"] != "message":
                 begun = self._open("message", "msg", content=[], role="assistant")
         self._text += delta.text
-        return [*begun, told | self._place()]
+        return [*begun, more | self._place()]
 
     def _open(self, kind: str, prefix: str, **fields: Any) -> list[Data]:
         """Close the open item and open another."""

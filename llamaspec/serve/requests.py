@@ -6,11 +6,10 @@ a control token. tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as default
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 from starlette.concurrency import run_in_threadpool
@@ -37,7 +36,7 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
-from llamaspec.serve.bodies import AnswerOptions, GenerationBody, SpeculativeFields
+from llamaspec.serve.bodies import AnswerOptions, GenerationBody, ReasoningOptions, SpeculativeFields
 from llamaspec.serve.constraints import Constraints, Prompt, ResponseFormat
 from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
 from llamaspec.serve.messages import ToolUse
@@ -53,7 +52,7 @@ class ChatRequest:
     messages: Sequence[Message]
     field: str  # of the request that holds the messages, for errors
     tool_use: ToolUse
-    reasoning: tuple[Mapping[str, Any], int | None]  # template variables, token budget; 0 = no reasoning
+    reasoning: ReasoningOptions
     response_format: ResponseFormat | None = None
     left_out: Sequence[str] = ()  # parts that this server does not support, for the log
 
@@ -159,7 +158,7 @@ class RequestBuilder:
 
     async def chat_tokens(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
         """Return the tokens before the answer or its continuation, and whether reasoning comes next."""
-        use, (kwargs, _) = request.tool_use, request.reasoning
+        use, kwargs = request.tool_use, request.reasoning.template_kwargs
         if use.offered and not (self.takes_tools or use.is_forced):
             raise not_supported("tools", "this model's chat template takes no tools")
         if use.is_forced and not use.tools:
@@ -177,7 +176,8 @@ class RequestBuilder:
             remedy = "use /v1/completions, or start the server with --chat-template"
             raise RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
         messages = template.with_one_system(request.asked)
-        tools, (kwargs, _), begun = request.tool_use.offered, request.reasoning, request.begun
+        tools, begun = request.tool_use.offered, request.begun
+        kwargs = request.reasoning.template_kwargs
         if not self.takes_tools:
             messages, tools = in_words(messages, tools), ()
         self.check_size(
@@ -219,12 +219,12 @@ class RequestBuilder:
     async def chat(self, request: ChatRequest) -> Prompt:
         """Return the prompt of a conversation."""
         tokens, starts_in_reasoning = await self.chat_tokens(request)
-        use, (_, budget), wanted = request.tool_use, request.reasoning, request.response_format
+        use, wanted = request.tool_use, request.response_format
         answer_format = self.answer_format
         if use.is_forced and answer_format.calls is None:
             answer_format = replace(answer_format, calls=JSON_CALL)
         goes_on = bool(request.begun.text)  # its reasoning is over
-        budget = 0 if goes_on else budget
+        budget = 0 if goes_on else request.reasoning.budget
         prompt = Prompt(tokens, answer_format, use.offered, starts_in_reasoning, budget)
         has_channels = answer_format.calls is HARMONY
         if wanted is not None:
