@@ -17,6 +17,7 @@ from forward_requests import Count
 from hub_server import BIG, LARGE, OWN_LIST, SMALL, Hub, serving
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
 from llamaspec.llama.batch import Batch, Segment
+from llamaspec.llama.cells import CachedSequence, CellTable
 from model_store import ModelStore, OpenModel, demo_pair
 from patience import PATIENCE
 from tiny_models import Recipe
@@ -104,6 +105,19 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> Count:
 
     monkeypatch.setattr(Batch, "fill", counted)
     return count
+
+
+@pytest.fixture
+def compactions(monkeypatch: pytest.MonkeyPatch) -> list[CellTable]:
+    """The caches whose cells are moved during a test, once for each time."""
+    moved, compact = list[CellTable](), CellTable.compact
+
+    def counted(self: CellTable, sequences: Sequence[CachedSequence]) -> None:
+        moved.append(self)
+        compact(self, sequences)
+
+    monkeypatch.setattr(CellTable, "compact", counted)
+    return moved
 
 
 @pytest.fixture

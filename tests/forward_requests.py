@@ -15,7 +15,6 @@ import numpy as np
 from llamaspec import LlamaModel
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.batch import Segment
-from llamaspec.llama.kv_cache import KVCache
 from llamaspec.values import NO_TOKENS, TARGET, Draft, Forward, ForwardRequest, Logits, TokenArray
 
 EXACT = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
@@ -81,10 +80,11 @@ def evaluate(model: LlamaModel, batch: Batch, n_padding: int = 0) -> dict[int, L
         n_positions = n_scored = n_padding
         for row, wanted in batch:
             n_new = wanted.n_tokens - new[row][1]
-            is_apart = not (model.can_share(row) or model.weights.keeps_states)
+            is_apart = not model.can_share(row)
             if is_apart and together:
                 break
-            if is_apart or (n_new > model.prompt_chunk and not together):
+            reads = is_apart and not model.keeps_states
+            if reads or (n_new > model.prompt_chunk and not together):
                 n_next = min(new[row][1] + model.prompt_chunk, len(wanted.tokens) - wanted.n_logits)
                 model.evaluate([(row, ForwardRequest(TARGET, wanted.tokens[:n_next], n_logits=0))])
                 break
@@ -92,18 +92,15 @@ def evaluate(model: LlamaModel, batch: Batch, n_padding: int = 0) -> dict[int, L
             if n_positions > model.batch_size or n_scored > model.max_scored:
                 break
             together.append((row, wanted))
+            if is_apart:
+                break
         if together:
-            logits = model.evaluate(together, n_padding if together[-1][1].n_scored else 0)
+            last, wanted = together[-1]
+            is_padded = wanted.n_scored and model.can_share(last)
+            logits = model.evaluate(together, n_padding if is_padded else 0)
             answers |= {row: view.copy() for (row, _), view in zip(together, logits, strict=True)}
         batch = [entry for entry in batch if entry[0] not in answers]
     return answers
-
-
-def kv_cache(model: LlamaModel) -> KVCache:
-    """The KV cache that all rows of a model share."""
-    cache = model._contexts[0].cache
-    assert isinstance(cache, KVCache)
-    return cache
 
 
 def full(model: LlamaModel, batch: Batch) -> list[int]:

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cells import Cells
+from llamaspec.llama.batch import Segment
+from llamaspec.llama.cells import CachedSequence, Cells
 from llamaspec.llama.kv_cache import KVCache
-from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.sequences import Bytes, CachedSequence
-from llamaspec.llama.tree_cells import Tree
-from llamaspec.values import ForwardRequest, TokenArray
+from llamaspec.llama.prefix_store import Bytes, PrefixStore
+from llamaspec.values import ForwardRequest
 
 CARRIER = 1000  # a sequence for what is copied
 Content = tuple[int, ...]  # the tokens up to and with that of the cell
@@ -56,44 +55,23 @@ class SimulatedCells(Cells):
     def n_used(self) -> int:
         return sum(bool(cell.owners) for cell in self.cells)
 
-    def evaluate(self, sequence: int, start: int, tokens: TokenArray) -> None:
-        """Put positions of a sequence into cells, as an evaluation does."""
-        before = [self.cells[i] for i in self.of(sequence)]
-        assert [cell.position for cell in before] == list(range(start)), "positions must follow each other"
-        content = before[-1].content if before else ()
+    def evaluate(self, segment: Segment) -> None:
+        """Put positions into cells, as an evaluation does."""
+        positions = range(segment.start, segment.start + len(segment.tokens))
+        places = positions if segment.positions is None else segment.positions.tolist()
+        owners = segment.owners or [(segment.sequence,)] * len(segment.tokens)
+        held = {number for numbers in owners for number in numbers}
+        contents = {number: [self.cells[i].content for i in self.of(number)] for number in held}
         new = []
-        for i, token in enumerate(tokens.tolist()):
-            content = (*content, token)
-            new.append((start + i, content))
-        self._put(sequence, new)
-
-    def evaluate_tree(self, growth: Tree, n_text: int, new: TokenArray) -> None:
-        """Put new text, and a tree behind it, into cells."""
-        numbers = list(growth.tips)
-        before = [self.cells[i] for i in self.of(numbers[0])]
-        start = min(len(before), n_text)
-        content = before[start - 1].content if start else ()
-        contents, n_new_text = [], n_text - start
-        for position, token in enumerate(new[:n_new_text].tolist(), start):
-            content = (*content, token)
-            contents.append((position, content, set(numbers)))
-        for i, (token, parent) in enumerate(
-            zip(growth.tokens.tolist(), growth.parents.tolist(), strict=True)
-        ):
-            path = [token]
-            while parent >= 0:
-                path.append(int(growth.tokens[parent]))
-                parent = int(growth.parents[parent])
-            if i >= growth.n_old:
-                owners = set(growth.owners[i])
-                contents.append((n_text + growth.depths[i], (*content, *path[::-1]), owners))
-        for number in numbers:  # as llama_decode checks
-            held = [self.cells[i].position for i in self.of(number)]
-            added = [position for position, _, owners in contents if number in owners]
-            assert [*held, *added] == list(range(len(held) + len(added))), "positions must follow each other"
-        places = self._put(numbers[0], [(position, made) for position, made, _ in contents])
-        for i, (_, _, owners) in zip(places, contents, strict=True):
-            self.cells[i].owners = owners
+        for position, token, numbers in zip(places, segment.tokens.tolist(), owners, strict=True):
+            before = contents[numbers[0]][position - 1] if position else ()
+            for number in numbers:  # as llama_decode checks
+                assert len(contents[number]) == position, "positions must follow each other"
+                assert not position or contents[number][-1] == before
+                contents[number].append((*before, token))
+            new.append((position, (*before, token)))
+        for i, numbers in zip(self._put(segment.sequence, new), owners, strict=True):
+            self.cells[i].owners = set(numbers)
 
     def _put(self, sequence: int, new: list[tuple[int, Content]]) -> list[int]:
         head = 0 if self.head > self.n_used + 2 * len(new) else self.head
@@ -172,7 +150,7 @@ class Checked:
         )
 
     def held(self, row: int) -> CachedSequence:
-        return self.cache.sequence(row)
+        return self.cache.of_row[row]
 
     def prepare(self, *batch: tuple[int, ForwardRequest, int]) -> list[int | ContextFullError]:
         answers = self.cache.prepare_all(batch)
@@ -189,42 +167,24 @@ class Checked:
         return answers
 
     def evaluate(self, *batch: tuple[int, ForwardRequest], n_padding: int = 0) -> None:
-        rows, new, end = [row for row, _ in batch], [], 0
-        for row, wanted in batch:
-            held = self.held(row)
-            if wanted.is_tree:
-                n_old = self.cache.grow(row, wanted, rows).n_old
-                added = np.concatenate([wanted.tokens[held.n :], wanted.draft[n_old:]])
-            else:
-                added = np.concatenate([wanted.tokens[held.n :], wanted.draft])
-            new.append((row, added))
+        rows = [row for row, _ in batch]
+        segments = [self.cache.segment(row, wanted, rows) for row, wanted in batch]
         self.cache.begin(1)
-        for (row, wanted), (_, added) in zip(batch, new, strict=True):
-            held = self.held(row)
-            growth = self.cache._trees.growing.get(held.number)
-            if growth is None:
-                self.cells.evaluate(held.number, held.n, added)
-            else:
-                self.cells.evaluate_tree(growth, len(wanted.tokens), added)
-            end = len(self.cells.of(held.number))
+        for segment in segments:
+            self.cells.evaluate(segment)
         if n_padding:
-            last = self.held(rows[-1])
-            self.cells.evaluate(last.number, end, np.zeros(n_padding, dtype=np.int32))
-        self.cache.commit(new, n_padding)
+            self.cells.evaluate(segments[-1].padding(n_padding, 0))
+        self.cache.commit(
+            [(row, segment.tokens) for row, segment in zip(rows, segments, strict=True)], n_padding
+        )
         self.check()
 
     def interrupt(self, row: int, wanted: ForwardRequest, *, reached_llama: bool) -> None:
         """Begin to evaluate one request; what reached llama.cpp's cells is never noted."""
-        held = self.held(row)
-        growth = self.cache.grow(row, wanted, [row]) if wanted.is_tree else None
+        segment = self.cache.segment(row, wanted, [row])
         self.cache.begin(1)
-        if not reached_llama:
-            return
-        if growth is None:
-            self.cells.evaluate(held.number, held.n, wanted.tokens[held.n :])
-        else:
-            added = np.concatenate([wanted.tokens[held.n :], wanted.draft[growth.n_old :]])
-            self.cells.evaluate_tree(growth, len(wanted.tokens), added)
+        if reached_llama:
+            self.cells.evaluate(segment)
 
     def run(self, row: int, wanted: ForwardRequest) -> int:
         (n_cached,) = self.prepare((row, wanted, 0))
@@ -233,42 +193,19 @@ class Checked:
         return n_cached
 
     def check(self) -> None:
-        """Noted cells are the simulated ones, ascend with positions, and hold the right content.
-
-        Not so between what was interrupted and the next request.
-        """
-        if self.cache._is_evaluating or self.cache._is_changing:
-            return
-        n_holders = [0] * self.size
-        for sequence in self.cache._sequences:
-            text = tuple(sequence.tokens[: sequence.n].tolist())
-            cells = sequence.cells[: sequence.n].tolist()
-            for i in cells:
-                n_holders[i] += 1
-            tree = self.cache._trees.cached.get(sequence.number)
-            for i in [] if tree is None else tree.cells.tolist():
-                n_holders[i] += 1
-            for number in {sequence.number} if tree is None else tree.tips:
-                path = [] if tree is None else tree.path(tree.tips[number])
-                right, tokens = cells, text
-                if tree is not None and path:
-                    right, tokens = (
-                        right + tree.cells[path].tolist(),
-                        tokens + tuple(tree.tokens[path].tolist()),
-                    )
-                found = self.cells.of(number)
-                assert found == right
-                assert found == sorted(found)
-                assert [self.cells.cells[i].content for i in found] == [
-                    tokens[: i + 1] for i in range(len(tokens))
-                ]
-                assert [self.cells.cells[i].position for i in found] == list(range(len(found)))
-        full = [i for i, cell in enumerate(self.cells.cells) if cell.owners]
-        assert full == list(range(self.cache.n_used))  # new cells follow behind all others
-        assert n_holders == self.cache._table._n_owners.tolist()
-        assert self.cache._table.n_garbage == n_holders[: self.cache.n_used].count(0)
-        trees = self.cache._trees.cached
-        used = [number for own, tree in trees.items() for number in tree.tips if number != own]
-        assert sorted([*self.cache._trees._free, *used]) == self.cache._trees._numbers
-        n_reserved = sum(held.n_reserved for held in self.cache._of_row.values())
+        """Noted cells are the simulated ones, ascend with positions, and hold the right content."""
+        for held in self.cache.of_row.values():
+            cells, text = self.cells.of(held.number)[: held.n], tuple(held.tokens[: held.n].tolist())
+            assert cells == held.cells[: held.n].tolist()
+            assert [self.cells.cells[i].content for i in cells] == [text[: i + 1] for i in range(held.n)]
+        full = [cell for cell in self.cells.cells if cell.owners]
+        assert full == self.cells.cells[: self.cache.n_used]  # new cells follow behind all others
+        numbers = {number for cell in full for number in cell.owners} - {self.garbage}
+        for number in numbers:  # texts, finished or not, with the branches of their trees behind
+            cells = self.cells.of(number)
+            assert cells == sorted(cells)
+            contents = [self.cells.cells[i].content for i in cells]
+            assert contents == [contents[-1][: i + 1] for i in range(len(cells))]
+        assert all(self.garbage not in cell.owners or cell.owners == {self.garbage} for cell in full)
+        n_reserved = sum(held.n_reserved for held in self.cache.of_row.values())
         assert self.cache.n_used + n_reserved <= self.size

@@ -21,7 +21,7 @@ from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import ConstraintError, LlamaspecError, WorkerError
 from llamaspec.files import cache_folder
 from llamaspec.llama.options import DEFAULT_CONTEXT, find_devices
-from llamaspec.llama.prefix_file import PrefixFolder
+from llamaspec.llama.prefix_store import PrefixFolder
 from llamaspec.llama.rpc import PORT, serve_worker
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile

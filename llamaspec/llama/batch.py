@@ -10,101 +10,72 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.sequences import Rows
-from llamaspec.llama.tree_cells import Tree
-from llamaspec.values import ForwardRequest, TokenArray
+from llamaspec.llama.nextn import Rows
+from llamaspec.values import TokenArray
 
 
 class Segment(NamedTuple):
-    """Positions of one sequence: consecutive ones, or a text and a tree behind it."""
+    """Positions of one sequence to evaluate: consecutive ones, or some text and a tree behind it."""
 
     sequence: int
     start: int  # position of the first token
     tokens: TokenArray  # [n]
     n_scored: int  # the last of them whose logits are wanted
-    hidden: Rows | None = None  # [n, E] what a prediction head gets with the tokens
+    hidden: Rows | None = None  # [n, E] for a prediction head: a hidden row with each token
     positions: TokenArray | None = None  # [n] of a tree; None = one after the other
     owners: Sequence[Sequence[int]] = ()  # [n] the sequences that hold each position of a tree
-    end: int = 0  # position behind the last of `sequence`, where there is a tree
+    end: int = 0  # number of positions that `sequence` holds after it, if there is a tree
+
+    def padding(self, n: int, n_scorable: int) -> Segment:
+        """Positions behind this segment whose logits nobody reads, scored as far as that is possible."""
+        tokens = np.full(n, self.tokens[-1], dtype=np.int32)
+        end = self.end or self.start + len(self.tokens)
+        return Segment(self.sequence, end, tokens, max(0, min(n, n_scorable)))
 
 
 class Batch:
-    """Room for `size` positions: tokens, hidden rows of `width` numbers (0 = none), or both."""
+    """Room for `size` positions, each with a token and, if `width` > 0, a hidden row of that many numbers."""
 
     def __init__(self, size: int, width: int = 0) -> None:
         self._hidden = np.zeros((size, width), dtype=np.float32) if width else None
         self._token = np.zeros(size, dtype=np.int32)
         self._position = np.zeros(size, dtype=np.int32)
-        self._n_sequences = np.ones(size, dtype=np.int32)
-        self._sequence = np.zeros(size, dtype=np.int32)
         self._wanted = np.zeros(size, dtype=np.int8)
-        # llama.cpp wants one pointer per position; the entries of `_sequence` do not move.
-        pointers = self._sequence.ctypes.data + self._sequence.itemsize * np.arange(size + 1)
-        pointers[size] = 0
-        self._pointers = pointers.astype(np.uintp)
-        self._own_pointers = self._pointers.copy()
-        self._owners: npt.NDArray[np.int32] | None = None  # of positions in several sequences
+        self._n_owners = np.zeros(size, dtype=np.int32)
+        self._pointers = np.zeros(size, dtype=np.uintp)  # to the first owner of each position
+        self._owners: npt.NDArray[np.int32]  # llama.cpp reads it during an evaluation
         self._batch = lib.llama_batch(
             n_tokens=0,
             token=_pointer(self._token, lib.llama_token),
             embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
             pos=_pointer(self._position, lib.llama_pos),
-            n_seq_id=_pointer(self._n_sequences, ctypes.c_int32),
-            seq_id=ctypes.cast(self._pointers.ctypes.data, ctypes.POINTER(ctypes.POINTER(lib.llama_seq_id))),
+            n_seq_id=_pointer(self._n_owners, ctypes.c_int32),
+            seq_id=_pointer(self._pointers, ctypes.POINTER(lib.llama_seq_id)),
             logits=_pointer(self._wanted, ctypes.c_int8),
         )
 
     def fill(self, segments: Sequence[Segment]) -> lib.llama_batch:
-        """The batch that evaluates these positions; valid until the next call."""
-        end, branches = 0, False
-        if self._owners is not None:
-            self._pointers[:], self._n_sequences[:], self._owners = self._own_pointers, 1, None
+        """Return the batch that evaluates these positions; valid until the next call."""
+        end, owners = 0, list[Sequence[int]]()
         for segment in segments:
-            start, end = end, end + len(segment.tokens)
+            n = len(segment.tokens)
+            start, end = end, end + n
             self._token[start:end] = segment.tokens
-            self._sequence[start:end] = segment.sequence
             self._wanted[start:end] = 0
             self._wanted[end - segment.n_scored : end] = 1
+            if segment.positions is None:
+                self._position[start:end] = np.arange(segment.start, segment.start + n, dtype=np.int32)
+            else:
+                self._position[start:end] = segment.positions
             if self._hidden is not None and segment.hidden is not None:
                 self._hidden[start:end] = segment.hidden
-            if segment.positions is None:
-                positions = np.arange(segment.start, segment.start + end - start, dtype=np.int32)
-            else:
-                positions, branches = segment.positions, True
-            self._position[start:end] = positions
-        if branches:
-            self._set_owners(segments)
+            owners += segment.owners or [(segment.sequence,)] * n
+        self._owners = np.array([number for each in owners for number in each], dtype=np.int32)
+        self._n_owners[:end] = n_owners = np.array([len(each) for each in owners], dtype=np.int32)
+        offsets = np.cumsum(n_owners) - n_owners
+        self._pointers[:end] = self._owners.ctypes.data + self._owners.itemsize * offsets
         self._batch.n_tokens = end
         return self._batch
-
-    def _set_owners(self, segments: Sequence[Segment]) -> None:
-        """Let positions of trees belong to all their sequences."""
-        numbers = [number for segment in segments for owners in segment.owners for number in owners]
-        self._owners = np.array(numbers, dtype=np.int32)
-        end, address = 0, self._owners.ctypes.data
-        for segment in segments:
-            start, end = end, end + len(segment.tokens)
-            for i, owners in enumerate(segment.owners, start):
-                self._n_sequences[i], self._pointers[i] = len(owners), address
-                address += self._owners.itemsize * len(owners)
-
-
-def tree_segment(number: int, start: int, request: ForwardRequest, tree: Tree) -> Segment:
-    """What is not cached of a tree: text of sequence `number` from `start` on, and draft tokens behind it."""
-    n, n_old = len(request.tokens), tree.n_old
-    places = [*range(start, n), *[n + depth for depth in tree.depths[n_old:]]]
-    owners = [list(tree.tips)] * (n - start) + tree.owners[n_old:]
-    new = np.concatenate((request.tokens[start:], request.draft[n_old:]))
-    tip, positions = tree.tips[number], np.array(places, dtype=np.int32)
-    end = n if tip < 0 else n + tree.depths[tip] + 1
-    return Segment(number, start, new, request.n_scored, None, positions, owners, end)
-
-
-def padding(last: Segment, n: int, n_scorable: int) -> Segment:
-    """Positions behind the last row that nobody looks at; scored like it, as far as that is possible."""
-    end = last.end or last.start + len(last.tokens)
-    tokens = np.full(n, last.tokens[-1], dtype=np.int32)
-    return Segment(last.sequence, end, tokens, max(0, min(n, n_scorable)))
 
 
 def _pointer(array: np.ndarray, kind: type) -> object:

@@ -3,30 +3,68 @@
 Cells below the top are full, the others are empty. A cell that no sequence holds any more becomes empty if it
 is the last full one. Otherwise it becomes garbage, which a llama.cpp sequence of its own holds. So new cells
 are only appended, and the cells of a sequence ascend with its positions: attention adds up in the same order
-as for that text alone.
+as if the sequence were alone.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.sequences import Bytes, CachedSequence
-from llamaspec.values import TokenArray, n_common
+from llamaspec.llama.batch import Segment
+from llamaspec.llama.nextn import HiddenRows
+from llamaspec.llama.prefix_store import Bytes
+from llamaspec.values import NO_TOKENS, ForwardRequest, TokenArray, n_common
 
 BLOCK = 256  # cells; llama.cpp's attention goes over whole blocks
+
+
+@dataclass(slots=True, eq=False)
+class CachedSequence:
+    """Tokens that are cached, and their cells."""
+
+    number: int  # llama.cpp's seq_id
+    last_used: int = 0
+    n_reserved: int = 0  # cells that its row will fill next
+    n_padding: int = 0  # of these, cells for padding
+    n: int = 0
+    tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity]; the first n count
+    cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell
+    hidden: HiddenRows = field(default_factory=HiddenRows)
+
+    def append(self, tokens: TokenArray, cells: TokenArray) -> None:
+        """Hold more tokens. The length is set last, so an exception leaves what was held before."""
+        end = self.n + len(tokens)
+        self.hidden.cut(self.n)
+        if end > len(self.tokens):
+            grown = np.empty((2, max(2 * end, 256)), dtype=np.int32)
+            grown[0, : self.n], grown[1, : self.n] = self.tokens[: self.n], self.cells[: self.n]
+            self.tokens, self.cells = grown
+        self.tokens[self.n : end], self.cells[self.n : end] = tokens, cells
+        self.n = end
+
+    def shared(self, tokens: TokenArray) -> int:
+        """Length of the common beginning with other tokens."""
+        return n_common(self.tokens[: self.n], tokens)
+
+    def segment(self, request: ForwardRequest) -> Segment:
+        """What must be evaluated of a request that begins with this sequence."""
+        new = request.tokens[self.n :]
+        if len(request.draft):
+            new = np.concatenate((new, request.draft))
+        return Segment(self.number, self.n, new, request.n_scored)
 
 
 class Cells:
     """llama.cpp's cells of one context.
 
-    The seq_id `carrier` holds nothing but what is being copied. At most `block` positions are copied at once;
+    The seq_id `carrier` is for copying only. At most `block` positions are copied at once;
     0 = the cells cannot be copied. In a layer with a sliding window llama.cpp copies only the positions that
     the last one sees, so a block is not longer than that.
     """
@@ -44,7 +82,7 @@ class Cells:
         lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
     def copy_out(self, sequence: int, start: int, end: int) -> Bytes | None:
-        """The content of a block of positions; None if it cannot be copied."""
+        """Return the content of a block of positions; None if it cannot be copied."""
         if not self.block:
             return None
         self.share(sequence, self._carrier, start, end)
@@ -99,20 +137,20 @@ class CellTable:
         return self.top - self.n_garbage
 
     def clear(self) -> None:
-        """Empty all cells; the sequences are the caller's."""
+        """Empty all cells; the caller empties the sequences."""
         self.cells.clear()
         self._n_owners[:] = 0
         self.top = self.n_garbage = 0
 
     def take(self, n: int) -> TokenArray:
-        """The next empty cells, which have just been filled, in order: [n] int32."""
+        """Note that the next empty cells have been filled; return them in order: [n] int32."""
         taken = np.arange(self.top, self.top + n, dtype=np.int32)
         self._n_owners[taken] = 1
         self.top += n
         return taken
 
     def drop(self, cells: TokenArray, n_top: int) -> None:
-        """Nobody holds some cells any more; the last `n_top` full ones become empty, the others garbage."""
+        """Note that no sequence holds some cells any more: the last `n_top` are empty, the others garbage."""
         self._n_owners[cells] = 0
         self.top -= n_top
         self.n_garbage += len(cells) - n_top
@@ -150,9 +188,9 @@ class CellTable:
         sequence.hidden = other.hidden.tail(n)
 
     def put_in(self, sequence: CachedSequence, tokens: TokenArray, start: int, content: Bytes) -> bool:
-        """Let a sequence go on with tokens of a block that begins at position `start`; False if that failed.
+        """Append tokens of a block that begins at position `start`; False if that failed.
 
-        The cells of what it has of the block already become garbage.
+        The block's cells for tokens that the sequence has already become garbage.
         """
         n = sequence.n
         parts = (self.garbage, start, n), (sequence.number, n, n + len(tokens))
@@ -215,16 +253,16 @@ def _runs(is_in: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
-def copy_state(context: Any, sequence: int, flags: int = 0, into: Bytes | None = None) -> Bytes | None:
-    """What llama.cpp holds of a sequence, in `into` if that fits; None if it cannot be copied."""
+def copy_state(context: Any, sequence: int, flags: int = 0) -> Bytes | None:
+    """Copy what llama.cpp holds of a sequence; None if it cannot be copied."""
     size = int(lib.llama_state_seq_get_size_ext(context, sequence, flags))
-    content = np.empty(size, dtype=np.uint8) if into is None or len(into) != size else into
+    content = np.empty(size, dtype=np.uint8)
     n = lib.llama_state_seq_get_data_ext(context, _pointer(content), size, sequence, flags)
     return content if n == size else None
 
 
 def put_state(context: Any, sequence: int, content: Bytes, flags: int = 0) -> bool:
-    """Let llama.cpp hold of a sequence what was copied; False if that failed."""
+    """Replace what llama.cpp holds of a sequence by what was copied; False if that failed."""
     n = lib.llama_state_seq_set_data_ext(context, _pointer(content), len(content), sequence, flags)
     return bool(n == len(content))
 

@@ -1,13 +1,14 @@
 """A llama.cpp context over loaded weights: evaluates rows in one batch, with its KV cache as their memory.
 
-Several contexts may lie over the same weights. Logits are views of llama.cpp's buffer, and a view keeps the
-context alive.
+There may be several contexts over the same weights. Logits are views of llama.cpp's buffer, and a view keeps
+the context alive.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from llamaspec.errors import (
     ScoresError,
 )
 from llamaspec.llama import nextn, runtime
-from llamaspec.llama.batch import Batch, Segment, padding, tree_segment
+from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.kv_cache import KVCache
+from llamaspec.llama.nextn import Rows
 from llamaspec.llama.options import (
     BATCH,
     CACHE_TYPES,
@@ -40,7 +42,6 @@ from llamaspec.llama.options import (
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.runtime import AbortFlag, Handle
-from llamaspec.llama.sequences import Rows
 from llamaspec.llama.threads import ThreadGovernor, governors
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
@@ -48,14 +49,14 @@ from llamaspec.values import ForwardRequest, Logits
 
 CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
 CONTEXT_BYTES = 1 << 30  # and no more than the weights, or than this if they are smaller
-STATES_BACK = 8  # earlier states that llama.cpp keeps itself, where it can: (1 + this) times the room
+STATES_BACK = 8  # earlier states that llama.cpp keeps itself, if it can: (1 + this) times the memory
 
 
 class Context:
     """A context for a model, or for its prediction head `head`, counted from 0; `close` it.
 
     A head without a KV cache of its own reads that of `other`. Contexts of which one evaluates at a time may
-    share `abort`. Contexts whose finished texts serve each other share `store` and `owner`.
+    share `abort`; contexts of one model share `store`, where their finished sequences go.
 
     MemoryFullError if the machine has no room for the KV cache; ModelFileError if it generates no text.
     """
@@ -68,7 +69,6 @@ class Context:
         other: Context | None = None,
         abort: AbortFlag | None = None,
         store: PrefixStore | None = None,
-        owner: Hashable = None,
     ) -> None:
         self._path = weights.path
         self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
@@ -97,11 +97,10 @@ class Context:
         self._governor = self._governors[options.flash_attention != "off"] if self._governors else None
         self._n_threads = options.threads or runtime.default_threads()
         self.cache: KVCache | RecurrentCache
-        store, owner = store or PrefixStore(0), object() if owner is None else owner
+        store = store or PrefixStore()
         if keeps_states:
-            can_restore = _can_restore_states(weights)
             self.cache = RecurrentCache(
-                pointer, self.context_size, can_restore=can_restore, store=store, owner=owner
+                pointer, self.context_size, can_restore=_can_restore_states(weights), store=store
             )
         else:
             n_sequences, n_branches = _n_sequences(options), 0 if head is not None else N_BRANCHES
@@ -112,7 +111,6 @@ class Context:
                 n_sequences,
                 n_branches,
                 store=store,
-                owner=owner,
                 keeps_finished=leaves_main_memory(weights, options),
             )
 
@@ -130,27 +128,28 @@ class Context:
             half = len(batch) // 2
             first = [logits.copy() for logits in self.evaluate(batch[:half])]
             return first + self.evaluate(batch[half:], n_padding)
-        segments = [self._segment(row, request, batch) for row, request in batch]
-        new = [(row, segment.tokens) for (row, _), segment in zip(batch, segments, strict=True)]
+        if isinstance(self.cache, RecurrentCache) and self.cache.reads_first(batch[0][1]):
+            row, request = batch[0]
+            n_before = len(request.tokens) - request.n_logits
+            self.evaluate([(row, ForwardRequest(request.model, request.tokens[:n_before], n_logits=0))])
+        rows = [row for row, _ in batch]
+        segments = [self.cache.segment(row, request, rows) for row, request in batch]
+        new = [(row, segment.tokens) for row, segment in zip(rows, segments, strict=True)]
         n_positions = n_padding + sum([len(segment.tokens) for segment in segments])
         n_scored = sum([segment.n_scored for segment in segments])
         if n_padding:
-            segments.append(padding(segments[-1], n_padding, self.max_scored - n_scored))
+            segments.append(segments[-1].padding(n_padding, self.max_scored - n_scored))
             n_scored += segments[-1].n_scored
         if n_positions > self.batch_size or n_scored > max(self.max_scored, len(batch)):
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
         self.decode(segments)
         self.cache.commit(new, n_padding)
         if self._keeps_hidden:
-            self._keep_hidden(batch, segments)
-        logits, end, answers = self.logits(n_scored), 0, []
-        for _, request in batch:
-            start, end = end, end + request.n_scored
-            answers.append(logits[start:end])
-        return answers
+            self._keep_hidden(rows, segments)
+        return parts(self.logits(n_scored), [request.n_scored for _, request in batch])
 
     def decode(self, segments: Sequence[Segment]) -> None:
-        """Let llama.cpp evaluate; what is new in the KV cache has yet to be committed.
+        """Evaluate segments with llama.cpp; the caller commits what is new in the KV cache.
 
         EvaluationAbortedError if `abort` was called. EvaluationError or MemoryFullError if llama.cpp failed;
         then the KV cache is empty.
@@ -164,7 +163,7 @@ class Context:
         try:
             status = lib.llama_decode(pointer, batch)
         finally:
-            self._abort.clear()  # after it: who cancels just before an evaluation ends it, too
+            self._abort.clear()  # after it: an abort just before an evaluation ends it, too
             for each in self._governors:
                 each.finish(self._n_threads)
         if status == 0:
@@ -182,7 +181,7 @@ class Context:
             lib.llama_set_n_threads(pointer, self._n_threads, self._n_threads)
 
     def logits(self, n: int) -> Logits:
-        """The first `n` rows of llama.cpp's own buffer; ScoresError if they are not numbers."""
+        """The first `n` rows of llama.cpp's own buffer: a view; ScoresError if they are not numbers."""
         if not n:
             return np.empty((0, self._n_vocabulary), dtype=np.float32)
         logits = self._view(lib.llama_get_logits(self.pointer), n, self._n_vocabulary)
@@ -192,43 +191,36 @@ class Context:
         return logits
 
     def hidden_rows(self, n: int) -> Rows:
-        """The same for hidden rows, of all positions or the scored ones: [n, E]."""
+        """A view of hidden rows, of all positions or the scored ones: [n, E]."""
         return self._view(nextn.hidden_rows(self.pointer), n, self._hidden_size)
 
     def clear(self) -> None:
-        """Forget everything, what is in the store included."""
-        _ = self.pointer
+        """Forget everything, including what is in the store."""
+        _ = self.pointer  # ClosedError if it is closed
         self.cache.clear()
 
     def close(self) -> None:
         """Free the context, once no view of its logits is left; more than once is allowed."""
         self._handle = None
 
-    def _segment(
-        self, row: int, request: ForwardRequest, batch: Sequence[tuple[int, ForwardRequest]]
-    ) -> Segment:
-        held = self.cache.sequence(row)
-        if request.is_tree:  # checked: not where layers keep states
-            assert isinstance(self.cache, KVCache)
-            tree = self.cache.grow(row, request, [other for other, _ in batch])
-            return tree_segment(held.number, held.n, request, tree)
-        new = request.tokens[held.n :]
-        if len(request.draft):
-            new = np.concatenate((new, request.draft))
-        return Segment(held.number, held.n, new, request.n_scored)
-
-    def _keep_hidden(self, batch: Sequence[tuple[int, ForwardRequest]], segments: Sequence[Segment]) -> None:
-        """Note the hidden rows of the text that has just been committed, not those of padding or a tree."""
-        rows, end = self.hidden_rows(sum(len(segment.tokens) for segment in segments)), 0
-        for (row, _), segment in zip(batch, segments, strict=False):
-            start, end = end, end + len(segment.tokens)
-            sequence = self.cache.sequence(row)
-            sequence.hidden.add(segment.start, rows[start : start + sequence.n - segment.start])
+    def _keep_hidden(self, rows: Sequence[int], segments: Sequence[Segment]) -> None:
+        """Note the hidden rows of tokens that have just been committed, not those of padding or a tree."""
+        lengths = [len(segment.tokens) for segment in segments]
+        hidden = parts(self.hidden_rows(sum(lengths)), lengths)
+        for row, segment, part in zip(rows, segments, hidden, strict=False):
+            sequence = self.cache.of_row[row]
+            sequence.hidden.add(segment.start, part[: sequence.n - segment.start])
 
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))
         memory.handle = self._handle  # type: ignore[attr-defined]
         return np.ndarray((n, width), np.float32, buffer=memoryview(memory))
+
+
+def parts(rows: Rows, lengths: Sequence[int]) -> list[Rows]:
+    """Views of consecutive rows."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return [rows[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def leaves_main_memory(weights: Weights, options: ModelOptions) -> bool:
@@ -287,7 +279,7 @@ def _can_restore_states(weights: Weights) -> bool:
 
 
 def _free_context_size(weights: Weights, options: ModelOptions) -> int:
-    """Of a context that nobody asked for: by main memory, or by that of the devices that take the model."""
+    """The default size: by free main memory, or by that of the devices that compute the model."""
     n_bytes, room = int(lib.llama_model_size(weights.pointer)), runtime.available_bytes()
     if weights.devices:
         free = sum(device_of(handle).free_bytes for handle in weights.devices)
@@ -296,15 +288,15 @@ def _free_context_size(weights: Weights, options: ModelOptions) -> int:
         gpus = [device for device in find_devices() if device.is_gpu]
         room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights have been loaded
     if weights.keeps_states:
-        n_bytes, room = 0, room // 4  # every text has a context of its own
+        n_bytes, room = 0, room // 4  # every row has a context of its own
     per_token = weights.kv_bytes_per_token(options)
     return default_context_size(weights.trained_context_size, per_token, n_bytes, room)
 
 
 def default_context_size(trained: int, kv_bytes_per_token: float, weights_bytes: int, room: int) -> int:
-    """Tokens of a context whose size nobody asked for, with `room` bytes of free memory.
+    """Default tokens of a context, with `room` bytes of free memory.
 
-    As many as the model was trained for if they fit, else 4096, doubled as often as fits.
+    As many as the model was trained for if they fit, otherwise 4096, doubled as often as fits.
     """
     n = min(DEFAULT_CONTEXT, trained)
     budget = min(room // CONTEXT_SHARE, max(weights_bytes, CONTEXT_BYTES))

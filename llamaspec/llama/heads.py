@@ -1,33 +1,164 @@
 """The target's own prediction heads (MTP, NextN) as a model that drafts: more layers over the same weights.
 
-A head guesses what follows a token from its embedding and the hidden row of the position before it. In the
-text that row is the target's; behind it, where the target has computed nothing yet, a head's own. So the
-heads are a pure function of the text and the draft tokens, as any model is, and `prepare` and `evaluate` are
-the same. One head drafts as far as is wanted; of several, each drafts one token. tests/llama/test_heads.py
-compares what a used cache answers with what a fresh one answers.
+A head predicts the next token from the embedding of the last one and the hidden row of the position before
+it: the target's row if the target has evaluated that position, otherwise a head's own. The target keeps its
+rows only for a while. If a row is lost, the head reads the next token with zeros, as it reads the first one,
+and drafts a little worse. A single head drafts any number of tokens; of several, each drafts one.
+tests/llama/test_heads.py, tests/llama/test_shared_head.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 
-from llamaspec.errors import ContextFullError, EvaluationAbortedError
-from llamaspec.llama.context import Context
-from llamaspec.llama.head import Head, Reading, SharedHead
+from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError
+from llamaspec.llama.batch import Segment
+from llamaspec.llama.context import Context, parts
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.nextn import SCORED_ROWS_ONLY, check_heads
+from llamaspec.llama.nextn import SCORED_ROWS_ONLY, HiddenRows, Rows, check_heads
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
+from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
-from llamaspec.llama.sequences import HiddenRows, Rows
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
-from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray, n_common
+from llamaspec.values import MTP, NO_TOKENS, TARGET, ForwardRequest, Logits, TokenArray, n_common
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """Tokens for a head, and the hidden rows to read them with: each goes with the token behind it."""
+
+    row: int
+    tokens: TokenArray  # [n] text, and draft tokens behind it
+    n_text: int  # at least 1; the target has evaluated all of them, perhaps not the last
+    n_scored: int  # 1 = logits and the hidden row of the last token are wanted; else 0
+    hidden: HiddenRows  # the target's
+    own: HiddenRows  # the heads' own, behind the text
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the hidden row for the last token is known."""
+        last = len(self.tokens) - 1
+        return last == 0 or (self.hidden if last < self.n_text else self.own).has(last - 1)
+
+    @property
+    def keys(self) -> TokenArray:
+        """What stands for the tokens in a head's KV cache: draft tokens count as their complement.
+
+        So a draft token that has become text is read again, with the target's hidden row.
+        """
+        return np.concatenate([self.tokens[: self.n_text], ~self.tokens[self.n_text :]])
+
+    def rows(self, start: int, hidden_size: int) -> Rows:
+        """The hidden rows for the tokens from `start` on: [n - start, E]; zeros where they are not known."""
+        rows = np.zeros((len(self.tokens) - start, hidden_size), dtype=np.float32)
+        n_text = max(0, self.n_text - start)
+        self.hidden.fill(rows[:n_text], start - 1)
+        self.own.fill(rows[n_text:], start + n_text - 1)
+        return rows
+
+
+class Head:
+    """A head with a KV cache of its own."""
+
+    def __init__(self, context: Context, hidden_size: int, *, scored_only: bool) -> None:
+        self.context, self._hidden_size = context, hidden_size
+        self._scored_only = scored_only  # the context has hidden rows of scored positions only
+
+    def prepare(self, batch: Sequence[Reading]) -> list[int | ContextFullError]:
+        """Make room: for each how many of its tokens are read, or why it cannot be read."""
+        return self.context.cache.prepare_all([
+            (each.row, ForwardRequest(MTP, each.keys, each.n_scored), 0) for each in batch
+        ])  # fmt: skip
+
+    def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
+        """Read what has been prepared: logits [n_scored, V] and the hidden row [n_scored, E] of each."""
+        segments, new = [], []
+        for each in batch:
+            held = self.context.cache.of_row[each.row]
+            rows = each.rows(held.n, self._hidden_size)
+            segments.append(Segment(held.number, held.n, each.tokens[held.n :], each.n_scored, rows))
+            new.append((each.row, each.keys[held.n :]))
+        self.context.decode(segments)
+        self.context.cache.commit(new)
+        n_scored = [segment.n_scored for segment in segments]
+        n_rows = n_scored if self._scored_only else [len(segment.tokens) for segment in segments]
+        logits = parts(self.context.logits(sum(n_scored)), n_scored)
+        hidden = parts(self.context.hidden_rows(sum(n_rows)), n_rows)
+        return [(part, rows[len(rows) - len(part) :]) for part, rows in zip(logits, hidden, strict=True)]
+
+    def lacks(self, reading: Reading) -> bool:
+        """Whether something of what has been prepared is still to be read."""
+        held = self.context.cache.of_row[reading.row]
+        if held.shared(reading.keys) < min(held.n, len(reading.tokens)):
+            raise _forgotten()
+        return held.n < len(reading.tokens)
+
+    def release(self, row: int) -> None:
+        """End a row."""
+        self.context.cache.release(row)
+
+    def forget(self) -> None:
+        """Empty the KV cache."""
+        self.context.clear()
+
+
+class SharedHead:
+    """Gemma 4's assistant: its own weights, the target's KV cache; PairError if made for another target.
+
+    It reads one token at a time: the last of the text with the target's hidden row, then its own draft tokens
+    with its own rows, all at the position behind what the target has evaluated. So rejected draft tokens must
+    be out of the target's cache before.
+    """
+
+    def __init__(self, weights: Weights, target: LlamaModel, abort: AbortFlag) -> None:
+        self._hidden_size = target.weights.hidden_size
+        if weights.hidden_size != self._hidden_size or target.weights.architecture != "gemma4":
+            raise PairError(f"{weights.path} drafts for another target than {target.path}; name that")
+        self.context = target.context_beside(weights, abort)
+        self._target = target
+
+    def prepare(self, batch: Sequence[Reading]) -> list[int | ContextFullError]:
+        """Take rejected draft tokens out of the target's cache; all tokens but the last count as read."""
+        return [self._prepared(reading) if reading.n_scored else len(reading.tokens) for reading in batch]
+
+    def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
+        """Logits [1, V] and the hidden row [1, E] behind the last token of each."""
+        segments = []
+        for reading in batch:
+            cached = self._target.cached(reading.row)
+            assert cached is not None  # prepared
+            rows = reading.rows(len(reading.tokens) - 1, self._hidden_size)
+            segments.append(Segment(cached.number, reading.n_text - 1, reading.tokens[-1:], 1, rows))
+        self.context.decode(segments)
+        logits, hidden = self.context.logits(len(batch)), self.context.hidden_rows(len(batch))
+        return [(logits[i : i + 1], hidden[i : i + 1]) for i in range(len(batch))]
+
+    def lacks(self, reading: Reading) -> bool:
+        """Whether there is something to read."""
+        cached = self._target.cached(reading.row)
+        if cached is None or cached.n != reading.n_text - 1:
+            raise _forgotten()
+        return bool(reading.n_scored)
+
+    def release(self, row: int) -> None:
+        """Nothing is kept of a row."""
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+    def _prepared(self, reading: Reading) -> int | ContextFullError:
+        n_evaluated = reading.n_text - 1
+        request = ForwardRequest(TARGET, reading.tokens[: reading.n_text])
+        if not n_evaluated or list(self._target.prepare([(reading.row, request, 0)])) != [n_evaluated]:
+            return ContextFullError("the target has not cached this text")
+        return len(reading.tokens) - 1
 
 
 class PredictionHeads:
@@ -67,8 +198,6 @@ class PredictionHeads:
         self._heads: list[Head | SharedHead] = []
         self._weights: Weights | None = None
         self._abort = AbortFlag()
-        self._hidden_size = target.weights.hidden_size  # of a row that a head leaves
-        scored_only = target.weights.architecture in SCORED_ROWS_ONLY
         try:
             if path is not None:
                 at_home = replace(self.options, workers=(), devices=None, tensor_split=())
@@ -77,8 +206,10 @@ class PredictionHeads:
                 self._heads.append(SharedHead(self._weights, target, self._abort))
             # A context for each: its KV cache holds what this head has read.
             for i in range(n_heads if path is None else 0):
-                context = Context(target.weights, self.options, head=i, abort=self._abort, store=target.store)
-                self._heads.append(Head(context, scored_only=scored_only))
+                store, weights = PrefixStore(beside=target.store), target.weights
+                context = Context(weights, self.options, head=i, abort=self._abort, store=store)
+                scored_only = weights.architecture in SCORED_ROWS_ONLY
+                self._heads.append(Head(context, weights.hidden_size, scored_only=scored_only))
         except BaseException:
             self.close()
             raise
@@ -94,28 +225,26 @@ class PredictionHeads:
         readings = [self._reading(row, request) for row, request, _ in batch]
         answers: list[list[int | ContextFullError]] = [[] for _ in batch]
         for i, head in enumerate(self._heads):
-            asked = [n for n, reading in enumerate(readings) if self._reads(i, reading)]
+            asked = [n for n, each in enumerate(readings) if each.is_possible and self._reads(i, each)]
             for n, answer in zip(asked, head.prepare([readings[n] for n in asked]), strict=True):
                 answers[n].append(answer)
-        return [_least(found) for found in answers]
+        return [_least(*each) for each in zip(readings, answers, strict=True)]
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests: views [n_logits, V] float32, valid until the next call.
 
         EvaluationAbortedError if `abort` was called, or the target has forgotten a text since `prepare`.
-        EvaluationError, MemoryFullError or ScoresError if llama.cpp failed, or the scores are not numbers;
+        EvaluationError, MemoryFullError or ScoresError if llama.cpp failed, or the logits are not numbers;
         then the KV cache of a head is empty.
         """
         readings = [self._reading(row, request) for row, request in batch]
-        if not all(map(self._is_ready, readings)):
-            raise EvaluationAbortedError("the target has forgotten a text; prepare again")
+        if not all(reading.is_possible for reading in readings):
+            raise _forgotten()
         logits: list[Logits] = [np.empty((0, self.vocabulary_size), dtype=np.float32) for _ in batch]
         for i, head in enumerate(self._heads):
-            reads = [self._reads(i, reading) and head.lacks(reading) for reading in readings]
-            asked = [n for n, is_asked in enumerate(reads) if is_asked]
-            if not asked:
-                continue
-            for n, (scores, rows) in zip(asked, head.evaluate([readings[n] for n in asked]), strict=True):
+            asked = [n for n, each in enumerate(readings) if self._reads(i, each) and head.lacks(each)]
+            answers = head.evaluate([readings[n] for n in asked]) if asked else []
+            for n, (scores, rows) in zip(asked, answers, strict=True):
                 logits[n] = scores
                 if len(rows):
                     self._keep(readings[n], rows[-1:])
@@ -126,7 +255,7 @@ class PredictionHeads:
         return True
 
     def release(self, row: int) -> None:
-        """The row has ended. What the heads have read of it may serve others."""
+        """End a row. What the heads have read of it may serve others."""
         for head in self._heads:
             head.release(row)
         self._own.pop(row, None)
@@ -161,11 +290,6 @@ class PredictionHeads:
         n_drafted = len(reading.tokens) - reading.n_text
         return not reading.n_scored or i == (0 if self.longest is None else n_drafted)
 
-    def _is_ready(self, reading: Reading) -> bool:
-        """Whether what was prepared can still be read."""
-        asked = [head for i, head in enumerate(self._heads) if self._reads(i, reading)]
-        return bool(asked) and all(head.is_ready(reading) for head in asked if head.lacks(reading))
-
     def _reading(self, row: int, request: ForwardRequest) -> Reading:
         self._target.check(request)
         if request.n_scored > 1 or len(request.draft):
@@ -180,7 +304,6 @@ class PredictionHeads:
             tokens=tokens,
             n_text=min(n_evaluated + 1, len(tokens)),
             n_scored=request.n_scored,
-            hidden_size=self._hidden_size,
             hidden=HiddenRows() if cached is None else cached.hidden,
             own=own,
         )
@@ -193,10 +316,15 @@ class PredictionHeads:
         self._own[reading.row] = reading.tokens, own
 
 
-def _least(answers: Sequence[int | ContextFullError]) -> int | ContextFullError:
-    """The answer of several heads to one request."""
+def _least(reading: Reading, answers: Sequence[int | ContextFullError]) -> int | ContextFullError:
+    """Combine the answers of several heads to one request."""
     numbers = [answer for answer in answers if isinstance(answer, int)]
-    if len(numbers) < len(answers) or not answers:
-        faults = [answer for answer in answers if not isinstance(answer, int)]
-        return faults[0] if faults else ContextFullError("no head drafts so far ahead")
+    faults = [answer for answer in answers if not isinstance(answer, int)]
+    if faults or not numbers:
+        reason = "no head drafts so far ahead" if reading.is_possible else "the hidden rows are not known"
+        return faults[0] if faults else ContextFullError(reason)
     return min(numbers)
+
+
+def _forgotten() -> EvaluationAbortedError:
+    return EvaluationAbortedError("the target has forgotten a text; prepare again")

@@ -1,37 +1,38 @@
-"""The KV cache of a context: which texts it holds, and where their tokens are found again.
+"""The KV cache of a context: which sequences it holds, and where their tokens are found again.
 
-Cells hold what running texts need. Before an evaluation a row's sequence is cut to what it shares with the
-request; what another row or a finished text knows more is shared, at no cost, or copied back from the store.
-A text that ends moves to the store: at once if others are running, because their attention passes over its
-cells, and else when the next text begins. tests/llama/test_kv_cache.py.
+Cells hold what running rows need. Before an evaluation a row's sequence is cut to what it shares with the
+request. If another row or a finished sequence has more of the request's tokens, its cells are shared, at no
+cost, or copied back from the store. A sequence that has ended moves to the store: at once if others are
+running, because their attention passes over its cells, otherwise when the next row begins.
+tests/llama/test_kv_cache.py.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cells import BLOCK, Cells, CellTable
-from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.sequences import Bytes, CachedSequence
-from llamaspec.llama.tree_cells import Tree, TreeCells
+from llamaspec.llama.batch import Segment
+from llamaspec.llama.cells import BLOCK, CachedSequence, Cells, CellTable
+from llamaspec.llama.prefix_store import Bytes, PrefixStore
+from llamaspec.llama.tree_cells import TreeCells
 from llamaspec.values import ForwardRequest, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # row, request, positions of padding
-TAKE_OVER = 32  # tokens that must be missing for a running row to look for them elsewhere
+TAKE_OVER = 32  # tokens that a running row must lack before it looks for them elsewhere
 WORTH_COPYING = 8  # tokens that are worth a copy to the store or back
 GARBAGE = 0.25  # part of the full cells that may be garbage: moving the others then pays within 50 steps
 
 
 class KVCache:
-    """Which sequences the `size` cells of a context hold, and for whom.
+    """Which sequences the `size` cells of a context hold, and for which rows.
 
-    Of llama.cpp's sequences the first `n_sequences` are for texts, the next one holds garbage, and
-    `n_branches` behind that are for trees. Finished texts go to `store`, where they are `owner`'s. With
-    `keeps_finished` they keep their cells until the room is needed: if attention passes over them fast, and
-    moving them is slow, as on a GPU. `min_garbage` cells of garbage may always stay beside several texts.
+    Of llama.cpp's sequences the first `n_sequences` are for rows, the next one holds garbage, and
+    `n_branches` behind that are for trees. Finished sequences go to `store`. With `keeps_finished` they keep
+    their cells until the room is needed: on a GPU, attention passes over them fast, and moving them is slow.
+    Beside several rows, `min_garbage` cells of garbage may always stay.
     """
 
     def __init__(
@@ -42,23 +43,22 @@ class KVCache:
         n_branches: int = 0,
         *,
         store: PrefixStore | None = None,
-        owner: Hashable = None,
         keeps_finished: bool = False,
         min_garbage: int = BLOCK,
     ) -> None:
         self._cells, self.size = cells, size
-        self._store, self._owner = store or PrefixStore(0), owner
+        self._store = store or PrefixStore()
         self._keeps_finished, self._min_garbage = keeps_finished, min_garbage
         self._table = CellTable(cells, size, garbage=n_sequences)
         self._trees = TreeCells(self._table, range(n_sequences + 1, n_sequences + 1 + n_branches))
         self._sequences = [CachedSequence(i) for i in range(n_sequences)]
-        self._of_row: dict[int, CachedSequence] = {}
+        self.of_row: dict[int, CachedSequence] = {}
         self._clock = itertools.count(1)
         self._is_evaluating = False  # llama.cpp may hold more than is noted here
         self._is_changing = False  # what is noted here may not be what llama.cpp holds
-        self._has_left = False  # a text has left cells between those of others
+        self._has_left = False  # a sequence has left cells between those of others
         self.n_compactions = 0
-        self.shares = True  # texts take over what others have computed
+        self.shares = True  # rows take over what others have computed
 
     @property
     def n_used(self) -> int:
@@ -67,42 +67,33 @@ class KVCache:
 
     @property
     def can_store(self) -> bool:
-        """Whether texts can go to the store."""
+        """Whether sequences can go to the store."""
         return bool(self._store.limit and self._cells.block)
 
-    @property
-    def n_rows(self) -> int:
-        """Texts that are running."""
-        return len(self._of_row)
-
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
-        """Prepare several rows; for each the number of cached tokens, or why it has no room."""
-        while True:  # again if cells had to be moved: what could not be moved is cached no more
+        """Prepare several rows; return for each the number of cached tokens, or why it has no room."""
+        self._start_change()
+        while True:
             n_before = self.n_compactions
             answers = [self._answer(*entry) for entry in batch]
             if self._has_much_garbage():
-                self._is_changing = True
                 self.compact()
+            if self.n_compactions == n_before:  # else again: what could not be moved is no longer cached
                 self._is_changing = False
-            if self.n_compactions == n_before:
                 return answers
 
     def _answer(self, row: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
-        self._settle()
-        self._is_changing = True
         try:
-            n_cached: int | ContextFullError = self._prepare(row, request, n_padding)
+            return self._prepare(row, request, n_padding)
         except ContextFullError as error:
-            n_cached = error
-            if row in self._of_row:
-                self._of_row[row].n_reserved = 0
-        self._is_changing = False
-        return n_cached
+            if row in self.of_row:
+                self.of_row[row].n_reserved = 0
+            return error
 
     def _prepare(self, row: int, request: ForwardRequest, n_padding: int) -> int:
         """Cut the row's sequence to the request, add what is known elsewhere, reserve cells for the rest."""
         n_before = len(request.tokens) - request.n_logits  # what may come out of the cache
-        sequence = self._of_row.get(row) or self._assign(row, request.tokens[:n_before])
+        sequence = self.of_row.get(row) or self._assign(row, request.tokens[:n_before])
         n_read = self._trees.go_on(sequence, request)
         n = min(sequence.shared(request.tokens), n_before)
         sequence.n_reserved = 0
@@ -122,30 +113,32 @@ class KVCache:
         return n
 
     def _assign(self, row: int, tokens: TokenArray) -> CachedSequence:
-        """A sequence for a new row, with what a finished text knows of it."""
-        free = [sequence for sequence in self._sequences if sequence.row is None]
-        if not free:
+        """A sequence for a new row, with the tokens that a finished one has."""
+        unused = self._unused()
+        if not unused:
             raise ContextFullError(f"{len(self._sequences)} texts are running already; wait for one to end")
-        finished = [sequence for sequence in free if sequence.n]
-        if len(finished) == len(free):
+        finished = [sequence for sequence in unused if sequence.n]
+        if len(finished) == len(unused):
             oldest = min(finished, key=lambda each: each.last_used)
             self._move_to_store(oldest)
             finished.remove(oldest)
-        sequence = min(free, key=lambda each: each.n)  # an empty one
-        sequence.row = row
-        self._of_row[row] = sequence
+        sequence = self.of_row[row] = min(unused, key=lambda each: each.n)  # an empty one
         if finished and not self._keeps_finished:
-            n_stored = self._store.find(self._owner, tokens).n
             best = max(finished, key=lambda each: each.shared(tokens))
             n = best.shared(tokens) if self.shares else 0
-            if n > 0 and n >= n_stored:
+            if n > 0 and n >= self._store.find(tokens).n:
                 self._table.take_over(sequence, best, n)
             for each in finished:
                 self._move_to_store(each, n if each is best else 0)
         return sequence
 
+    def _unused(self) -> list[CachedSequence]:
+        """The sequences that no row uses: empty or finished ones."""
+        used = set(self.of_row.values())
+        return [sequence for sequence in self._sequences if sequence not in used]
+
     def _take_over(self, sequence: CachedSequence, tokens: TokenArray, least: int) -> None:
-        """Let a sequence hold what another knows more of some tokens, if it is so long."""
+        """Let a sequence hold the longest beginning of some tokens that another has, if at least `least`."""
         others = [other for other in self._sequences if other is not sequence] if self.shares else []
         n_shared = [other.shared(tokens) for other in others]
         n = max(n_shared, default=0)
@@ -155,12 +148,11 @@ class KVCache:
             other.last_used = next(self._clock)
 
     def _restore(self, sequence: CachedSequence, tokens: TokenArray) -> None:
-        """Copy back what the store knows more of some tokens."""
-        found = self._store.find(self._owner, tokens)
+        """Copy back from the store what a sequence lacks of some tokens."""
+        found, start = self._store.find(tokens), 0
         if found.n < sequence.n + WORTH_COPYING:
             return
         self._store.touch(found)
-        start, last = 0, found.nodes[-1]
         for node in found.nodes:
             end, n = min(start + len(node.tokens), found.n), sequence.n
             if end > n:
@@ -170,79 +162,68 @@ class KVCache:
                     return
                 sequence.n_reserved -= end - n
             start = end
-        if last.hidden is not None:
-            sequence.hidden = last.hidden.tail(sequence.n)
 
     def n_known(self, tokens: TokenArray) -> int:
         """How many of the first of some tokens need not be evaluated again."""
         if not self.shares:
             return 0
-        n_stored = self._store.find(self._owner, tokens).n
-        return max([n_stored, *(sequence.shared(tokens) for sequence in self._sequences)])
+        return max([self._store.find(tokens).n, *(sequence.shared(tokens) for sequence in self._sequences)])
 
-    def find(self, row: int) -> CachedSequence | None:
-        """What is held of a row; None before its first request."""
-        return self._of_row.get(row)
-
-    def sequence(self, row: int) -> CachedSequence:
-        """What is held of a prepared row."""
-        return self._of_row[row]
-
-    def grow(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Tree:
-        """Give every branch of a prepared request's tree a sequence; `rows` are evaluated next."""
+    def segment(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Segment:
+        """What must be evaluated of a prepared request, together with all `rows`."""
+        sequence = self.of_row[row]
+        if not request.is_tree:
+            return sequence.segment(request)
         self._is_evaluating = True
-        waiting = [sequence for other, sequence in self._of_row.items() if other not in rows]
-        return self._trees.grow(self._of_row[row], request, waiting)
+        waiting = [sequence for other, sequence in self.of_row.items() if other not in rows]
+        return self._trees.grow(sequence, request, waiting)
 
     def begin(self, n_scored: int) -> None:
-        """An evaluation starts: until `commit`, cells may hold what is not noted."""
+        """Start an evaluation: until `commit`, cells may hold what is not noted."""
         self._is_evaluating = True
 
     def commit(self, evaluated: Sequence[tuple[int, TokenArray]], n_padding: int = 0) -> None:
         """Note what an evaluation has put into the cells, in this order: rows and their new tokens."""
         self._is_changing = True
         for row, tokens in evaluated:
-            sequence = self._of_row[row]
+            sequence = self.of_row[row]
             cells = self._table.take(len(tokens))
             if not self._trees.commit(sequence, tokens, cells):
                 sequence.append(tokens, cells)
             sequence.n_reserved -= len(tokens)
             if sequence.n_reserved <= sequence.n_padding:
                 sequence.n_reserved = 0
-        if n_padding:  # it lies behind the last row's tokens
-            last = self._of_row[evaluated[-1][0]]
+        if n_padding:  # behind the last row's tokens
+            last = self.of_row[evaluated[-1][0]]
             self._cells.remove(last.number, self._trees.n_positions(last))
         self._is_evaluating = self._is_changing = False
 
     def release(self, row: int) -> None:
-        """The row has ended; what is known of its text stays, here or in the store."""
-        self._settle()
-        self._is_changing = True
-        sequence = self._of_row.pop(row, None)
+        """End a row; its sequence stays, here or in the store."""
+        self._start_change()
+        sequence = self.of_row.pop(row, None)
         if sequence is not None:
             self._trees.drop(sequence)
-            sequence.row, sequence.n_reserved = None, 0
+            sequence.n_reserved = 0
             sequence.hidden = sequence.hidden.tail(sequence.n)
-            if self._of_row and not self._keeps_finished:
+            if self.of_row and not self._keeps_finished:
                 self._move_to_store(sequence)
                 self._has_left = True
         self._is_changing = False
 
     def store_row(self, row: int) -> None:
-        """Copy to the store what is cached of a running row."""
-        self._put(self._of_row[row])
+        """Copy what is cached of a running row to the store."""
+        self._put(self.of_row[row])
 
     def store_finished(self) -> None:
-        """Move all finished texts to the store."""
-        self._settle()
-        self._is_changing = True
-        for sequence in self._sequences:
-            if sequence.row is None:
-                self._move_to_store(sequence)
+        """Move all finished sequences to the store."""
+        self._start_change()
+        for sequence in self._unused():
+            self._move_to_store(sequence)
         self._is_changing = False
 
     def forget(self) -> None:
-        """Empty all cells; rows that are running read their texts again, or get them from the store."""
+        """Empty all cells; running rows find their tokens in the store, or they are evaluated again."""
         self._is_changing = True
         self._table.clear()
         for sequence in self._sequences:
@@ -251,20 +232,20 @@ class KVCache:
         self._is_evaluating = self._is_changing = False
 
     def clear(self) -> None:
-        """Forget everything, what is in the store included."""
+        """Forget everything, including what is in the store."""
         self.forget()
-        self._store.clear(self._owner)
+        self._store.clear()
 
     def compact(self) -> None:
         """Move what is held down over the garbage; what cannot be moved is given up."""
-        for sequence in self._of_row.values():
+        for sequence in self.of_row.values():
             self._trees.drop(sequence)
         self.n_compactions += 1
         held = [sequence for sequence in self._sequences if sequence.n]
         self._table.compact(sorted(held, key=lambda each: each.last_used))
 
     def _move_to_store(self, sequence: CachedSequence, n_known: int = 0) -> None:
-        """Empty a finished sequence; its text is stored if it has many tokens more than `n_known`."""
+        """Empty a finished sequence; it is stored if it has many tokens more than `n_known`."""
         if sequence.n >= n_known + WORTH_COPYING:
             self._put(sequence)
         self._table.cut(sequence, 0)
@@ -273,48 +254,47 @@ class KVCache:
         def copy(start: int, end: int) -> Bytes | None:
             return self._cells.copy_out(sequence.number, start, end)
 
-        tokens, block = sequence.tokens[: sequence.n], self._cells.block
-        if block and self.shares:
-            self._store.put(self._owner, tokens, block, copy, sequence.hidden.tail(sequence.n))
+        if self._cells.block and self.shares:
+            self._store.put(sequence.tokens[: sequence.n], self._cells.block, copy)
 
     def _has_much_garbage(self) -> bool:
-        """Whether moving cells pays. A text that stays alone is rid of what others have left."""
+        """Whether moving cells pays. A row that is alone gets rid of all that others have left."""
         if self._keeps_finished or not self._cells.block:
             return False
         has_left, self._has_left = self._has_left, False
         least = max(self._min_garbage, GARBAGE * self._table.top)
         if has_left:
-            least = 0 if len(self._of_row) == 1 else self._min_garbage
+            least = 0 if len(self.of_row) == 1 else self._min_garbage
         return self._table.n_garbage > least
 
-    def _settle(self) -> None:
-        """Take out what an interrupted evaluation left behind."""
+    def _start_change(self) -> None:
+        """Take out what an interrupted evaluation or change left behind, and begin a change."""
         if self._is_changing:
             self.forget()
-            self._of_row.clear()
+            self.of_row.clear()
             for sequence in self._sequences:
-                sequence.row, sequence.n_reserved = None, 0
-        elif self._is_evaluating:
-            self._is_changing = True
+                sequence.n_reserved = 0
+        self._is_changing = True
+        if self._is_evaluating:
             self._trees.settle(self._sequences)
             for sequence in self._sequences:
                 self._cells.remove(sequence.number, sequence.n)
-            self._is_evaluating = self._is_changing = False
+            self._is_evaluating = False
 
     def _n_free(self) -> int:
         """Empty cells that no row has reserved."""
-        return self.size - self._table.top - sum([each.n_reserved for each in self._of_row.values()])
+        return self.size - self._table.top - sum([each.n_reserved for each in self.of_row.values()])
 
     def _make_room(self, asking: CachedSequence) -> None:
-        """See to it that the cells that rows have reserved are empty, or raise ContextFullError."""
+        """Empty as many cells as rows have reserved, or raise ContextFullError."""
         table, size = self._table, self.size
         if self._n_free() >= 0:
             return
-        n_reserved = sum([sequence.n_reserved for sequence in self._of_row.values()])
-        for sequence in self._of_row.values():
+        n_reserved = sum([sequence.n_reserved for sequence in self.of_row.values()])
+        for sequence in self.of_row.values():
             if not sequence.n_reserved:
                 self._trees.drop(sequence)
-        finished = [sequence for sequence in self._sequences if sequence.n and sequence.row is None]
+        finished = [sequence for sequence in self._unused() if sequence.n]
         for sequence in sorted(finished, key=lambda each: each.last_used):
             if table.n_live + n_reserved <= size:
                 break

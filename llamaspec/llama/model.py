@@ -1,14 +1,13 @@
 """A GGUF model that evaluates rows of tokens, computed by llama.cpp: the engine's `Model`.
 
-Where the KV cache is made of keys and values, all rows share one context; long prompts may be read in another
-one. Where layers keep recurrent states, every row has a context of its own, because such memories cannot be
-rolled back side by side.
+If the KV cache is made of keys and values, all rows share one context; long prompts may be processed in
+another one. If layers keep recurrent states, every row has a context of its own, because such memories cannot
+be rolled back side by side.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,15 +18,14 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError, ModelFileError
 from llamaspec.llama import runtime
+from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.prompt_reader import make_reader
-from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.runtime import AbortFlag
-from llamaspec.llama.sequences import CachedSequence
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
 from llamaspec.values import CHUNK, TARGET, ForwardRequest, Logits, TokenArray
@@ -39,7 +37,7 @@ N_READ, N_DRAFTED, N_REJECTED = 16, 4, 2  # tokens of a trial of the memory
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """What the KV cache needs, and what is left of it when the last draft tokens are rejected."""
+    """The size of the KV cache, and what is left of it after the last draft tokens were rejected."""
 
     bytes_per_token: float
     fixed_bytes: int  # of states, whatever the length of the text
@@ -65,11 +63,11 @@ class LlamaModel:
         A GGUF file.
     options : ModelOptions
     on_load : callable, optional
-        Told the fraction that is loaded.
+        Called with the fraction that is loaded.
     weights : Weights, optional
-        Of the same file, if they are loaded already; whoever loaded them closes them.
+        Of the same file, if they are loaded already; the caller closes them.
     store : PrefixStore, optional
-        Where finished texts go; default: one of its own.
+        Of another model, whose memory for finished sequences this model shares; default: memory of its own.
 
     Raises
     ------
@@ -97,9 +95,9 @@ class LlamaModel:
         # Some layers keep states: no padding, no trees of draft tokens, a context for each row.
         self.keeps_states = self.weights.keeps_states
         self._abort = AbortFlag()
-        self.store = store or PrefixStore(default_store_bytes(self.weights.facts().weights_bytes))
-        self.owner: Hashable = object()  # of its texts in the store
-        self._open = partial(Context, abort=self._abort, store=self.store, owner=self.owner)
+        own_bytes = default_store_bytes(self.weights.facts().weights_bytes) if store is None else 0
+        self.store = PrefixStore(own_bytes, beside=store)
+        self._open = partial(Context, abort=self._abort, store=self.store)
         try:
             if self.weights.architecture in PARTS:  # llama.cpp cannot evaluate it alone
                 raise ModelFileError(
@@ -111,12 +109,11 @@ class LlamaModel:
             if self._owns_weights:
                 self.weights.close()
             raise
-        self._contexts = [context]
-        self._of_row: dict[int, Context] = {}  # only if every row has its own
+        self._contexts = [context]  # more only if every row has its own
         self.context_size = context.context_size
         self.batch_size = context.batch_size
         self._chunk = self.batch_size
-        self._shares = True  # texts take over what others have computed
+        self._shares = True  # rows take over what others have computed
         self.reader = make_reader(self.weights, self.options, context, self._open)
         self.max_scored = context.max_scored
         self.max_chunked_prefill = (
@@ -125,7 +122,7 @@ class LlamaModel:
 
     @property
     def n_cells(self) -> int | None:
-        """Tokens that all sequences together can cache; None where each has a context of its own."""
+        """Tokens that all rows together can cache; None if each has a context of its own."""
         return None if self.keeps_states else self._contexts[0].cache.size
 
     def n_cached(self, tokens: TokenArray) -> int:
@@ -134,13 +131,13 @@ class LlamaModel:
 
     @property
     def prompt_chunk(self) -> int:
-        """Positions of a prompt that are read at once while nobody else waits."""
+        """Positions of a prompt to evaluate at once while no other row waits."""
         return (self.reader and self.reader.chunk) or self._chunk
 
     def isolate_texts(self) -> None:
-        """Compute every text as if it were alone, for models that round differently at other widths.
+        """Compute every row as if it were alone, for models that round differently at other widths.
 
-        Texts take over nothing of each other, and prompts are read in equal parts, beside no other text.
+        Rows take over nothing from each other, and prompts are processed in equal parts, beside no other row.
         """
         self._shares, self.max_chunked_prefill = False, 0
         self._chunk = min(CHUNK, self.batch_size)
@@ -158,7 +155,7 @@ class LlamaModel:
         return self.weights.description
 
     def metadata(self, key: str) -> str | None:
-        """One metadata entry of the file as text; None where there is none."""
+        """One metadata entry of the file as text; None if there is none."""
         return self.weights.metadata(key)
 
     def facts(self) -> ModelFacts:
@@ -175,23 +172,21 @@ class LlamaModel:
         if self.keeps_states:
             return [self._prepare_alone(entry) for entry in batch]
         answers = self._contexts[0].cache.prepare_all(batch)
-        if self.reader is not None:
-            for i, (entry, n_cached) in enumerate(zip(batch, answers, strict=True)):
-                if isinstance(n_cached, int):
-                    answers[i] = self.reader.prepare(entry, n_cached)
-        return answers
+        if self.reader is None:
+            return answers
+        return [self.reader.prepare(entry, each) for entry, each in zip(batch, answers, strict=True)]
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests: views [n_logits + K, V] float32, valid until the next call.
 
         EvaluationAbortedError if `abort` was called. EvaluationError, MemoryFullError or ScoresError if
-        llama.cpp failed, or the scores are not numbers; then the KV cache is empty.
+        llama.cpp failed, or the logits are not numbers; then the KV cache is empty.
         """
-        if self.keeps_states:
-            return [self._evaluate_alone(row, request) for row, request in batch]
-        if self.reader is None or len(batch) > 1 or batch[0][1].n_scored:
-            return self._contexts[0].evaluate(batch, n_padding)
-        return self._read(*batch[0])
+        if self.reader is not None and len(batch) == 1 and not batch[0][1].n_scored:
+            return self.reader.evaluate(*batch[0])
+        context = self._context(batch[0][0])
+        assert context is not None  # prepared
+        return context.evaluate(batch, n_padding)
 
     def forward(self, request: ForwardRequest, row: int = -1) -> Logits:
         """Prepare and evaluate one request, beside no other row; raises ContextFullError, too."""
@@ -205,8 +200,8 @@ class LlamaModel:
         return self.evaluate([(row, request)])[0]
 
     def release(self, row: int) -> None:
-        """The row has ended. What is cached of it may serve others, until its room is needed."""
-        context = self._of_row.pop(row, None) if self.keeps_states else self._contexts[0]
+        """End a row. What is cached of it may serve others, until its room is needed."""
+        context = self._context(row)
         if self.reader is not None:
             self.reader.release(row)
         if context is not None:
@@ -220,10 +215,9 @@ class LlamaModel:
             self.reader.forget()
 
     def store_finished(self) -> None:
-        """Have the texts that have ended in the store."""
+        """Have the sequences that have ended in the store."""
         for context in self._contexts:
-            if context not in self._of_row.values():
-                context.cache.store_finished()
+            context.cache.store_finished()
 
     def abort(self) -> None:
         """End a running evaluation, or else the next one, soon; from any thread."""
@@ -231,11 +225,11 @@ class LlamaModel:
 
     def cached(self, row: int) -> CachedSequence | None:
         """What the KV cache holds of a row, with its last hidden rows; None before its first request."""
-        context = self._of_row.get(row) if self.keeps_states else self._contexts[0]
-        return None if context is None else context.cache.find(row)
+        context = self._context(row)
+        return None if context is None else context.cache.of_row[row]
 
     def cache_use(self) -> tuple[int, int]:
-        """Tokens that the KV cache holds, and how many it could: of all contexts, at any time."""
+        """Tokens that the KV cache holds, and how many it could: of all contexts, from any thread."""
         caches = [context.cache for context in list(self._contexts)]
         return sum(cache.n_used for cache in caches), sum(cache.size for cache in caches)
 
@@ -245,13 +239,13 @@ class LlamaModel:
         return Context(weights, options, head=0, other=self._contexts[0], abort=abort)
 
     def try_memory(self) -> MemoryFacts:
-        """Find out by trying what the KV cache needs and how it goes back; it is emptied."""
+        """Find out by trying how much the KV cache needs and how it goes back; it is emptied."""
         tokens, context, sizes = np.ones(N_READ + N_DRAFTED, dtype=np.int32), self._contexts[0], []
         try:
             for n in (1, N_READ):
                 self.forget()
                 self.forward(ForwardRequest(TARGET, tokens[:n]))
-                number = context.cache.sequence(-1).number
+                number = context.cache.of_row[-1].number
                 sizes.append(int(lib.llama_state_seq_get_size(context.pointer, number)))
             per_token = (sizes[1] - sizes[0]) / (N_READ - 1)
             self.forward(ForwardRequest(TARGET, tokens, min(N_DRAFTED + 1, self.max_scored)))
@@ -265,7 +259,7 @@ class LlamaModel:
             self.release(-1)
 
     def check(self, request: ForwardRequest) -> None:
-        """Raise ValueError where llama.cpp would abort the process."""
+        """Raise ValueError if llama.cpp would abort the process."""
         if not 0 < request.n_tokens <= self.context_size:
             raise ValueError(f"{request.n_tokens} tokens do not fit a context of {self.context_size}")
         if request.is_tree and self.keeps_states:
@@ -294,49 +288,30 @@ class LlamaModel:
     ) -> None:
         self.close()
 
-    def _read(self, row: int, request: ForwardRequest) -> list[Logits]:
-        """Evaluate a part of a prompt, apart if that was prepared."""
-        reader, context = self.reader, self._contexts[0]
-        assert reader is not None
-        if reader.is_reading(row):
-            context = reader.context
-        n_new, begin = request.n_tokens - context.cache.sequence(row).n, time.perf_counter()
-        logits = context.evaluate([(row, request)])
-        reader.note(row, request.n_tokens, n_new, time.perf_counter() - begin)
-        return logits
+    def _context(self, row: int) -> Context | None:
+        """The context that holds a row's sequence; None before its first request."""
+        return next((context for context in self._contexts if row in context.cache.of_row), None)
 
     def _prepare_alone(self, entry: Prepared) -> int | ContextFullError:
-        """In the row's own context: the free one that has cached most of the text, or a new one."""
+        """Prepare in the row's own context: the free one that knows most of the sequence, or a new one."""
         row, request, _ = entry
-        if row not in self._of_row:
-            free = [context for context in self._contexts if context not in self._of_row.values()]
+        context = self._context(row)
+        if context is None:
+            free = [context for context in self._contexts if not context.cache.of_row]
+            if not free and len(self._contexts) >= N_SEQUENCES:
+                return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
             if not free:
-                if len(self._contexts) >= N_SEQUENCES:
-                    return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
                 # Of the same size, though the memory that is free may have changed.
-                options = replace(self.options, n_ctx=self.context_size)
-                free = [self._open(self.weights, options)]
+                free = [self._open(self.weights, replace(self.options, n_ctx=self.context_size))]
                 free[0].cache.shares = self._shares
                 self._contexts += free
-            self._of_row[row] = max(free, key=lambda context: _recurrent(context).shared(request.tokens))
-        return self._of_row[row].cache.prepare_all([entry])[0]
-
-    def _evaluate_alone(self, row: int, request: ForwardRequest) -> Logits:
-        context = self._of_row[row]
-        if _recurrent(context).reads_first(request):
-            n_before = len(request.tokens) - request.n_logits
-            context.evaluate([(row, ForwardRequest(request.model, request.tokens[:n_before], n_logits=0))])
-        return context.evaluate([(row, request)])[0]
+            context = max(free, key=lambda each: each.cache.n_known(request.tokens))
+        return context.cache.prepare_all([entry])[0]
 
 
 def default_store_bytes(weights_bytes: int) -> int:
-    """Bytes of the store if nobody says: a quarter of the memory that the weights leave, at most 8 GiB."""
+    """Default size of the store: a quarter of the memory that the weights leave, at most 8 GiB."""
     return min(max(0, runtime.available_bytes() - weights_bytes) // STORE_SHARE, MOST_STORED)
-
-
-def _recurrent(context: Context) -> RecurrentCache:
-    assert isinstance(context.cache, RecurrentCache)
-    return context.cache
 
 
 def _max_chunked_prefill(weights: Weights, options: ModelOptions, context: Context) -> int:

@@ -1,15 +1,16 @@
-"""Reads long prompts with the weights as they lie in the file, where that is faster than with repacked ones.
+"""Reads long prompts with the weights as they are in the file, if that is faster than with repacked ones.
 
-llama.cpp rearranges 4-bit weights for decoding. With the weights as they lie in the file, some processors
-have faster kernels for many positions at once (AVX-512 with VNNI: 1.3 to 1.5 times as fast for Q4_K). The
-file is mapped anyway, so a second model over it costs only its KV cache. What it has read reaches the context
-that decodes through the prefix store. Which one is faster is measured once, on the first long prompt: both
-read parts of it. After that only the number of new tokens decides, so a text still follows from its seed.
+llama.cpp rearranges 4-bit weights for decoding. For the weights as they are in the file, some processors have
+faster kernels for many positions at once (AVX-512 with VNNI: 1.3 to 1.5 times as fast for Q4_K). The file is
+mapped anyway, so a second model over it costs only its KV cache. What it has read reaches the context that
+decodes through the prefix store. Which one is faster is measured once, on the first long prompt: both read
+parts of it. After that only the number of new tokens decides, so a completion still follows from its seed.
 tests/llama/test_prompt_reader.py.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,7 @@ from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.weights import Weights
-from llamaspec.values import ForwardRequest
+from llamaspec.values import ForwardRequest, Logits
 
 NEVER_REPACKED = frozenset(map(str, (0, 1, 7, 32)))  # general.file_type of F32, F16, Q8_0 and BF16
 MIN_TOKENS = 64  # new tokens of a prompt that is read apart
@@ -45,26 +46,28 @@ class Trial:
         return (n - self.start) // PART
 
     @property
-    def gain(self) -> float:
-        """How many times as fast it is to read apart."""
-        speeds = {apart: self.n_tokens[apart] / max(self.seconds[apart], 1e-9) for apart in (False, True)}
-        return speeds[True] / max(speeds[False], 1e-9)
+    def gain(self) -> float | None:
+        """How many times as fast it is to read apart; None if parts were skipped."""
+        if min(self.n_tokens.values()) < len(APART) * PART:
+            return None
+        usual, apart = (self.n_tokens[key] / max(self.seconds[key], 1e-9) for key in (False, True))
+        return apart / max(usual, 1e-9)
 
 
 class PromptReader:
     """Decides which prompts are read apart, and reads them.
 
-    `main` is the KV cache of the context that decodes. `open_context` loads the weights as they lie in the
-    file and opens a context over them; LlamaspecError if there is no room.
+    `main` is the context that decodes. `open_context` loads the weights as they are in the file and opens a
+    context over them; LlamaspecError if there is no room.
     """
 
-    def __init__(self, main: KVCache, open_context: Callable[[], tuple[Weights, Context]]) -> None:
+    def __init__(self, main: Context, open_context: Callable[[], tuple[Weights, Context]]) -> None:
         self._main, self._open = main, open_context
         self._opened: tuple[Weights, Context] | None = None
         self._has_failed = False  # it could not be opened
         self.gain: float | None = None  # times as fast as with repacked weights; None = not known yet
         self._ends: dict[int, int] = {}  # by row: tokens of its prompt that are read apart
-        self._read: dict[int, int] = {}  # by row: tokens of its prompt that were known when it was read
+        self._read: dict[int, int] = {}  # by row: the same, once they have been read
         self._trial: Trial | None = None
 
     @property
@@ -72,53 +75,46 @@ class PromptReader:
         """Positions that are read at once while both ways are measured."""
         return None if self._trial is None else PART
 
-    @property
-    def context(self) -> Context:
-        """The context that reads, once it is open."""
-        assert self._opened is not None
-        return self._opened[1]
-
     def is_reading(self, row: int) -> bool:
         """Whether the next tokens of a row are read apart."""
         return row in self._ends
 
-    def prepare(self, entry: Prepared, n_cached: int) -> int | ContextFullError:
-        """Make room for what is read apart of a prompt, or take it over where all of that is read.
+    def prepare(self, entry: Prepared, answer: int | ContextFullError) -> int | ContextFullError:
+        """Make room for what is read apart of a prompt, or take it over if all of that is read.
 
-        `n_cached` tokens are in the main context. Returns how many need not be evaluated any more.
+        `answer` is the main context's. Returns how many tokens need not be evaluated any more.
         """
         row, request, _ = entry
         n_before = len(request.tokens) - request.n_logits
-        while row in self._ends or self._begin(row, n_cached, n_before):
+        while isinstance(answer, int) and (row in self._ends or self._begin(row, answer, n_before)):
             end = min(self._ends[row], n_before)
             beginning = ForwardRequest(request.model, request.tokens[:end], n_logits=0)
-            (n_read,) = self._cache.prepare_all([(row, beginning, 0)])
+            cache = _cache(self._context)
+            (n_read,) = cache.prepare_all([(row, beginning, 0)])
             if isinstance(n_read, int):
                 if n_read < end:
                     return n_read
-                self._cache.store_row(row)
+                cache.store_row(row)
             self._end(row)
-            (answer,) = self._main.prepare_all([entry])
-            if not isinstance(answer, int):
-                return answer
-            n_cached = answer
-        return n_cached
+            (answer,) = self._main.cache.prepare_all([entry])
+        return answer
 
-    def note(self, row: int, n_tokens: int, n_new: int, seconds: float) -> None:
-        """Learn from an evaluation of a part of a prompt, up to `n_tokens` tokens."""
-        trial = self._trial
-        if trial is None or trial.row != row:
-            return
+    def evaluate(self, row: int, request: ForwardRequest) -> list[Logits]:
+        """Evaluate a part of a prompt, apart if that was prepared."""
         is_apart = self.is_reading(row)
-        trial.seconds[is_apart] += seconds
-        trial.n_tokens[is_apart] += n_new
-        if trial.part(n_tokens) >= N_PARTS:
-            self._trial = None
-            if min(trial.n_tokens.values()) >= len(APART) * PART:
-                self.gain = trial.gain
+        context = self._context if is_apart else self._main
+        n_new, begin = request.n_tokens - context.cache.of_row[row].n, time.perf_counter()
+        logits = context.evaluate([(row, request)])
+        trial = self._trial
+        if trial is not None and trial.row == row:
+            trial.seconds[is_apart] += time.perf_counter() - begin
+            trial.n_tokens[is_apart] += n_new
+            if trial.part(request.n_tokens) >= N_PARTS:
+                self._trial, self.gain = None, trial.gain
+        return logits
 
     def release(self, row: int) -> None:
-        """The row has ended."""
+        """End a row."""
         self._end(row)
         self._read.pop(row, None)
         if self._trial is not None and self._trial.row == row:
@@ -127,7 +123,7 @@ class PromptReader:
     def forget(self) -> None:
         """Empty the KV cache."""
         if self._opened is not None:
-            self.context.clear()
+            self._context.clear()
 
     def close(self) -> None:
         """Free the context and its weights."""
@@ -135,13 +131,12 @@ class PromptReader:
             each.close()
         self._opened = None
 
-    def open_if_faster(self) -> None:
-        """Open the context that reads, if it is known to be faster."""
-        if (self.gain or 0.0) >= MIN_GAIN:
-            self.open()
+    def open_if_faster(self) -> bool:
+        """Open the context that reads if it is known to be faster; return whether it is open."""
+        return (self.gain or 0.0) >= MIN_GAIN and self._is_open()
 
-    def open(self) -> bool:
-        """Open the context that reads, if there is room for it; else nothing is read apart from now on."""
+    def _is_open(self) -> bool:
+        """Open the context that reads; if there is no room for it, nothing is read apart from now on."""
         if self._opened is None and not self._has_failed:
             try:
                 self._opened = self._open()
@@ -150,34 +145,34 @@ class PromptReader:
         return self._opened is not None
 
     @property
-    def _cache(self) -> KVCache:
-        cache = self.context.cache
-        assert isinstance(cache, KVCache)
-        return cache
+    def _context(self) -> Context:
+        assert self._opened is not None
+        return self._opened[1]
 
     def _begin(self, row: int, n_cached: int, n_before: int) -> bool:
-        """Whether the next tokens of a row are read apart; if so, the store gets what is known of it."""
-        n_new, end = n_before - n_cached, n_before
+        """Whether the next tokens of a row are read apart; if so, store what is known of it."""
+        n_new, end, main = n_before - n_cached, n_before, _cache(self._main)
         if n_new < MIN_TOKENS or n_cached < self._read.get(row, 0):  # what was read here got lost
             return False
         if self.gain is None:
-            if self._trial is None and self._main.n_rows == 1 and n_new >= N_PARTS * PART and self.open():
+            is_long = n_new >= N_PARTS * PART
+            if self._trial is None and len(main.of_row) == 1 and is_long and self._is_open():
                 self._trial = Trial(row, n_cached)
             trial = self._trial
             if trial is None or trial.row != row or trial.part(n_cached) not in APART:
                 return False
             end = trial.start + APART.stop * PART
-        elif self.gain < MIN_GAIN or not self.open():
+        elif not self.open_if_faster():
             return False
         if n_cached:
-            self._main.store_row(row)
+            main.store_row(row)
         self._ends[row] = end
         return True
 
     def _end(self, row: int) -> None:
         end = self._ends.pop(row, None)
         if end is not None:
-            self._cache.release(row)
+            self._context.cache.release(row)
             self._read[row] = end
 
 
@@ -209,4 +204,9 @@ def make_reader(
             as_in_file.close()
             raise
 
-    return PromptReader(main.cache, opened)
+    return PromptReader(main, opened)
+
+
+def _cache(context: Context) -> KVCache:
+    assert isinstance(context.cache, KVCache)  # checked by `make_reader`
+    return context.cache

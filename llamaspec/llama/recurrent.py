@@ -2,24 +2,24 @@
 
 Every token overwrites a state, so llama.cpp cannot forget a part of it. It goes back to an earlier state that
 llama.cpp kept itself (`n_rs_seq`; right only within the last evaluation, though llama.cpp allows more), or to
-a checkpoint copied before an evaluation; the tokens since then are read again. Keys and values of a hybrid
-are cut as always. Rows cannot share such a memory, so every row has a context of its own. When another text
-takes the context, the state of the text before it goes to the store, with its checkpoints.
+a checkpoint copied before an evaluation; the tokens since then are evaluated again. Keys and values of a
+hybrid are cut as always. Rows cannot share such a memory, so every row has a context of its own. When another
+row takes the context, the state of the sequence before it goes to the store, with its checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cells import copy_state, put_state
+from llamaspec.llama.batch import Segment
+from llamaspec.llama.cells import CachedSequence, copy_state, put_state
 from llamaspec.llama.kv_cache import WORTH_COPYING, Prepared
 from llamaspec.llama.prefix_store import Checkpoint, Node, PrefixStore
-from llamaspec.llama.sequences import Bytes, CachedSequence
 from llamaspec.values import ForwardRequest, TokenArray
 
 MOST = 4  # checkpoints
@@ -31,56 +31,45 @@ _FLAGS = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 class RecurrentCache:
     """What a context with recurrent states holds, for one row at a time; the methods are the KV cache's.
 
-    `size` is the longest text, in tokens; `can_restore` says whether llama.cpp can put a state back.
+    `size` is the length of the longest sequence; `can_restore` says whether llama.cpp can put a state back.
     """
 
-    def __init__(
-        self, context: Any, size: int, *, can_restore: bool, store: PrefixStore, owner: Hashable
-    ) -> None:
+    def __init__(self, context: Any, size: int, *, can_restore: bool, store: PrefixStore) -> None:
         self._context, self._memory = context, lib.llama_get_memory(context)
         self.size = size
-        self._store, self._owner = store, owner
-        self._row: int | None = None
-        self._can_restore = can_restore
+        self._store, self._can_restore = store, can_restore
         self._checkpoints: list[Checkpoint] = []  # ascending
         self._held = CachedSequence(SEQUENCE)
+        self.of_row: dict[int, CachedSequence] = {}  # at most one
         self._is_settled = True  # no evaluation was interrupted, so llama.cpp holds only what is noted
-        self.shares = True  # a text takes over what an earlier one has computed
+        self.shares = True  # a row takes over what an earlier one has computed
         self._n_states_back = int(lib.llama_n_rs_seq(context))  # that llama.cpp keeps itself
         self._n_last = 0  # tokens of the last evaluation, after which nothing was taken back
 
     @property
     def n_used(self) -> int:
-        """Tokens of the text that is held."""
+        """Tokens of the sequence that is held."""
         return self._held.n
 
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
-        """Prepare the row; answers how many of its tokens are cached."""
+        """Prepare the row; return how many of its tokens are cached."""
         ((row, request, _),) = batch
-        if request.n_tokens > self.size:
-            return [ContextFullError(f"the context of {self.size} tokens is full")]
         n_before = len(request.tokens) - request.n_logits
-        if row != self._row:
+        if row not in self.of_row:
             self._begin(request.tokens[:n_before])
-            self._row = row
+            self.of_row = {row: self._held}
         n_shared = self._held.shared(request.tokens)
         if n_shared == n_before == request.n_tokens:
             return [n_shared]  # and keep what follows: it may be wanted next
         return [self._cut(min(n_shared, n_before))]
 
     def reads_first(self, request: ForwardRequest) -> bool:
-        """Whether so much must be read again that it pays to do that first, and to take a checkpoint there.
+        """Whether so much must be evaluated again that it pays to do that first, and take a checkpoint there.
 
-        Else the same tokens would be read again after the next rejection, and more with every round.
+        Otherwise the same tokens would be evaluated again after the next rejection, more in every round.
         """
         n_before = len(request.tokens) - request.n_logits
         return self._can_restore and request.n_scored > 1 and n_before - self._held.n >= SPACING
-
-    def sequence(self, row: int) -> CachedSequence:
-        """What is held."""
-        return self._held
-
-    find = sequence
 
     def shared(self, tokens: TokenArray) -> int:
         """How many of the first tokens are held, and can be gone back to."""
@@ -89,12 +78,14 @@ class RecurrentCache:
 
     def n_known(self, tokens: TokenArray) -> int:
         """How many of the first of some tokens need not be evaluated again."""
-        if not self.shares:
-            return 0
-        return max(self.shared(tokens), self._store.find(self._owner, tokens).n)
+        return max(self.shared(tokens), self._store.find(tokens).n) if self.shares else 0
+
+    def segment(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Segment:
+        """What must be evaluated of a prepared request."""
+        return self._held.segment(request)
 
     def begin(self, n_scored: int) -> None:
-        """An evaluation starts that scores so many positions: copy the state if it may be wanted again."""
+        """Start an evaluation that scores some positions: copy the state if it may be wanted again."""
         n, verifies = self._held.n, n_scored - 1 > self._n_states_back
         if self._can_restore and n and n - self._nearest(n) >= (1 if verifies else SPACING):
             self._take_checkpoint()
@@ -104,12 +95,12 @@ class RecurrentCache:
         """Note what an evaluation has added."""
         ((_, tokens),) = evaluated
         self._n_last = len(tokens)
-        self._held.append(tokens, np.zeros(len(tokens), dtype=np.int32))
+        self._hold(tokens)
         self._is_settled = True
 
     def release(self, row: int) -> None:
-        """The row has ended; its text stays until another begins."""
-        self._row = None
+        """End the row; its sequence stays until another begins."""
+        self.of_row.clear()
         self._held.hidden = self._held.hidden.tail(self._held.n)
 
     def forget(self) -> None:
@@ -120,46 +111,53 @@ class RecurrentCache:
         self._is_settled = True
 
     def clear(self) -> None:
-        """Forget everything, what is in the store included."""
+        """Forget everything, including what is in the store."""
         self.forget()
-        self._store.clear(self._owner)
+        self._store.clear()
 
     def store_finished(self) -> None:
-        """Copy to the store what is held."""
+        """Copy a finished sequence to the store."""
+        if not self.of_row:
+            self._put()
+
+    def _put(self) -> None:
         held = self._held
         is_wanted = held.n >= WORTH_COPYING and self._store.limit and self.shares
         if not (self._can_restore and self._is_settled and is_wanted):
             return
         state = copy_state(self._context, SEQUENCE)
         if state is not None:
-            self._store.put_whole(self._owner, held.tokens[: held.n], state, tuple(self._checkpoints))
+            self._store.put_whole(held.tokens[: held.n], state, tuple(self._checkpoints))
 
     def _begin(self, tokens: TokenArray) -> None:
-        """Another text takes this context: store what it would lose, and copy back what is known of it."""
+        """Let another row take this context: store what it would lose, and copy back what is known of it."""
         if not self.shares:
             self.forget()
             return
-        n, found = self.shared(tokens), self._store.find(self._owner, tokens)
+        n, found = self.shared(tokens), self._store.find(tokens)
         is_better = found.n >= n + WORTH_COPYING
         if is_better or self._held.n >= n + WORTH_COPYING:
-            self.store_finished()
+            self._put()
         if is_better:
             self._store.touch(found)
             self._put_back(found.nodes[-1])
 
     def _put_back(self, node: Node) -> None:
-        """Hold a stored text."""
+        """Hold a stored sequence."""
         self.forget()
         self._is_settled = False
         if not put_state(self._context, SEQUENCE, node.content):
             self.forget()
             return
-        self._held.append(node.tokens, np.zeros(len(node.tokens), dtype=np.int32))
+        self._hold(node.tokens)
         self._checkpoints = list(node.checkpoints)
         self._is_settled = True
 
+    def _hold(self, tokens: TokenArray) -> None:
+        self._held.append(tokens, np.zeros(len(tokens), dtype=np.int32))
+
     def _cut(self, n: int) -> int:
-        """Go back to at most `n` tokens; answers how many are held then."""
+        """Go back to at most `n` tokens; return how many are held then."""
         n_held, self._held.n = self._held.n, 0  # first, so that an exception in between does no harm
         # Also if nothing seems to lie behind: an interrupted evaluation leaves positions unnoted.
         if not n or not self._can_cut(n_held, n) or not self._remove(n):
@@ -189,13 +187,12 @@ class RecurrentCache:
         return put_state(self._context, SEQUENCE, state, _FLAGS)
 
     def _take_checkpoint(self) -> None:
-        """Copy the state, if there are enough in place of the checkpoint whose neighbours are closest."""
+        """Copy the state; if there are enough, in place of the checkpoint whose neighbours are closest."""
         self._checkpoints = [each for each in self._checkpoints if each.n != self._held.n]
-        dropped: Bytes | None = None
         if len(self._checkpoints) == MOST:
             borders = [0, *(checkpoint.n for checkpoint in self._checkpoints)]
             spans = [after - before for before, after in zip(borders, borders[2:], strict=False)]
-            dropped = self._checkpoints.pop(int(np.argmin(spans))).state
-        state = copy_state(self._context, SEQUENCE, _FLAGS, into=dropped)
+            del self._checkpoints[int(np.argmin(spans))]
+        state = copy_state(self._context, SEQUENCE, _FLAGS)
         if state is not None:
             self._checkpoints.append(Checkpoint(self._held.n, state))

@@ -1,9 +1,9 @@
 """Trees of draft tokens in a KV cache: every branch has a llama.cpp sequence of its own.
 
-llama.cpp needs no mask for a tree: a position belongs to the sequences of all leaves above it, and sees what
-its sequence holds. The first branch is the row's own sequence; the others hold the text before the tree, too,
-as long as the tree is cached. A token comes before its children in the batch, so the cells of every path
-ascend.
+llama.cpp needs no mask for a tree: a position belongs to the sequences of all branches through it, and
+attends to what its sequences hold. The first branch is the row's own sequence; the others hold the tokens
+before the tree, too, as long as the tree is cached. A token comes before its children in the batch, so the
+cells of every path ascend.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaspec.llama.cells import CellTable
-from llamaspec.llama.sequences import CachedSequence
+from llamaspec.llama.batch import Segment
+from llamaspec.llama.cells import CachedSequence, CellTable
 from llamaspec.values import NO_TOKENS, ForwardRequest, TokenArray
 
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """Draft tokens behind the text of a sequence; `n_old` were cached before the last evaluation."""
+    """Draft tokens behind a sequence; `n_old` were cached before the last evaluation."""
 
     n_old: int = 0
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
@@ -31,7 +31,7 @@ class Tree:
     cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # of the cached tokens, ascending
 
     def path(self, i: int) -> list[int]:
-        """Indices of the tokens from the text to token `i`, with it."""
+        """Indices of the tokens from the root to token `i`, including it."""
         path: list[int] = []
         while i >= 0:
             path.append(i)
@@ -50,7 +50,7 @@ class Tree:
         return path
 
     def begins(self, request: ForwardRequest) -> bool:
-        """Whether these are the draft tokens whose logits a request knows."""
+        """Whether a request goes on with this tree, whose logits are known."""
         if request.parents is None or not 0 < request.n_read == len(self.tokens):
             return False
         same = (self.tokens, request.draft), (self.parents, request.parents)
@@ -70,10 +70,10 @@ class TreeCells:
         self._numbers = list(numbers)
         self._free = list(self._numbers)
         self.cached: dict[int, Tree] = {}  # by the seq_id of the row's own sequence
-        self.growing: dict[int, Tree] = {}  # what the evaluation that is running makes of them
+        self.growing: dict[int, Tree] = {}  # the same, after the running evaluation
 
     def clear(self) -> None:
-        """There is no tree; the cells are the caller's."""
+        """Forget all trees; the caller empties the cells."""
         self._free = list(self._numbers)
         self.cached, self.growing = {}, {}
 
@@ -86,7 +86,7 @@ class TreeCells:
         self.clear()
 
     def go_on(self, sequence: CachedSequence, request: ForwardRequest) -> int:
-        """How many cached draft tokens a request goes on with; if none, keep those that are text now."""
+        """How many cached draft tokens a request goes on with; if none, keep those that were accepted."""
         tree, n = self.cached.get(sequence.number), sequence.n
         if tree is None:
             return 0
@@ -99,8 +99,11 @@ class TreeCells:
 
     def grow(
         self, sequence: CachedSequence, request: ForwardRequest, waiting: Sequence[CachedSequence]
-    ) -> Tree:
-        """Give every branch of a request's tree a seq_id; `waiting` sequences may lose theirs for it."""
+    ) -> Segment:
+        """Give every branch of a request's tree a seq_id; return what must be evaluated of the request.
+
+        `waiting` sequences may lose their trees for it.
+        """
         assert request.parents is not None
         parents: list[int] = request.parents.tolist()
         old, own, n = self.cached.get(sequence.number) or Tree(), sequence.number, sequence.n
@@ -127,12 +130,21 @@ class TreeCells:
             tips[number] = leaf
             for i in path:
                 owners[i].append(number)
-        tree = Tree(n_old, request.draft, request.parents, depths, owners, tips, old.cells)
-        self.growing[own] = tree
-        return tree
+        self.growing[own] = Tree(n_old, request.draft, request.parents, depths, owners, tips, old.cells)
+        n_text = len(request.tokens)
+        places = [*range(n, n_text), *[n_text + depth for depth in depths[n_old:]]]
+        return Segment(
+            own,
+            n,
+            np.concatenate((request.tokens[n:], request.draft[n_old:])),
+            request.n_scored,
+            positions=np.array(places, dtype=np.int32),
+            owners=[list(tips)] * (n_text - n) + owners[n_old:],
+            end=n_text + (depths[tips[own]] + 1 if tips[own] >= 0 else 0),
+        )
 
     def commit(self, sequence: CachedSequence, tokens: TokenArray, cells: TokenArray) -> bool:
-        """Note new text and, behind it, new tokens of the tree; False if the sequence grows none."""
+        """Note new tokens of a sequence and, behind them, of its tree; False if it grows none."""
         tree = self.growing.pop(sequence.number, None)
         if tree is None:
             return False
@@ -143,18 +155,18 @@ class TreeCells:
         return True
 
     def n_positions(self, sequence: CachedSequence) -> int:
-        """Positions that llama.cpp's sequence holds: the text, and its branch of the tree."""
+        """Positions that llama.cpp's sequence holds, including its branch of the tree."""
         tree = self.cached.get(sequence.number)
         return sequence.n + (0 if tree is None else len(tree.path(tree.tips[sequence.number])))
 
     def drop(self, sequence: CachedSequence) -> None:
-        """No token of a sequence's tree is text; who wants them reads them again."""
+        """Drop a sequence's tree: none of its tokens was accepted."""
         tree = self.cached.get(sequence.number)
         if tree is not None:
             self._choose_path(sequence, tree, [])
 
     def _choose_path(self, sequence: CachedSequence, tree: Tree, path: list[int]) -> None:
-        """Make a path of a tree text; the cells of its other tokens become empty, or garbage."""
+        """Append a path of a tree to its sequence; the cells of other tokens become empty, or garbage."""
         n, own, n_top, n_nodes = sequence.n, sequence.number, 0, len(tree.tokens)
         while n_top < n_nodes:
             last = n_nodes - 1 - n_top

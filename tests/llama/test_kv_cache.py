@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from forward_requests import RandomRows, RandomTrees, request, text
 from llamaspec.errors import ContextFullError
+from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.kv_cache import TAKE_OVER, KVCache
-from llamaspec.llama.sequences import KEPT_ROWS, TAIL_ROWS, CachedSequence, HiddenRows
+from llamaspec.llama.nextn import KEPT_ROWS, TAIL_ROWS, HiddenRows
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.values import TARGET, ForwardRequest, n_common
 from simulated_cells import Checked, SimulatedCells
@@ -275,8 +276,7 @@ def test_an_interrupted_evaluation_leaves_nothing_behind() -> None:
     checked = Checked()
     checked.run(0, request(10))
     checked.prepare((0, request(20), 0))
-    checked.cache.begin(1)
-    checked.cells.evaluate(checked.held(0).number, 10, text(20)[10:])
+    checked.interrupt(0, request(20), reached_llama=True)
     assert checked.run(0, request(25)) == 10
 
 
@@ -397,7 +397,7 @@ def test_bookkeeping_of_32_rows_with_32k_tokens(n_shared: int) -> None:
     for row in range(n_sequences):
         beginning = ForwardRequest(TARGET, texts[row, : lengths[row]], n_logits=0)
         cache.prepare_all([(row, beginning, 0)])
-        cache.commit([(row, texts[row, cache.sequence(row).n : lengths[row]])])
+        cache.commit([(row, texts[row, cache.of_row[row].n : lengths[row]])])
     steps = []
     for _ in range(50):
         batch = [

@@ -13,7 +13,7 @@ import pytest
 from forward_requests import Count, assert_same, request, text
 from llamaspec import LlamaModel, LlamaspecError
 from llamaspec.llama.cells import Cells
-from llamaspec.llama.prefix_file import PrefixFolder
+from llamaspec.llama.prefix_store import PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from forward_requests import text
-from llamaspec.llama.prefix_store import Checkpoint, KnownPrefix, PrefixStore
-from llamaspec.llama.sequences import Bytes
+from llamaspec.llama.prefix_store import Bytes, Checkpoint, KnownPrefix, PrefixStore
 from llamaspec.values import TokenArray, n_common
 
-OWNER, LARGE, BLOCK = "target", 1 << 20, 16
+LARGE, BLOCK = 1 << 20, 16
 
 
 class Copied:
@@ -24,9 +23,9 @@ class Copied:
         return np.zeros(10 * (end - start), dtype=np.uint8)
 
 
-def put(store: PrefixStore, tokens: TokenArray, owner: str = OWNER) -> list[tuple[int, int]]:
+def put(store: PrefixStore, tokens: TokenArray) -> list[tuple[int, int]]:
     copied = Copied()
-    store.put(owner, tokens, BLOCK, copied)
+    store.put(tokens, BLOCK, copied)
     return copied.spans
 
 
@@ -47,18 +46,21 @@ def test_a_common_beginning_is_stored_once() -> None:
     put(store, text(40))
     other = np.append(text(34), text(10, 1))
     assert put(store, other) == [(32, 44)]  # the block in which they part
-    assert store.find(OWNER, text(41)).n == 40
-    assert store.find(OWNER, other).n == 44
+    assert store.find(text(41)).n == 40
+    assert store.find(other).n == 44
 
 
-def test_another_owner_finds_nothing() -> None:
-    store = PrefixStore(LARGE)
+def test_another_model_finds_nothing_and_shares_the_room() -> None:
+    store = PrefixStore(14 * 60)
+    other = PrefixStore(beside=store)
     put(store, text(40))
-    assert store.find("draft", text(40)) == KnownPrefix()
-    store.clear("draft")
-    assert store.find(OWNER, text(40)).n == 40
-    store.clear(OWNER)
-    assert (store.find(OWNER, text(40)).n, store.n_bytes) == (0, 0)
+    assert other.find(text(40)) == KnownPrefix()
+    other.clear()
+    assert (store.find(text(40)).n, other.n_bytes) == (40, 14 * 40)
+    put(other, text(32, 1))
+    assert (store.find(text(40)).n, other.find(text(32, 1)).n) == (16, 32)
+    store.clear()
+    assert (store.find(text(40)).n, store.n_bytes) == (0, 14 * 32)
 
 
 def test_the_longest_beginning_is_found_behind_a_shorter_node() -> None:
@@ -67,39 +69,39 @@ def test_the_longest_beginning_is_found_behind_a_shorter_node() -> None:
     put(store, tokens[:10])
     put(store, tokens)
     put(store, np.append(tokens[:14], text(20, 1)))
-    assert store.find(OWNER, tokens).n == 60
+    assert store.find(tokens).n == 60
 
 
 def test_at_the_limit_the_least_recently_used_leaves_go() -> None:
     store = PrefixStore(14 * 100)
     for seed in (1, 2, 3):
         put(store, text(32, seed))
-    store.touch(store.find(OWNER, text(32, 1)))
+    store.touch(store.find(text(32, 1)))
     put(store, text(16, 4))
-    assert [store.find(OWNER, text(32, seed)).n for seed in (1, 2, 3, 4)] == [32, 16, 32, 16]
+    assert [store.find(text(32, seed)).n for seed in (1, 2, 3, 4)] == [32, 16, 32, 16]
     assert store.n_bytes <= store.limit
 
 
 def test_a_text_larger_than_the_store_leaves_its_beginning() -> None:
     store = PrefixStore(14 * 40)
     put(store, text(100))
-    assert store.find(OWNER, text(100)).n == 32
+    assert store.find(text(100)).n == 32
     assert put(PrefixStore(0), text(100)) == []
 
 
 def test_a_copy_that_fails_ends_the_text_there() -> None:
     store = PrefixStore(LARGE)
-    store.put(OWNER, text(40), BLOCK, lambda start, end: None if start else np.zeros(1, dtype=np.uint8))
-    assert store.find(OWNER, text(40)).n == 16
+    store.put(text(40), BLOCK, lambda start, end: None if start else np.zeros(1, dtype=np.uint8))
+    assert store.find(text(40)).n == 16
 
 
 def test_a_whole_text_serves_at_its_end_and_at_its_checkpoints() -> None:
     """Where layers keep states, they cannot be cut anywhere else."""
     store, state = PrefixStore(LARGE), np.zeros(8, dtype=np.uint8)
-    store.put_whole(OWNER, text(40), state, (Checkpoint(24, state), Checkpoint(12, state)))
-    assert [store.find(OWNER, text(n)).n for n in (11, 12, 30, 40, 50)] == [0, 12, 24, 40, 40]
-    store.put_whole(OWNER, text(50), state)  # in place of what it goes on from
-    assert [store.find(OWNER, text(n)).n for n in (40, 50)] == [0, 50]
+    store.put_whole(text(40), state, (Checkpoint(24, state), Checkpoint(12, state)))
+    assert [store.find(text(n)).n for n in (11, 12, 30, 40, 50)] == [0, 12, 24, 40, 40]
+    store.put_whole(text(50), state)  # in place of what it goes on from
+    assert [store.find(text(n)).n for n in (40, 50)] == [0, 50]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -109,13 +111,13 @@ def test_random_texts_against_a_list(seed: int) -> None:
         base = known[int(rng.integers(len(known)))] if known and rng.random() < 0.8 else text(0)
         cut = base[: int(rng.integers(len(base) + 1))]
         tokens = np.append(cut, rng.integers(0, 2, int(rng.integers(1, 40)), dtype=np.int32)).astype(np.int32)
-        found = store.find(OWNER, tokens)
+        found = store.find(tokens)
         assert found.n == max([n_common(tokens, each) for each in known], default=0)
         assert np.array_equal(found_tokens(found), tokens[: found.n])
         if rng.random() < 0.7:
             put(store, tokens)
             known.append(tokens)
-    order = store.nodes(OWNER)
+    order = store.nodes()
     places = {node: i for i, node in enumerate(order)}
     assert all(node.parent not in places or places[node.parent] < places[node] for node in order)
     assert store.n_bytes == sum(node.n_bytes for node in order)

@@ -5,21 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from forward_requests import (
-    EXACT,
-    Batch,
-    Count,
-    RandomRows,
-    assert_same,
-    evaluate,
-    fresh,
-    kv_cache,
-    request,
-    text,
-)
+from forward_requests import EXACT, Count, RandomRows, assert_same, evaluate, fresh, request, text
 from llamaspec import LlamaModel
-from llamaspec.errors import MemoryFullError
-from llamaspec.llama import prompt_reader
+from llamaspec.llama import prompt_reader, runtime
 from llamaspec.llama.prompt_reader import MIN_TOKENS, PART, PromptReader, Trial
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
@@ -51,22 +39,12 @@ def reader_of(model: LlamaModel) -> PromptReader:
     return model.reader
 
 
-def n_apart(model: LlamaModel, batch: Batch) -> int:
-    """Tokens of the first row of a batch that are read apart; the batch is evaluated."""
-    reader = reader_of(model)
-    cache = None if reader._opened is None else reader._cache
-    before = 0 if cache is None else cache.n_used
-    evaluate(model, batch)
-    return 0 if reader._opened is None else reader._cache.n_used - before
-
-
 def test_a_long_prompt_is_read_apart_once(model: LlamaModel, other: LlamaModel, evaluated: Count) -> None:
     wanted = request(300)
     answer = evaluate(model, [(0, wanted)])[0]
     assert evaluated.taken() == 300
     assert_same(answer, fresh(other, wanted))
-    assert kv_cache(model).n_used == 300
-    assert reader_of(model)._cache.n_used == 299
+    assert model.cache_use()[0] == 300
     evaluated.taken()
     evaluate(model, [(0, request(302))])
     assert evaluated.taken() == 2
@@ -83,14 +61,15 @@ def test_a_conversation_goes_on_apart_where_it_has_enough_new_tokens(
         model.release(row)
 
 
-@pytest.mark.parametrize(("n", "gain", "expected"), [
-    (MIN_TOKENS + 1, 2.0, MIN_TOKENS), (MIN_TOKENS, 2.0, 0), (300, 1.05, 0),
+@pytest.mark.parametrize(("n", "gain", "is_apart"), [
+    (MIN_TOKENS + 1, 2.0, True), (MIN_TOKENS, 2.0, False), (300, 1.05, False),
 ])  # fmt: skip
 def test_the_number_of_new_tokens_and_what_was_measured_decide(
-    model: LlamaModel, n: int, gain: float, expected: int
+    model: LlamaModel, n: int, gain: float, is_apart: bool
 ) -> None:
     reader_of(model).gain = gain
-    assert n_apart(model, [(0, request(n))]) == expected
+    model.prepare([(0, request(n), 0)])
+    assert model.can_share(0) != is_apart
 
 
 @pytest.mark.parametrize("options", [
@@ -108,10 +87,7 @@ def test_what_is_never_read_apart(
 def test_without_room_for_the_second_model_all_is_read_as_usual(
     model: LlamaModel, other: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room() -> None:
-        raise MemoryFullError("no room")
-
-    monkeypatch.setattr(reader_of(model), "_open", no_room)
+    monkeypatch.setattr(runtime, "available_bytes", lambda: 0)
     answer = evaluate(model, [(0, request(300))])[0]
     assert_same(answer, fresh(other, request(300)))
 
@@ -175,6 +151,8 @@ def test_a_prompt_that_is_cancelled_while_it_is_measured_measures_nothing(opened
 def test_the_gain_is_a_ratio_of_speeds() -> None:
     trial = Trial(0, 10, seconds={False: 3.0, True: 2.0}, n_tokens={False: 256, True: 256})
     assert trial.gain == pytest.approx(1.5)
+    trial.n_tokens[True] = 96  # a part was found in the cache
+    assert trial.gain is None
 
 
 @pytest.mark.parametrize("seed", range(2))

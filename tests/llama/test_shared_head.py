@@ -15,7 +15,7 @@ from head_requests import Asking, drafted_side_by_side, drafting, opened, readin
 from llamaspec import ModelOptions, Pair, open_pair
 from llamaspec.errors import EvaluationAbortedError, ModelFileError, PairError
 from llamaspec.llama import nextn
-from llamaspec.llama.head import SharedHead
+from llamaspec.llama.heads import SharedHead
 from llamaspec.values import MTP, TARGET, ForwardRequest, Source
 from model_store import ModelStore
 from tiny_models import Recipe
