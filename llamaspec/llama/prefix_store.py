@@ -106,7 +106,7 @@ class PrefixStore:
     """
 
     def __init__(self, limit: int = 0, *, beside: PrefixStore | None = None) -> None:
-        self._room = _Room(limit) if beside is None else beside._room
+        self._room: _Room = _Room(limit) if beside is None else beside._room
         self.root = Node(None, NO_TOKENS, np.empty(0, dtype=np.uint8))
         self._room.roots.append(self.root)
 
