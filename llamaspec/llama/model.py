@@ -290,7 +290,10 @@ class LlamaModel:
 
     def _context(self, row: int) -> Context | None:
         """The context that holds a row's sequence; None before its first request."""
-        return next((context for context in self._contexts if row in context.cache.of_row), None)
+        for context in self._contexts:
+            if row in context.cache.of_row:
+                return context
+        return None
 
     def _prepare_alone(self, entry: Prepared) -> int | ContextFullError:
         """Prepare in the row's own context: the free one that knows most of the sequence, or a new one."""
