@@ -1,36 +1,36 @@
 #!/usr/bin/env python
-"""Opens damaged GGUF files by the thousand, as a program would, in one process that must survive all of them.
+"""Open damaged GGUF files by the thousand, as a program would, in one process that must survive all of them.
 
-    python scripts/fuzz_gguf.py --count 1000 --out build/fuzz tiny-*.gguf
+\b
+    python scripts/fuzz_gguf.py --count 1000 tiny-*.gguf
 
 Every seed makes one damaged file: a sound one is read into its parts, some are changed at random, and it is
 written again, so most damage gets past the first checks of a reader. A worker opens the files in turn and
 generates a few tokens from each. A worker that ends, stays silent too long, grows too large or meets an error
-that is not a `LlamaspecError` is a fault: the file is kept in OUT, and another worker goes on.
-OUT/results.jsonl holds what came of every seed; what it holds already is not tried again. The last line on
-stdout is JSON. Exit code 1 where there was a fault.
+that is not a `LlamaspecError` is a fault: the file is kept in the folder, and another worker goes on. The
+last line on stdout is JSON. The exit code is 1 if there was a fault.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
+import multiprocessing
 import random
 import re
 import resource
-import signal
 import struct
-import subprocess
 import sys
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import click
 import gguf
 
 from llamaspec import FixedLength, LlamaspecError, ModelOptions, open_pair
@@ -319,92 +319,71 @@ def _bytes(content: bytearray, n_head: int, rng: random.Random) -> str:
     return "flip"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("base", nargs="+", type=Path, help="sound files to damage")
-    parser.add_argument("--count", type=int, default=1000, help="files to try")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no file after so long")
-    parser.add_argument("--out", type=Path, default=Path("build/fuzz"), help="folder of results")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.worker:
-        work(args)
-        return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the worker ends, too
-    begin = time.monotonic()
-    while left(args) and time.monotonic() - begin < args.seconds:
-        watch(args, args.seconds - (time.monotonic() - begin))
-    return summarise(args, time.monotonic() - begin)
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument(
+    "bases", nargs=-1, required=True, metavar="SOUND...", type=click.Path(exists=True, path_type=Path)
+)
+@click.option("--count", default=1000, show_default=True, help="Files to try.")
+@click.option("--first", default=0, show_default=True, help="The first seed.")
+@click.option("--out", type=Path, default=Path("build/fuzz"), show_default=True, help="Folder for faults.")
+def main(bases: tuple[Path, ...], count: int, first: int, out: Path) -> None:
+    """Try the files, one after the other."""
+    out.mkdir(parents=True, exist_ok=True)
+    path, details, faults = out / "damaged.gguf", Counter[str](), Counter[str]()
+    with ExitStack() as workers:
+        worker = workers.enter_context(Worker())
+        for seed in range(first, first + count):
+            content, how = damaged(bases[seed % len(bases)], seed)
+            path.write_bytes(content)
+            outcome, detail = worker.open(path)
+            details[f"{outcome}: {(detail.splitlines() or [''])[-1]}"] += 1
+            if outcome in FAULTS:
+                faults[outcome] += 1
+                path.rename(out / f"{outcome}-{seed}.gguf")
+                click.echo(f"seed {seed}, {how}: {outcome}: {detail}", err=True)
+            if outcome in ("crash", "hang"):
+                worker = workers.enter_context(Worker())
+    for line, n in details.most_common(40):
+        click.echo(f"{n:6}  {line[:150]}")
+    click.echo(json.dumps({"files": count, "faults": {kind: faults[kind] for kind in FAULTS}}))
+    sys.exit(bool(faults))
 
 
-def results(folder: Path) -> list[dict[str, Any]]:
-    """What is known of earlier seeds."""
-    path = folder / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+class Worker:
+    """A process that opens files; it ends with its context, or when a file ends it."""
 
+    def __enter__(self) -> Worker:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, its_pipe = spawn.Pipe()
+        self.process = spawn.Process(target=_work, args=(its_pipe,), daemon=True)
+        self.process.start()
+        its_pipe.close()  # else its end would not be noticed here
+        return self
 
-def left(args: argparse.Namespace) -> list[int]:
-    """Seeds that have not been tried."""
-    done = {result["seed"] for result in results(args.out)}
-    return [seed for seed in range(args.first, args.first + args.count) if seed not in done]
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join()
 
-
-def watch(args: argparse.Namespace, seconds: float) -> None:
-    """Run one worker to its end, and say what it was doing if that came too soon."""
-    state = args.out / "now.json"
-    state.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--worker", "--out", str(args.out), "--first", str(args.first)]
-    command += ["--count", str(args.count), "--seconds", str(seconds), *map(str, args.base)]
-    with (args.out / "worker.log").open("ab") as log, subprocess.Popen(command, stderr=log) as worker:
+    def open(self, path: Path) -> tuple[str, str]:
+        """Open and use a file; return an outcome and, in one line, why."""
         try:
-            while worker.poll() is None:
-                time.sleep(0.5)
-                if state.exists() and time.time() - state.stat().st_mtime > SILENT_SECONDS:
-                    worker.kill()
-                    fault(args.out, "hang", f"silent for {SILENT_SECONDS:.0f} s")
-                    return
-        except BaseException:
-            worker.kill()
-            raise
-    if worker.returncode != 0:
-        fault(args.out, "crash", f"exit code {worker.returncode}")
+            self._pipe.send(path)
+            if not self._pipe.poll(SILENT_SECONDS):
+                self.process.kill()
+                return "hang", f"silent for {SILENT_SECONDS:.0f} s"
+            outcome, detail = self._pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return "crash", f"exit code {self.process.exitcode}"
+        return outcome, detail
 
 
-def fault(folder: Path, outcome: str, detail: str) -> None:
-    """Note what a lost worker was doing; its file stays."""
-    now = json.loads((folder / "now.json").read_text())
-    note(folder, {**now, "outcome": outcome, "detail": detail})
-
-
-def note(folder: Path, result: dict[str, Any]) -> None:
-    with (folder / "results.jsonl").open("a") as file:
-        file.write(json.dumps(result) + "\n")
-    if result["outcome"] in FAULTS:
-        kept = folder / f"{result['outcome']}-{result['seed']}.gguf"
-        (folder / "damaged.gguf").replace(kept)
-
-
-def work(args: argparse.Namespace) -> None:
-    """Try one file after the other in this process."""
-    begin = time.monotonic()
-    for seed in left(args):
-        if time.monotonic() - begin > args.seconds:
-            break
-        base = args.base[seed % len(args.base)]
-        content, how = damaged(base, seed)
-        path = args.out / "damaged.gguf"
-        path.write_bytes(content)
-        now = {"seed": seed, "base": base.name, "how": how}
-        state = args.out / "now.tmp"
-        state.write_text(json.dumps(now))
-        state.replace(args.out / "now.json")
-        start, memory = time.monotonic(), peak_bytes()
+def _work(pipe: Connection) -> None:
+    while True:
+        path = pipe.recv()
+        memory = peak_bytes()
         outcome, detail = open_one(path)
-        if peak_bytes() - memory > MAX_GROWTH:
-            outcome = "growth"
-        note(args.out, {**now, "outcome": outcome, "detail": detail, "seconds": time.monotonic() - start})
+        pipe.send(("growth", "") if peak_bytes() - memory > MAX_GROWTH else (outcome, detail))
 
 
 def peak_bytes() -> int:
@@ -430,19 +409,5 @@ def open_one(path: Path) -> tuple[str, str]:
     return "works", ""
 
 
-def summarise(args: argparse.Namespace, seconds: float) -> int:
-    """Counts on stdout, the last line as JSON."""
-    found = results(args.out)
-    outcomes = Counter(result["outcome"] for result in found)
-    told = Counter(f"{r['outcome']}: {(r['detail'].splitlines() or [''])[-1]}" for r in found)
-    for detail, n in told.most_common(40):
-        print(f"{n:6}  {detail[:150]}")
-    faults = {kind: outcomes.get(kind, 0) for kind in FAULTS}
-    rate = len(found) / sum(result.get("seconds", 0.0) for result in found) if found else 0.0
-    summary = {"files": len(found), "outcomes": dict(outcomes), "faults": faults}
-    print(json.dumps({**summary, "per_second": round(rate, 2), "seconds": round(seconds, 1)}))
-    return 1 if any(faults.values()) else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

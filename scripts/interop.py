@@ -1,42 +1,94 @@
-"""Install agents and clients that people have, drive each against the server, and say which of them work.
+"""Install agents, drive each against the server, and say which of them work.
 
 \b
-    python scripts/interop.py                              # the embedded pair; what agents are told is given
+    python scripts/interop.py
     python scripts/interop.py --only codex --only aider
-    python scripts/interop.py --target coder.gguf --draft small.gguf     # a real model writes all answers
 
-Everything is on this machine's loopback and bounded in time. Clients are installed once, in the versions
-named here, into `--folder`; each works in an empty folder with an empty home. Without a target the text of an
-agent's answers is given beforehand, and all else is real: the client, its requests, how they are read and
-checked, how calls are parsed and sent, what the client does with them. With a target, agents run what the
-model writes: do that only where nothing can be lost.
+Everything stays on this machine's loopback and is bounded in time. Agents are installed once, in the
+versions named here, into `--folder`; each works in an empty folder with an empty home. The text of the
+answers is given beforehand. All else is real: the agent, its requests, how they are read and checked, how
+calls are parsed and sent, what the agent does with them.
 
-A check is "ok" if the answer or the effect on disk is right, "answered" if all requests had status 200
-but a real model did not do its task, else "failed". A table goes to stderr; with `--json` the last line of
-stdout is one JSON object. The exit code is 1 if something failed. `make test` runs the SDKs and `llm`.
+A check is "ok" if the effect on disk is right, else "failed". A table goes to stderr; with `--json` the last
+line of stdout is one JSON object. The exit code is 1 if something failed. `make test` runs the SDKs and
+`llm`.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from interop_parts.agents import aider, codex, continue_cli, mini_swe_agent, opencode
-from interop_parts.packages import NotInstalledError, Package, install
 from interop_parts.server import Exchange, Script, scripted_server
 from interop_parts.trial import Result, Trial
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+INSTALL_SECONDS = 600
+
+
+class Package(NamedTuple):
+    """A client as a registry has it."""
+
+    kind: Literal["pip", "npm"]
+    name: str
+    version: str
+    newest_python: tuple[int, int] | None = None
+
+    @property
+    def spec(self) -> str:
+        """As the registry's program takes it."""
+        return f"{self.name}{'==' if self.kind == 'pip' else '@'}{self.version}"
+
+
+class NotInstalledError(Exception):
+    """A client cannot be installed here; the message says why."""
+
+
+def install(package: Package, folder: Path) -> Path:
+    """The folder whose `bin` has the programs of a client; it is made where it is not there yet."""
+    into = folder / package.spec.replace("/", "-")
+    done = into / ".installed"
+    if done.exists():
+        return into
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
+    if package.kind == "npm":
+        if shutil.which("npm") is None:
+            raise NotInstalledError("npm is not here; install Node.js")
+        _install("npm", "install", "--no-audit", "--no-fund", "--prefix", into, package.spec)
+        (into / "bin").symlink_to(into / "node_modules" / ".bin")
+    else:
+        python = sys.executable
+        if package.newest_python is not None and sys.version_info[:2] > package.newest_python:
+            name = ".".join(map(str, package.newest_python))
+            python = shutil.which(f"python{name}") or ""
+            if not python:
+                raise NotInstalledError(f"it needs Python {name} or older")
+        _install(python, "-m", "venv", into)
+        _install(into / "bin" / "pip", "install", "--disable-pip-version-check", package.spec)
+    done.touch()
+    return into
+
+
+def _install(*command: str | Path) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise NotInstalledError(f"{Path(command[0]).name} took more than {INSTALL_SECONDS} s") from error
+    if done.returncode:
+        raise NotInstalledError(done.stderr.strip()[-200:])
 
 
 class Client(NamedTuple):
@@ -46,20 +98,7 @@ class Client(NamedTuple):
     drive: Callable[[Trial], Iterator[Result]]
 
 
-def langchain(trial: Trial) -> Iterator[Result]:
-    """Each check says itself what went wrong."""
-    trial.begin(None)
-    checks = Path(__file__).with_name("interop_parts") / "langchain_checks.py"
-    code, output = trial.run("python", checks, trial.url)
-    told = [json.loads(line) for line in output.splitlines() if line.startswith('{"check"')]
-    for each in told:
-        yield Result(each["check"], "failed" if each["wrong"] else "ok", each["wrong"])
-    if code or not told:
-        yield Result("to the end", "failed", f"exit code {code}: {output.strip()[-200:]}")
-
-
 CLIENTS = {
-    "langchain": Client(Package("pip", "langchain-openai", "1.7.4"), langchain),
     "aider": Client(Package("pip", "aider-chat", "0.86.2", newest_python=(3, 12)), aider),
     "mini-swe-agent": Client(Package("pip", "mini-swe-agent", "2.4.6"), mini_swe_agent),
     "codex": Client(Package("npm", "@openai/codex", "0.169.0"), codex),
@@ -79,11 +118,6 @@ def results_of(client: Client, trial: Trial) -> Iterator[Result]:
 
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--target", type=FILE, help="A model that follows instructions; default: the embedded pair.")
-@click.option("--draft", type=FILE)
-@click.option(
-    "--n-ctx", type=click.IntRange(min=1024), default=24576, show_default=True, help="With --target."
-)
 @click.option("--only", "names", type=click.Choice(list(CLIENTS)), multiple=True, help="May be repeated.")
 @click.option("--folder", type=Path, default=ROOT / "build" / "interop", help="Where clients are installed.")
 @click.option(
@@ -94,9 +128,6 @@ def results_of(client: Client, trial: Trial) -> Iterator[Result]:
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def main(
-    target: Path | None,
-    draft: Path | None,
-    n_ctx: int,
     names: Sequence[str],
     folder: Path,
     seconds: float,
@@ -105,14 +136,13 @@ def main(
 ) -> None:
     script, exchanges, found = Script(), list[Exchange](), dict[str, list[Result]]()
     table = Table("client", "version", "checked", "result", "reason")
-    models = {"target": target, "draft": draft, "template": None, "n_ctx": n_ctx} if target else {}
     with (
-        scripted_server(script, exchanges, **models) as url,  # type: ignore[arg-type]
+        scripted_server(script, exchanges) as url,
         tempfile.TemporaryDirectory(prefix="interop-", ignore_cleanup_errors=True) as work,
     ):
         for name in names or CLIENTS:
             client, found[name] = CLIENTS[name], []
-            trial = Trial(url, exchanges, script, target is not None, folder.resolve(), Path(work), seconds)
+            trial = Trial(url, exchanges, script, folder.resolve(), Path(work), seconds)
             for result in results_of(client, trial):
                 print(f"{name}: {result.check}: {result.state} {result.reason}", file=sys.stderr)
                 found[name].append(result)

@@ -3,15 +3,11 @@
 \b
     python scripts/serve_load.py --target big.gguf --draft small.gguf --llama-server llama/bin/llama-server
     python scripts/serve_load.py --target big.gguf --draft small.gguf --shared -c 2 --requests 4
-    python scripts/serve_load.py --target big.gguf --draft small.gguf --keys 8 --agents 2
 
 Each client sends one request after the other. No two requests begin alike, so every prompt is processed. With
 --shared, each client has a conversation instead, and all of them begin with one system prompt of about 1,800
 tokens, as the users of one program do. The time runs from the first request to the end of the last answer.
 Ratios are to llama-server without a draft, else to llamaspec without drafts, in the same turn.
-
-With --keys, an editor asks for a completion of 30 tokens after each of so many keys: alone, beside a chat,
-and beside so many agents, which send one long prompt after the other.
 
 A table goes to stderr, one JSON object to stdout.
 """
@@ -21,12 +17,10 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +32,7 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.bench import Ask, Message, baseline_of, read_task_file
 from llamaspec.measure.compare import in_turn
-from llamaspec.measure.served_arms import Server, own_arms, peer_arms, serving
+from llamaspec.measure.served_arms import own_arms, peer_arms, serving
 from llamaspec.plan import DraftPlan, ModelFile
 
 PROMPTS = Path(__file__).with_name("prompts.yaml")
@@ -51,7 +45,6 @@ QUESTIONS = (
     "What happens if `delay` names a time at which nothing departs?", "Which method would you simplify?",
 )  # fmt: skip
 CONTEXT = 4096  # tokens of each request
-EDITOR_PARALLEL = 4  # requests that run at once with --keys
 FILE, COUNT = click.Path(exists=True, dir_okay=False, path_type=Path), click.IntRange(min=1)
 
 
@@ -87,8 +80,6 @@ class Load:
 )
 @click.option("--temperature", "-t", type=float, default=0.0, show_default=True)
 @click.option("--turns", "-r", type=COUNT, default=3, show_default=True)
-@click.option("--keys", type=COUNT, help="Completions of an editor at /infill, in place of the loads.")
-@click.option("--agents", type=COUNT, help="Beside the editor of --keys.")
 def main(
     target: Path,
     draft: Path | None,
@@ -101,11 +92,9 @@ def main(
     max_tokens: int,
     temperature: float,
     turns: int,
-    keys: int | None,
-    agents: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """Measure the servers and print how they compare."""
-    n_parallel = EDITOR_PARALLEL if keys else max(clients)
+    n_parallel = max(clients)
     options = ModelOptions(n_ctx=n_parallel * CONTEXT, threads=threads)
     given = ["--target", str(target), "--n-ctx", str(options.n_ctx), "--ctx-per-request", str(CONTEXT)]
     given += [] if draft is None else ["--draft", str(draft)]
@@ -116,21 +105,16 @@ def main(
         plan = DraftPlan(ModelFile(target, options), drafts)
         commands += peer_arms(llama_server, plan, spec_types or ("none",), n_parallel)
     fields = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
-    found: list[dict[str, Any]] = []
     with serving(commands) as servers:
-        if keys is not None:
-            for server in servers.values():
-                found += [{"server": server.name, **each} for each in type_keys(server, keys, agents)]
-        else:
-            asks = {server.name: server.ask for server in servers.values()}
-            found = compared([*run_loads(asks, clients, requests, turns, fields, shared=shared)])
+        asks = {server.name: server.ask for server in servers.values()}
+        found = compared([*run_loads(asks, clients, requests, turns, fields, shared=shared)])
     columns = [f"<{key}" if isinstance(value, str) else key for key, value in found[0].items()]
     print_table(columns, ([*map(_cell, each.values())] for each in found), stderr_console())
     click.echo(json.dumps({"target": target.name, "draft": draft and draft.name, "found": found}))
 
 
 def _cell(value: object) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else "" if value is None else str(value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def run_loads(
@@ -225,74 +209,6 @@ def compared(loads: Sequence[Load]) -> list[dict[str, Any]]:
         }
         for (n_clients, arm), own in groups.items()
     ]
-
-
-# An editor
-
-
-def type_keys(server: Server, n_keys: int, n_agents: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the seconds that an editor waits: alone, beside a chat, beside agents."""
-    chat = {"messages": [{"role": "user", "content": "Tell me a long story."}], "max_tokens": 1500}
-    text = Path(__file__).read_text(encoding="utf-8")
-
-    def work() -> list[float]:
-        """Send one long prompt after the other; return seconds to the first text of each."""
-        firsts: list[float] = []
-        while not is_typed.is_set():
-            content = f"[{threading.get_ident()}.{len(firsts)}]\n{text[:4000]}"  # unlike all before
-            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 32, "ignore_eos": True}
-            firsts.append(server.ask(body).first_seconds)
-        return firsts
-
-    def listen() -> list[float]:
-        """Read a chat; return the pauses of its text."""
-        times = []
-        with server.client.stream(
-            "POST", "/v1/chat/completions", json={**chat, "stream": True, "ignore_eos": True}
-        ) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    times.append(time.perf_counter())
-                if is_typed.is_set():
-                    break
-        return [after - before for before, after in pairwise(times)]
-
-    agents = [("agents", work, n_agents)] if n_agents else []
-    for beside, job, n_jobs in [("nothing", work, 0), ("a chat", listen, 1), *agents]:
-        is_typed = threading.Event()
-        with ThreadPoolExecutor(max(n_jobs, 1)) as threads:
-            others = [threads.submit(job) for _ in range(n_jobs)]
-            time.sleep(3 if others else 0)  # they are at work
-            try:
-                first, *later = complete(server, text, beside, n_keys)
-            finally:
-                is_typed.set()
-            waits = [wait for other in others for wait in other.result()]
-        yield {
-            "beside": beside,
-            "first key": first,
-            "median": statistics.median(later or [first]),
-            "longest": max(later, default=first),
-            "others, median": statistics.median(waits) if waits else None,
-            "others, longest": max(waits, default=None),
-        }
-
-
-def complete(server: Server, text: str, beside: str, n_keys: int) -> Iterator[float]:
-    """Yield the seconds of a completion behind each key."""
-    lines = text.splitlines(keepends=True)
-    body = {
-        "input_prefix": f"# {beside}\n{''.join(lines[20:60])}",  # nothing of an earlier turn is cached
-        "input_suffix": f"\n{''.join(lines[60:68])}",
-        "n_predict": 30,
-        "ignore_eos": True,
-        "temperature": 0,
-    }
-    for n in range(n_keys):
-        typed = f"    n_words = {'len(text.split())'[:n]}"
-        begin = time.perf_counter()
-        server.client.post("/infill", json={**body, "prompt": typed}).raise_for_status()
-        yield time.perf_counter() - begin
 
 
 if __name__ == "__main__":

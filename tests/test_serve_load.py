@@ -65,8 +65,7 @@ def test_servers_are_compared_turn_by_turn() -> None:
     assert (peer["server"], peer["ratio"]) == (PEER_PLAIN, 1.0)
 
 
-@pytest.mark.parametrize("keys", [(), ("--keys", "2", "--agents", "1")])
-def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]) -> None:
+def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = write_program(tmp_path / "llama-server", ["one ", "two"])
     given: list[str] = []
 
@@ -75,7 +74,6 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple
         return [ServerCommand("auto", (str(program),))]
 
     monkeypatch.setattr(serve_load, "own_arms", own_arms)
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     target = tmp_path / "t.gguf"
     target.touch()
     options = [
@@ -90,15 +88,10 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple
         "--spec-type",
         "ngram-mod",
     ]
-    answer = CliRunner().invoke(serve_load.main, [*map(str, options), *keys])
+    answer = CliRunner().invoke(serve_load.main, [*map(str, options)])
     assert answer.exit_code == 0, answer.output
-    n_ctx = "16384" if keys else "8192"
-    assert given == ["--target", str(target), "--n-ctx", n_ctx, "--ctx-per-request", "4096"]
+    assert given == ["--target", str(target), "--n-ctx", "8192", "--ctx-per-request", "4096"]
     found = json.loads(answer.stdout)["found"]
     names = ["auto", PEER_PLAIN, "llama-server, ngram-mod"]
-    if keys:
-        assert [each["server"] for each in found] == [name for name in names for _ in range(3)]
-        assert [each["beside"] for each in found] == 3 * ["nothing", "a chat", "agents"]
-    else:
-        assert [each["server"] for each in found] == names
-        assert "2/2 2 clients, auto: " in answer.stderr
+    assert [each["server"] for each in found] == names
+    assert "2/2 2 clients, auto: " in answer.stderr

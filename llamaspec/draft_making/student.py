@@ -78,17 +78,9 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         """Map [B, T, width] to the same; `turn` is [2, T, head/2], cosines and sines."""
-        q, k, v = self.project(x, turn)
-        return self.finish(x, scaled_dot_product_attention(q, k, v, is_causal=True))
-
-    def project(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of [B, T, width]: [B, heads, T, head] each."""
         qkv = self.qkv(self.attention_norm(x)).view(*x.shape[:2], 3, self.n_heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        return rotate(q, turn), rotate(k, turn), v
-
-    def finish(self, x: Tensor, attention: Tensor) -> Tensor:
-        """Return the output of the layer, from its input and the attention [B, heads, T, head]."""
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, heads, T, head] each
+        attention = scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
         x = x + self.attention_out(attention.transpose(1, 2).reshape(x.shape))
         gate, up = self.gate_up(self.ffn_norm(x)).chunk(2, dim=-1)
         out: Tensor = x + self.down(silu(gate) * up)
@@ -127,17 +119,13 @@ class Llama(nn.Module):
         """Return the blocks under their own type."""
         return cast("list[TransformerBlock]", list(self.blocks))
 
-    def rows(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Map ids [B, T] to the last layer's output [B, T, width]; bfloat16 needs autocast around it."""
+    def hidden(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Map ids [B, T] to normalised features [B, T, width]; bfloat16 needs autocast around it."""
         turn = self.turns[:, : tokens.shape[1]]
         x: Tensor = self.embedding(tokens).to(dtype)
         for block in self.blocks:
             x = block(x, turn)
-        return x
-
-    def hidden(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Map ids [B, T] to normalised features [B, T, width]."""
-        out: Tensor = self.final_norm(self.rows(tokens, dtype))
+        out: Tensor = self.final_norm(x)
         return out
 
     def logits(self, features: Tensor) -> Tensor:

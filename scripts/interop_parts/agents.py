@@ -1,8 +1,4 @@
-"""Agents, each with its settings and its task; `Trial.task` says what came of it.
-
-A real model of few parameters gets short instructions and few tools: an agent's own are thousands of tokens,
-which such a model neither reads in time nor follows.
-"""
+"""Agents, each with its settings and its task; `Trial.task` says what came of it."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ THOUGHT = "<think>\nI do it.\n</think>\n\n"
 COMMAND = "echo hello > hello.txt"
 WHOLE = 'greet.py\n```\ndef greet():\n    print("hello")\n```\n'
 DIFF = 'greet.py\n```\n<<<<<<< SEARCH\n    print("hi")\n=======\n    print("hello")\n>>>>>>> REPLACE\n```\n'
-BRIEF = "You are a coding agent. Do what the user asks by calling {}. Say in a sentence when it is done."
 LONG = "one two three four. " * 1200  # some 6,000 tokens
 CUT = "goes on after an answer that was cut"
 COMPACTS = "shortens a conversation that is too long"
@@ -46,8 +41,6 @@ def aider(trial: Trial) -> Iterator[Result]:
     for form, stream in (("whole", "--stream"), ("whole", "--no-stream"), ("diff", "--stream")):
         check = f"edits a file: {form}, {stream.lstrip('-')}"
         yield edit(check, ["--edit-format", form, stream], answers=[WHOLE if form == "whole" else DIFF])
-    if trial.is_real:
-        return
     begun = cut(WHOLE)
     turn = ["--edit-format", "whole", "--model-metadata-file", "known.json"]
     yield edit(CUT, turn, answers=[begun, WHOLE[len(begun) :]])
@@ -72,8 +65,6 @@ def codex(trial: Trial) -> Iterator[Result]:
     again = ["codex", "exec", "resume", "--skip-git-repo-check", "--last"]
     files, env = _codex_files(trial), {"CODEX_HOME": str(trial.folder / "home")}
     yield trial.task("runs a command", [[*ask, TASK]], [THOUGHT + written, "Done."], files, env=env)
-    if trial.is_real:
-        return
     answers, turns = [cut(written), written, "Done."], [[*ask, TASK], [*again, "Go on."]]
     yield trial.task(CUT, turns, answers, files, env=env)
     more = LONG[: len(LONG) // 2]  # it stays when the conversation is shortened
@@ -87,14 +78,7 @@ def _codex_files(trial: Trial) -> dict[str, str]:
     told += 'approval_policy = "never"\nsandbox_mode = "workspace-write"\n'
     # So that only the server's error makes it shorten the conversation.
     told += f"model_auto_compact_token_limit = {2 * N_CTX}\n"
-    if trial.is_real:
-        told += f'model_instructions_file = "{trial.folder}/home/brief.md"\nweb_search = "disabled"\n'
-        parts = ("apps_instructions", "permissions_instructions", "environment_context")
-        told += "".join(f"include_{part} = false\n" for part in parts)
-        told += "skills.include_instructions = false\nskills.bundled.enabled = false\n"
-        told += "".join(f"features.{name} = false\n" for name in ("goals", "apps", "plugins", "view_image"))
-        told += "agents.enabled = false\n"
-    return {"home/config.toml": told, "home/brief.md": BRIEF.format("exec_command")}
+    return {"home/config.toml": told}
 
 
 def opencode(trial: Trial) -> Iterator[Result]:
@@ -102,16 +86,11 @@ def opencode(trial: Trial) -> Iterator[Result]:
     provider = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": trial.api}, "models": {MODEL: {}}}
     config: dict[str, Any] = {"provider": {"llamaspec": provider}, "model": f"llamaspec/{MODEL}"}
     config["permission"] = "allow"
-    if trial.is_real:
-        tools = {"*": False, "write": True, "bash": True, "invalid": True}  # the last answers broken calls
-        config["agent"] = {"build": {"prompt": BRIEF.format("write"), "tools": tools}}
     files = {"work/opencode.json": json.dumps(config)}
     env = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
     ask, again = ["opencode", "run"], ["opencode", "run", "--continue"]
     written = call("write", filePath=str(trial.hello), content="hello\n")
     yield trial.task("writes a file", [[*ask, TASK]], [THOUGHT + written, "Done."], files, env=env)
-    if trial.is_real:
-        return
     yield trial.task(CUT, [[*ask, TASK]], [cut(written), written, "Done."], files, env=env)
     answers, turns = [written, LONG, "Done."], [[*ask, TASK], [*again, LONG], [*again, "And now?"]]
     yield trial.task(COMPACTS, turns, answers, files, overflows=True, is_done=_says_done, env=env)
@@ -126,8 +105,6 @@ def continue_cli(trial: Trial) -> Iterator[Result]:
     options = ["--auto", "--config", "config.yaml"]
     ask = ["cn", "-p", TASK, *options]
     yield trial.task("writes a file", [ask], [written, "Done."], files, env=env)
-    if trial.is_real:
-        return
     yield trial.task(CUT, [ask], [cut(written), written, "Done."], files, env=env)
     turns = [ask, *(["cn", "-p", said, "--resume", *options] for said in (LONG * 3, "And now?"))]
     yield trial.task(

@@ -1,7 +1,7 @@
-"""The server that clients are driven against, in this process: its answers are given, or a model's own.
+"""The server that clients are driven against, in this process; the text of its answers is given.
 
-A given answer is the text that a model of the Hermes family would write, letter by letter: it is parsed and
-sent as any other. Requests for which none is given are answered by the model.
+An answer is the text that a model of the Hermes family would write, letter by letter: it is parsed and sent
+like any other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -30,7 +29,6 @@ from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import Finished, RequestQueue, Submission
 from serve_soak import TEMPLATE
 
-DEMO_TARGET, DEMO_DRAFT = demo_target(), demo_draft()
 LETTERS = 4  # of a token, about
 N_CTX = 1 << 14  # agents have long instructions, and one conversation is to be too long
 
@@ -50,20 +48,18 @@ def cut(answer: str) -> Cut:
 
 
 class Script:
-    """The answers to come; behind the last one it is said again. None: the model answers."""
+    """The answers to come; the last one is repeated."""
 
     def __init__(self) -> None:
-        self._answers: list[str] | None = None
+        self._answers: list[str] = []
         self._with_tools = True
 
-    def begin(self, answers: Sequence[str] | None, *, with_tools: bool = True) -> None:
-        """From now on these; `with_tools`: to requests that offer tools, others are greeted."""
-        self._answers, self._with_tools = None if answers is None else list(answers), with_tools
+    def begin(self, answers: Sequence[str], *, with_tools: bool = True) -> None:
+        """Replace the answers; if `with_tools`, requests that offer no tools are only greeted."""
+        self._answers, self._with_tools = list(answers), with_tools
 
-    def next(self, has_tools: bool) -> str | None:
-        """The answer to a request."""
-        if self._answers is None:
-            return None
+    def next(self, has_tools: bool) -> str:
+        """Return the answer to a request."""
         if self._with_tools and not has_tools:
             return "Hello."
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
@@ -143,32 +139,23 @@ def scripted_server(
     script: Script,
     exchanges: list[Exchange] | None = None,
     *,
-    target: Path = DEMO_TARGET,
-    draft: Path | None = DEMO_DRAFT,
-    template: str | None = TEMPLATE,
-    n_ctx: int = N_CTX,
+    template: str = TEMPLATE,
 ) -> Iterator[str]:
-    """The URL of a server in a thread of this process; it adds to `exchanges`.
-
-    The embedded pair gets a chat template that knows tools; `template` None is that of the target.
-    """
+    """Run a server in a thread of this process, and yield its URL; it adds to `exchanges`."""
     settings, is_ready = ServeSettings(port=0), threading.Event()
-    usual = RequestQueue.submit
 
     def submit(queue: RequestQueue, jobs: Sequence[Job]) -> Submission:
         text = script.next(bool(jobs[0].prompt.tools))
-        if text is None:
-            return usual(queue, jobs)
         submission = Submission(jobs, queue, time.monotonic())
         (state,) = submission.states
         state.last = _end(text, jobs[0])
         state.unread.extend(_deltas(text, jobs[0]))
         return submission
 
-    options = ModelOptions(n_ctx=n_ctx, n_cells=n_ctx)
+    options = ModelOptions(n_ctx=N_CTX, n_cells=N_CTX)
     with (
         patch.object(RequestQueue, "submit", submit),
-        open_pair(target, draft, target_options=options, draft_options=options) as pair,
+        open_pair(demo_target(), demo_draft(), target_options=options, draft_options=options) as pair,
         open_socket(settings) as opened,
         serving(pair, AutoLength(), ChatTemplate.of(pair.target, template), settings, lambda _: None) as (
             app,

@@ -18,7 +18,7 @@ from interop_parts.server import Exchange, Script
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "any"
 CALL_MARKS = (b"<tool_call>", b"</tool_call>")
-State = Literal["ok", "answered", "failed", "skipped"]
+State = Literal["ok", "failed", "skipped"]
 Command = Sequence[str | Path]
 
 
@@ -38,7 +38,6 @@ class Trial:
     url: str  # of the server
     exchanges: list[Exchange]
     script: Script
-    is_real: bool  # whether a real model answers
     installed: Path  # with the client's program
     folder: Path
     seconds: float
@@ -53,8 +52,8 @@ class Trial:
         """The file that most agents are to write."""
         return self.folder / "work" / "hello.txt"
 
-    def begin(self, answers: Sequence[str] | None, *, with_tools: bool = True) -> None:
-        """Make the folder empty, and forget earlier requests; None: the model answers."""
+    def begin(self, answers: Sequence[str], *, with_tools: bool) -> None:
+        """Empty the folder, and forget earlier requests."""
         shutil.rmtree(self.folder, ignore_errors=True)
         for name in ("home", "work"):
             (self.folder / name).mkdir(parents=True)
@@ -118,7 +117,7 @@ class Trial:
             What is tried.
         turns : sequence of commands
         answers : sequence of str
-            What is said unless a real model answers; `with_tools` only to requests that offer tools.
+            What the model says; if `with_tools`, only to requests that offer tools.
         files : mapping, optional
             What the folder begins with, beside an empty `home`.
         overflows : bool
@@ -127,7 +126,7 @@ class Trial:
             Handed the output of the last turn; by default whether `hello` was written.
         env : mapping, optional
         """
-        self.begin(None if self.is_real else answers, with_tools=with_tools)
+        self.begin(answers, with_tools=with_tools)
         for name, content in (files or {}).items():
             (self.folder / name).write_text(content)
         for command in turns:
@@ -137,8 +136,6 @@ class Trial:
         did = f"exit code {code}: {output.strip()[-200:]}"
         failed = _failed(asked, overflows, did)
         if failed is None and not (is_done or self._wrote_hello)(output):
-            if self.is_real:
-                return Result(check, "answered", told)
             failed = f"not done; {did}"
         return Result(check, "ok", told) if failed is None else Result(check, "failed", f"{told}: {failed}")
 

@@ -27,7 +27,7 @@ from llamaspec.measure.compare import Spread, Task
 from llamaspec.measure.probe import sample_tokens
 from plain_llama import PlainLlama
 from tiny_models import HEAD_WRITERS, WRITERS, Recipe, write_llama
-from widening import Source, Widening, write
+from widen_gguf import Widening, write
 
 OPTIONS = ModelOptions(threads=1, n_ctx=256)
 SILENT = (2, 3, 4)
@@ -56,7 +56,7 @@ def widened(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers that say something, and three that add nothing."""
     folder = tmp_path_factory.mktemp("widened")
     source = write_llama(folder / "source.gguf", Recipe(seed=4, dtype="f32", end_score=None))
-    write(Source(source), Widening(n_layers=5, dtype="F32"), folder / "wide.gguf")
+    write(source, Widening(n_layers=5, dtype="F32"), folder / "wide.gguf")
     return folder / "wide.gguf"
 
 
