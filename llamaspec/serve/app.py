@@ -1,4 +1,4 @@
-"""The application: the endpoints of all APIs, who may use them, and the process that serves them.
+"""The application: the endpoints of all APIs, the checks of access, and the process that serves them.
 
 A server on a loopback address answers only requests that name this machine in `Host`. Otherwise a web page
 whose name resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_security.py.
@@ -103,7 +103,7 @@ def _answering(service: Service, endpoint: Endpoint) -> Handler:
         except ClientDisconnect:
             return Response(status_code=CLIENT_LEFT)
         except Exception as error:  # noqa: BLE001  # the client gets the error; the server continues
-            service.tell_fault(error)
+            service.log_fault(error)
             return error_response(http.url.path, error)
 
     return answer
@@ -118,7 +118,7 @@ async def _no_route(http: Request, error: Exception) -> Response:
     return response
 
 
-# Who may ask.
+# Access.
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 PUBLIC_PATHS = frozenset({*_PAGE_FILES, "/health", "/v1/health"})  # need no key
@@ -178,7 +178,7 @@ def _logging(app: ASGIApp, service: Service) -> ASGIApp:
         try:
             await app(scope, receive, send_and_note)
         finally:
-            service.tell(*_line(scope, status, monotonic() - begin))
+            service.log(*_line(scope, status, monotonic() - begin))
 
     return answer
 
@@ -285,7 +285,7 @@ class Server(uvicorn.Server):
         queue.stop()
         seconds, running = self._service.settings.grace_seconds, queue.sequences()[0]
         if running:
-            self._service.tell(
+            self._service.log(
                 f"stopping: {len(running)} running, up to {seconds:g} s to finish; press Ctrl-C to end now"
             )
         grace = asyncio.get_running_loop().call_later(seconds, queue.end)

@@ -79,7 +79,7 @@ class Form(ABC):
         return b""
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
-        """A sign of life, which clients ignore."""
+        """A comment, which clients ignore, or another event without content."""
         if progress.n_read is None:
             return b": waiting\n\n"
         return f": prompt {progress.n_read}/{progress.n_to_read}\n\n".encode()

@@ -122,13 +122,12 @@ class Job:
 class RequestBuilder:
     """Makes prompts, constraints and jobs for one pair; raises RequestError if that is impossible.
 
-    Without a template the model only continues text. `parallel` sequences run at once, so one HTTP request
-    may ask for that many.
+    Without a template the model only continues text.
     """
 
-    def __init__(self, pair: Pair, template: ChatTemplate | None, parallel: int) -> None:
+    def __init__(self, pair: Pair, template: ChatTemplate | None) -> None:
         target = pair.target
-        self.template, self.vocabulary, self._parallel = template, target.vocabulary, parallel
+        self.template, self.vocabulary = template, target.vocabulary
         self.answer_format = AnswerFormat() if template is None else recognize(template.source)
         self.takes_tools = template is not None and template.takes_tools
         # Some files call <tool_call> a control token, others a user-defined one.
@@ -247,10 +246,6 @@ class RequestBuilder:
     async def jobs(self, prompts: Sequence[Prompt], body: GenerationBody) -> list[Job]:
         """Return one job for each prompt and choice."""
         options = body.answer_options()
-        n = options.n
-        if len(prompts) * n > self._parallel:
-            asked = f"{len(prompts) * n} sequences at once, this server runs {self._parallel}"
-            raise bad_field("n", f"{asked}; ask for fewer, or start it with --parallel")
         biases = body.biases(self.vocabulary)
         self.check_token_ids(list(biases), "logit_bias")
         sampling = body.sampling(biases)
@@ -270,7 +265,7 @@ class RequestBuilder:
                 prediction=prediction,
             )
             for prompt in prompts
-            for i in range(n)
+            for i in range(options.n)
         ]
 
     def matched_stop(self, completion: Completion, stops: Sequence[str]) -> str | None:

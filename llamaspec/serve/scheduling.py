@@ -21,7 +21,7 @@ from llamaspec.chat.deltas import Delta
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
-from llamaspec.serve.errors import RequestError
+from llamaspec.serve.errors import RequestError, bad_field
 from llamaspec.serve.requests import Job
 from llamaspec.values import Round
 
@@ -40,7 +40,7 @@ class PromptProgress:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a sequence."""
+    """The last event of a sequence that has generated its answer."""
 
     completion: Completion
     n_reasoning: int = 0  # tokens
@@ -51,7 +51,7 @@ class Finished:
         return self.completion.stop_reason in (StopReason.LIMIT, StopReason.CONTEXT, StopReason.CONSTRAINT)
 
 
-Event: TypeAlias = "Delta | PromptProgress | Finished"  # the last of a sequence is a Finished
+Event: TypeAlias = "Delta | PromptProgress | Finished"
 Events: TypeAlias = AsyncIterator[tuple[int, Event]]  # with the index of the sequence
 
 
@@ -80,7 +80,7 @@ class Submission:
         self._queue = queue
 
     def work(self) -> dict[str, Any]:
-        """What was computed, for the log; the speed-up is that of the last completion."""
+        """The tokens and the speed, for the log; the speed-up is that of the last completion."""
         done = [state.stream.completion for state in self.states if state.stream is not None]
         ends = [state.last for state in self.states if isinstance(state.last, Finished)]
         n_generated = sum(each.summary.n_tokens for each in done)
@@ -162,9 +162,14 @@ class RequestQueue:
         self.is_ending = False  # running ones end, too
 
     def submit(self, jobs: Sequence[Job]) -> Submission:
-        """Queue sequences; RequestError 429: too many wait already, 503: the server is stopping."""
+        """Queue sequences; RequestError 400: they are more than may run at once, 429: too many wait already,
+        503: the server is stopping.
+        """
         if self.is_stopping:
             raise _server_stopping()
+        if len(jobs) > self._parallel:
+            asked = f"{len(jobs)} sequences at once, this server runs {self._parallel}"
+            raise bad_field("n", f"{asked}; ask for fewer, or start it with --parallel")
         n_free = max(0, self._n_slots(jobs[0]) - len(self._running))
         if len(self._waiting) + len(jobs) > self._max_queue + n_free:
             self.metrics.refused()
@@ -200,7 +205,7 @@ class RequestQueue:
             self._finish(state, _server_stopping())
 
     def fetch(self, state: SequenceState) -> list[Event]:
-        """Return what a sequence has generated since the last call; end it if that was all."""
+        """Return the events of a sequence since the last call; end it if they are the last."""
         stream = state.stream
         if stream is not None and state.last is None:
             try:

@@ -39,14 +39,14 @@ from llamaspec.values import TokenArray, n_common
 
 T = TypeVar("T")
 Write = Callable[[str], object]
-MAX_TOLD = 64  # names in a line of the log
+MAX_LOGGED = 64  # names in a line of the log
 MAX_NAME = 200  # characters of each
 CLIENT_LEFT = 499  # seen only in the log
-WORK = "llamaspec.work"  # in the scope of a request: a function that returns what was computed for it
+WORK = "llamaspec.work"  # in the scope of a request: a function that returns its figures for the log
 
 
 class Endpoint(NamedTuple):
-    """A path, and what answers it; an endpoint without a body is a GET."""
+    """A path and its handler; an endpoint without a body is a GET."""
 
     path: str
     handler: Callable[..., Awaitable[Response]]  # (service, HTTP request, body if there is one)
@@ -65,19 +65,19 @@ class Service:
         write: Write,
     ) -> None:
         self.pair, self.settings, self._write = pair, settings, write
-        self.builder = RequestBuilder(pair, template, settings.parallel)
+        self.builder = RequestBuilder(pair, template)
         self.queue = RequestQueue(pair, policy, settings.parallel, settings.max_queue)
-        self.verdict = pair_verdict(pair)  # what drafts gain for the pair, as earlier runs have measured
+        self.verdict = pair_verdict(pair)  # the speed-up that earlier runs have measured, in words
         self.created = int(time.time())  # Unix seconds
         self._prefixes = PrefixWatch(pair.target.vocabulary)
-        self._told: set[str] = set()  # names that the log has mentioned
+        self._logged: set[str] = set()  # names that the log has mentioned
 
     @property
     def model_name(self) -> str:
         """The model's name in answers."""
         return self.settings.alias or self.pair.target.path.stem
 
-    def tell(self, message: str, fields: Mapping[str, Any] | None = None) -> None:
+    def log(self, message: str, fields: Mapping[str, Any] | None = None) -> None:
         """Write one line to the log, whatever the message contains.
 
         If the log is for programs, it is JSON: the time, and `fields` or else the message.
@@ -88,33 +88,33 @@ class Service:
             line = json.dumps({"time": now, **({"message": line} if fields is None else fields)})
         self._write(line)
 
-    def tell_fault(self, error: Exception) -> None:
+    def log_fault(self, error: Exception) -> None:
         """Write one line about an error that is not the client's; for a bug, with its place in the code."""
         if as_request_error(error).status != HTTPStatus.INTERNAL_SERVER_ERROR:
             return
         if isinstance(error, LlamaspecError):
-            self.tell(f"error: {error}")
+            self.log(f"error: {error}")
             return
         # The message may contain text from the client.
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{place.name}, {Path(place.filename).name} line {place.lineno}"
-        self.tell(f"internal error: {type(error).__name__} in {where}; please report it")
+        self.log(f"internal error: {type(error).__name__} in {where}; please report it")
 
-    def _tell_once(self, message: str, names: Set[str]) -> None:
+    def _log_once(self, message: str, names: Set[str]) -> None:
         """Write one line with those names that the log has not mentioned yet."""
-        if new := names - self._told:
-            self._told = set(new) if len(self._told) > MAX_TOLD else self._told | new
-            self.tell(message.format(", ".join(name[:MAX_NAME] for name in sorted(new)[:MAX_TOLD])))
+        if new := names - self._logged:
+            self._logged = set(new) if len(self._logged) > MAX_LOGGED else self._logged | new
+            self.log(message.format(", ".join(name[:MAX_NAME] for name in sorted(new)[:MAX_LOGGED])))
 
     async def chat(self, request: ChatRequest) -> Prompt:
-        """As `RequestBuilder.chat`; logs once what is not supported, and what broke the cached prefix."""
+        """As `RequestBuilder.chat`; logs unsupported parts once, and a cached prefix that differs."""
         left_out = {*request.left_out, *(f"tool {tool}" for tool in request.tool_use.left_out)}
-        self._tell_once("left out of requests: {}; only functions can be called", left_out)
+        self._log_once("left out of requests: {}; only functions can be called", left_out)
         prompt = await self.builder.chat(request)
         not_held = "schemas that cannot be enforced: {}; the arguments of these tools may be any object"
-        self._tell_once(not_held, set(prompt.not_held))
+        self._log_once(not_held, set(prompt.not_held))
         if (broken := self._prefixes.compare(prompt.tokens)) is not None:
-            self.tell(broken)
+            self.log(broken)
         return prompt
 
     async def respond(
@@ -129,7 +129,7 @@ class Service:
         deadline = None if timeout is None else time.monotonic() + timeout
         events = submission.events(deadline, self.settings.keep_alive_seconds)
         if body.stream:
-            parts = form.stream(events, self.tell_fault)
+            parts = form.stream(events, self.log_fault)
             return EventStream(parts, form.media_type, submission.cancel, deadline)
         try:
             answers = await _while_connected(collected(events, len(jobs)), http.receive)
