@@ -19,7 +19,7 @@ import numpy as np
 
 from llamaspec.engine.generation import Completion
 from llamaspec.length.acceptance import Acceptance, LearnedPrior, verified_tokens
-from llamaspec.length.costs import DENSE, PAD, CostCurve, Costs
+from llamaspec.length.costs import CALIBRATED, DENSE, PAD, CostCurve, Costs
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.store import BenchGains, Models, stored
 from llamaspec.plan import DraftPlan, ModelFile
@@ -30,6 +30,7 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 CONCLUSIVE_WIDTH = 9
 LIKELY = 0.8  # acceptance with which quantizations are compared
 TELLING = 32  # draft tokens after which an observed acceptance is mentioned
+NOISE = 0.07  # costs relative to plain decoding, measured twice, differ by up to twice as much
 SAME = 0.03  # smaller speed-ups are noise
 QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # with these, wide batches are often cheap
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
@@ -71,6 +72,19 @@ def break_even(seconds: Sequence[float]) -> float | None:
     return high
 
 
+def break_even_range(seconds: Sequence[float]) -> str:
+    """Return the acceptance from which drafting is faster, as a range: costs are known only up to `NOISE`.
+
+    Drafting must be faster at some acceptance.
+    """
+    plain, *drafted = seconds
+    low, high = (
+        break_even([plain, *(each * factor for each in drafted)]) for factor in (1 - NOISE, 1 + NOISE)
+    )
+    bounds = [round(100 * (1.0 if each is None else each)) for each in (low, high)]
+    return " to ".join(str(each) for each in dict.fromkeys(bounds)) + "%"
+
+
 def round_seconds(curve: CostCurve) -> list[float]:
     """Return the seconds of a round by draft length, up to the widest batch that was timed for drafts."""
     widest = max(width for width in curve.widths if width <= DENSE)  # wider ones are chunks of prompts
@@ -108,9 +122,9 @@ def saturation_width(curve: CostCurve) -> int:
 def verdict(curve: CostCurve) -> str:
     """Say in one sentence when drafting is faster, as far as was measured."""
     seconds = round_seconds(curve)
-    needed = break_even(seconds)
-    if needed is not None:
-        return f"on this machine, drafting with this pair is faster above an acceptance of {needed:.0%}"
+    if break_even(seconds) is not None:
+        needed = break_even_range(seconds)
+        return f"on this machine, drafting with this pair is faster above an acceptance of {needed}"
     if len(seconds) < CONCLUSIVE_WIDTH:
         n_timed = sum(width <= DENSE for width in curve.widths)
         return f"break-even acceptance unknown: only {n_timed} batch sizes timed, up to {len(seconds)}"
@@ -125,10 +139,14 @@ def in_words(curve: CostCurve) -> list[str]:
     said = []
     if curve.draft_step_seconds:
         said.append(f"time per draft token: {1e3 * curve.draft_step_seconds:.2f} ms")
-    if (widest := saturation_width(curve)) > 1:
-        said.append(f"extra positions are cheap (under half a single-token step) up to batch size {widest}")
-    else:
-        said.append("extra positions are not cheap here: each costs over half a single-token step")
+    first, *seconds = curve.verify_seconds
+    extra = [
+        f"{(each / first - 1) / (width - 1):.0%} at batch size {width}"
+        for width, each in zip(curve.widths[1:], seconds, strict=True)
+        if width in CALIBRATED
+    ]
+    if extra:
+        said.append(f"cost of an extra position, in single-token steps: {', '.join(extra)}")
     for cheaper, group in groupby(dips(curve).items(), key=itemgetter(1)):
         widths = [width for width, _ in group]
         sizes = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"
