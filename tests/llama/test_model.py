@@ -136,24 +136,6 @@ def test_the_same_request_again(opened: OpenModel, kind: str) -> None:
         assert_same(answers[1], fresh(other, wanted), TOLERANCE[kind])
 
 
-@pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2"])
-def test_a_stored_text_keeps_its_own_checkpoints(opened: OpenModel, kind: str) -> None:
-    """Once, a row that went on from the same states wrote its own over those in the store."""
-    model, other = opened(kind, **EXACT), opened(kind, **EXACT)
-    for n in (20, 40, 60, 80, 100):
-        model.forward(request(n), row=0)
-    model.release(0)
-    branch = np.append(text(70), text(60, 1))
-    for n in (75, 85, 95, 105, 115):
-        model.forward(ForwardRequest(TARGET, branch[:n]), row=1)
-    model.release(1)
-    wanted = ForwardRequest(TARGET, np.append(text(50), text(5, 2)))
-    for row in (2, 3):
-        assert_same(model.forward(wanted, row), fresh(other, wanted), TOLERANCE[kind])
-        model.release(row)
-        wanted = ForwardRequest(TARGET, np.append(text(90), text(5, 2)))
-
-
 def test_views_are_valid_until_the_next_call(opened: OpenModel) -> None:
     """No copy is made of V scores: a view that is kept shows the next answer."""
     model = opened()

@@ -109,6 +109,19 @@ def test_states_go_back_to_a_snapshot(opened: OpenModel, evaluated: Count, kind:
     assert costs == [50, 5, back, 1]
 
 
+def test_a_stored_text_keeps_its_own_checkpoints(opened: OpenModel) -> None:
+    """Once, a row that went on from the same states wrote its own over those in the store."""
+    model = opened("mamba")
+    for n in (20, 40, 60, 80, 100):
+        model.forward(request(n), row=0)
+    model.release(0)
+    branch = np.append(text(70), text(60, 1))
+    for n in (75, 85, 95, 105, 115):
+        model.forward(ForwardRequest(TARGET, branch[:n]), row=1)
+    model.release(1)
+    assert model.prepare([(2, ForwardRequest(TARGET, np.append(text(65), text(5, 2))), 0)]) == [60]
+
+
 @pytest.mark.parametrize(("kind", "verifies", "most"), [
     ("llama", True, 0), ("llama", False, 0),
     ("lfm2", True, 0), ("lfm2", False, SPACING),
