@@ -76,6 +76,7 @@ class ForwardRequest:
     draft: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
     parents: TokenArray | None = None  # [K] index of the token before it, -1 = the sequence; None = chain
     n_read: int = 0  # draft tokens, the first of a tree, whose logits are known already
+    n_before: int = field(init=False)  # tokens before the first whose logits are wanted
     n_tokens: int = field(init=False)  # positions of the KV cache that sequence and draft tokens fill
     n_scored: int = field(init=False)  # rows of logits in the answer
     is_tree: bool = field(init=False)
@@ -92,9 +93,14 @@ class ForwardRequest:
         if self.parents is not None:
             _check_parents(self.parents, n_draft)
             is_tree = not self.n_logits or bool((self.parents != np.arange(-1, n_draft - 1)).any())
+        object.__setattr__(self, "n_before", n - self.n_logits)
         object.__setattr__(self, "n_tokens", n + n_draft)
         object.__setattr__(self, "n_scored", self.n_logits + n_draft - self.n_read)
         object.__setattr__(self, "is_tree", is_tree)
+
+    def prefill(self, n: int) -> ForwardRequest:
+        """Return a request for the first `n` tokens of the sequence, without logits."""
+        return ForwardRequest(self.model, self.tokens[:n], n_logits=0)
 
 
 class Forward(NamedTuple):

@@ -100,11 +100,11 @@ class Batching:
         The target evaluates a prompt apart from the positions that need logits, because the width of their
         evaluation may be chosen so that the logits are exact.
         """
-        size, n_before = self.chunk(request.model, is_alone=is_alone), len(request.tokens) - request.n_logits
+        size, n_before = self.chunk(request.model, is_alone=is_alone), request.n_before
         is_exact = request.model != TARGET or not request.n_scored or n_cached == n_before
         if (request.n_tokens - n_cached <= size and is_exact) or n_cached >= n_before:
             return request
-        return ForwardRequest(request.model, request.tokens[: min(n_cached + size, n_before)], n_logits=0)
+        return request.prefill(min(n_cached + size, n_before))
 
     def padding(self, slot: Slot, request: ForwardRequest, n_sequences: int) -> int:
         """Positions of padding that a sequence would like, alone or with others.

@@ -186,7 +186,7 @@ class Slot:
     def shorten(self, n: int) -> None:
         """Evaluate only the first `n` new tokens of the part."""
         assert self.part is not None
-        self.part = ForwardRequest(self.part.model, self.part.tokens[: self.n_cached + n], n_logits=0)
+        self.part = self.part.prefill(self.n_cached + n)
 
     def advance(self, answer: Forward | None, error: Exception | None) -> None:
         """Resume the coroutine until its next request.

@@ -130,8 +130,7 @@ class Context:
             return first + self.evaluate(batch[half:], n_padding)
         if isinstance(self.cache, RecurrentCache) and self.cache.reads_first(batch[0][1]):
             row, request = batch[0]
-            n_before = len(request.tokens) - request.n_logits
-            self.evaluate([(row, ForwardRequest(request.model, request.tokens[:n_before], n_logits=0))])
+            self.evaluate([(row, request.prefill(request.n_before))])
         rows = [row for row, _ in batch]
         segments = [self.cache.segment(row, request, rows) for row, request in batch]
         new = [(row, segment.tokens) for row, segment in zip(rows, segments, strict=True)]

@@ -92,7 +92,7 @@ class KVCache:
 
     def _prepare(self, row: int, request: ForwardRequest, n_padding: int) -> int:
         """Cut the row's sequence to the request, add what is known elsewhere, reserve cells for the rest."""
-        n_before = len(request.tokens) - request.n_logits  # what may come out of the cache
+        n_before = request.n_before  # what may come out of the cache
         sequence = self.of_row.get(row) or self._assign(row, request.tokens[:n_before])
         n_read = self._trees.go_on(sequence, request)
         n = min(sequence.shared(request.tokens), n_before)

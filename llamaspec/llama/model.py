@@ -193,10 +193,9 @@ class LlamaModel:
         (n_cached,) = self.prepare([(row, request, 0)])
         if isinstance(n_cached, ContextFullError):
             raise n_cached
-        n_before = len(request.tokens) - request.n_logits
         while request.n_tokens - n_cached > self.batch_size:
-            n_cached = min(n_cached + self.batch_size, n_before)
-            self.evaluate([(row, ForwardRequest(request.model, request.tokens[:n_cached], n_logits=0))])
+            n_cached = min(n_cached + self.batch_size, request.n_before)
+            self.evaluate([(row, request.prefill(n_cached))])
         return self.evaluate([(row, request)])[0]
 
     def release(self, row: int) -> None:

@@ -85,12 +85,9 @@ class PromptReader:
         `answer` is the main context's. Returns how many tokens need not be evaluated any more.
         """
         row, request, _ = entry
-        n_before = len(request.tokens) - request.n_logits
-        while isinstance(answer, int) and (row in self._ends or self._begin(row, answer, n_before)):
-            end = min(self._ends[row], n_before)
-            beginning = ForwardRequest(request.model, request.tokens[:end], n_logits=0)
-            cache = _cache(self._context)
-            (n_read,) = cache.prepare_all([(row, beginning, 0)])
+        while isinstance(answer, int) and (row in self._ends or self._begin(row, answer, request)):
+            end, cache = min(self._ends[row], request.n_before), _cache(self._context)
+            (n_read,) = cache.prepare_all([(row, request.prefill(end), 0)])
             if isinstance(n_read, int):
                 if n_read < end:
                     return n_read
@@ -149,9 +146,10 @@ class PromptReader:
         assert self._opened is not None
         return self._opened[1]
 
-    def _begin(self, row: int, n_cached: int, n_before: int) -> bool:
+    def _begin(self, row: int, n_cached: int, request: ForwardRequest) -> bool:
         """Whether the next tokens of a row are read apart; if so, store what is known of it."""
-        n_new, end, main = n_before - n_cached, n_before, _cache(self._main)
+        end, main = request.n_before, _cache(self._main)
+        n_new = end - n_cached
         if n_new < MIN_TOKENS or n_cached < self._read.get(row, 0):  # what was read here got lost
             return False
         if self.gain is None:

@@ -54,7 +54,7 @@ class RecurrentCache:
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare the row; return how many of its tokens are cached."""
         ((row, request, _),) = batch
-        n_before = len(request.tokens) - request.n_logits
+        n_before = request.n_before
         if row not in self.of_row:
             self._begin(request.tokens[:n_before])
             self.of_row = {row: self._held}
@@ -68,8 +68,7 @@ class RecurrentCache:
 
         Otherwise the same tokens would be evaluated again after the next rejection, more in every round.
         """
-        n_before = len(request.tokens) - request.n_logits
-        return self._can_restore and request.n_scored > 1 and n_before - self._held.n >= SPACING
+        return self._can_restore and request.n_scored > 1 and request.n_before - self._held.n >= SPACING
 
     def shared(self, tokens: TokenArray) -> int:
         """How many of the first tokens are held, and can be gone back to."""
