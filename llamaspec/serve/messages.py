@@ -86,6 +86,11 @@ def conversation(field: str, messages: Iterable[tuple[int, MessageFields]]) -> l
     return found
 
 
+def parts_of(content: Content | None) -> list[ContentPart]:
+    """Return the parts of a message."""
+    return [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
+
+
 def text_of(content: Content | None, place: str, *, is_result: bool = False) -> str:
     """Return the text of a message, its parts joined; RequestError if a part is not text.
 
@@ -121,8 +126,7 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
         for call in fields.tool_calls or ()
     ]
     text, reasoning, results = "", fields.reasoning_content or "", list[Message]()
-    parts = [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
-    for i, part in enumerate(parts):
+    for i, part in enumerate(parts_of(content)):
         at = f"{place}.content.{i}"
         if part.type == "thinking" and is_assistant:
             # A block from another server may have only a signature.

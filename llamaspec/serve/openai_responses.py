@@ -39,6 +39,7 @@ from llamaspec.serve.messages import (
     Tools,
     called,
     conversation,
+    parts_of,
     required,
     system_message,
     text_of,
@@ -140,14 +141,12 @@ def _messages(items: Sequence[InputItem]) -> list[tuple[int, MessageFields]]:
         if message is None:
             continue
         last = found[-1][1] if found and found[-1][1].role == "assistant" else None
-        if last is not None and item.type in _CALLS:
-            last.tool_calls = [*(last.tool_calls or []), *(message.tool_calls or [])]
-            continue
-        only_reasoning = last and last.reasoning_content and last.content is None and not last.tool_calls
-        if last is not None and only_reasoning and message.role == "assistant":
-            last.content = message.content
-            continue
-        found.append((i, message))
+        goes_on = message.role == "assistant" and item.type != "reasoning"
+        if last and goes_on and (item.type in _CALLS or last.tool_calls or last.content is None):
+            last.content = [*parts_of(last.content), *parts_of(message.content)] or None
+            last.tool_calls = [*(last.tool_calls or ()), *(message.tool_calls or ())]
+        else:
+            found.append((i, message))
     return found
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from dataclasses import field as default
 from itertools import takewhile
 
 import numpy as np
@@ -85,8 +84,8 @@ class Job:
     sampling: Sampling
     seed: int
     max_tokens: int
-    options: AnswerOptions = default(default_factory=AnswerOptions)
-    drafting: SpeculativeFields = default(default_factory=SpeculativeFields)
+    options: AnswerOptions
+    drafting: SpeculativeFields
     prediction: TokenArray | None = None  # [m] int32, which most of the answer is expected to repeat
 
     def open(self, pair: Pair, policy: LengthPolicy, on_prefill: Progress) -> AnswerStream:

@@ -102,6 +102,7 @@ def test_items_of_a_codex_conversation() -> None:
         {"type": "custom_tool_call", "call_id": "a", "name": "apply_patch", "input": "*** Begin"},
         {"type": "local_shell_call", "id": "b", "call_id": None, "status": "completed",
          "action": {"type": "exec", "command": ["ls"]}},
+        text("assistant", "Wait."),
         {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "x"}},
         {"type": "custom_tool_call_output", "call_id": "a", "output": "Done"},
         {"type": "local_shell_call_output", "id": "b", "output": [{"type": "input_text", "text": "a.txt"}]},
@@ -113,7 +114,7 @@ def test_items_of_a_codex_conversation() -> None:
     calls = (ToolCall("a", "apply_patch", '{"input": "*** Begin"}'),
              ToolCall("b", "local_shell", '{"type": "exec", "command": ["ls"]}'))  # fmt: skip
     assert list(request.messages) == [
-        Message("assistant", "", tool_calls=calls),
+        Message("assistant", "Wait.", tool_calls=calls),
         Message("tool", "Done", name="apply_patch", tool_call_id="a"),
         Message("tool", "a.txt", name="local_shell", tool_call_id="b"),
         Message("assistant", "Both done."),

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,7 @@ def test_a_failure_in_one_text_leaves_the_others_alone(demo: Pair, alone: Pair) 
 
         async def ask() -> list[str]:
             good = queue.submit([job(demo, "import os", 2, 40)])
-            empty = queue.submit([Job(Prompt(np.empty(0, dtype=np.int32)), Sampling(), 1, 5)])
+            empty = queue.submit([replace(job(demo, "a", 1, 5), prompt=Prompt(np.empty(0, dtype=np.int32)))])
             broken = queue.submit([job(demo, "def f(", 1, 50, stops=(Breaking("never said"),))])
             with pytest.raises(PromptError, match="empty"):
                 await read(empty)
