@@ -21,7 +21,7 @@ from urllib.parse import unquote
 from platformdirs import user_config_dir
 
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.files import PartName, parse_json, read_file, write_file
+from llamaspec.files import parse_json, part_names, read_file, write_file
 
 HUB = "hf:"
 MAX_BYTES = 1 << 50  # of a file; a larger size must be a mistake
@@ -56,15 +56,13 @@ class RemoteFile:
             raise ValueError(f"a model file ends in .gguf, got {quoted(self.file)}")
         if not is_plain(self.file):
             raise ValueError(f"a model file is a plain path inside its repository, got {quoted(self.file)}")
-        found = PartName.read(self.file)
-        if found is not None and not 1 <= found.part <= found.n_parts:
+        if self.file not in self.parts:
             raise ValueError(f"a model has no such part, got {quoted(self.file)}")
 
     @property
     def parts(self) -> tuple[str, ...]:
         """All files of a split model, in order; usually only this one."""
-        found = PartName.read(self.file)
-        return (self.file,) if found is None else found.all_names
+        return part_names(self.file)
 
     def __str__(self) -> str:
         return f"{HUB}{self.repo}:{self.file}"

@@ -15,7 +15,6 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
@@ -32,7 +31,7 @@ Unknown = Literal["forbid", "ignore"]  # how to treat keys that a dataclass lack
 
 STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that was killed
 _LONGEST_REASON = 200  # characters
-_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
+_PART = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def cache_folder() -> Path:
@@ -69,24 +68,18 @@ def file_identity(path: Path) -> str:
     return key.hexdigest()[:32]
 
 
-@dataclass(frozen=True, slots=True)
-class PartName:
-    """The name of one part of a model that was split into files: STEM-00002-of-00005.gguf."""
+def part_names(name: str) -> tuple[str, ...]:
+    """Return the names of all parts of a model that was split into files; of any other file only its own.
 
-    stem: str
-    part: int  # from 1
-    n_parts: int
-
-    @classmethod
-    def read(cls, name: str) -> PartName | None:
-        """Read the name of a file; None if the name is not that of a part."""
-        found = _PART.fullmatch(name)
-        return None if found is None else cls(found[1], int(found[2]), int(found[3]))
-
-    @property
-    def all_names(self) -> tuple[str, ...]:
-        """The names of all parts, in order."""
-        return tuple(f"{self.stem}-{i:05}-of-{self.n_parts:05}.gguf" for i in range(1, self.n_parts + 1))
+    Examples
+    --------
+    >>> part_names("big-00002-of-00002.gguf")
+    ('big-00001-of-00002.gguf', 'big-00002-of-00002.gguf')
+    """
+    found = _PART.fullmatch(name)
+    if found is None:
+        return (name,)
+    return tuple(f"{found[1]}-{i:05}-of-{found[2]}.gguf" for i in range(1, int(found[2]) + 1))
 
 
 def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from glob import escape
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from llamaspec.catalog import (
     remote_file,
 )  # fmt: skip
 from llamaspec.errors import ModelFileError
-from llamaspec.files import PartName, cache_folder, file_identity
+from llamaspec.files import cache_folder, file_identity
 from llamaspec.hub_cache import OnFetch, fetch, fetched_states, find_here, list_models, repo_folder
 from llamaspec.llama.gguf_file import read_gguf
 
@@ -154,12 +155,11 @@ def made_drafts(target: Path) -> list[Path]:
     try:
         found = [path for folder in folders for path in folder.glob(pattern) if path.is_file()]
         wanted = file_identity(target) if found else ""
-        fitting = [path for path in found if read_gguf(path).texts.get(DRAFT_FOR) == wanted]
+        fitting = [path for path in found if read_gguf(path).text(DRAFT_FOR) == wanted]
         return sorted(fitting, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     except (OSError, ValueError):  # ValueError: no path has such a name
         return []
 
 
 def _stem(target: Path) -> str:
-    part = PartName.read(target.name)
-    return target.stem if part is None else part.stem
+    return re.sub("-[0-9]{5}-of-[0-9]{5}$", "", target.stem)

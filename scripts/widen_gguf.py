@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import track
 
 from llamaspec import LlamaspecError, demo_target
-from llamaspec.llama.quantize import Copy, write_copy
+from llamaspec.llama.quantize import write_copy
 
 Array = npt.NDArray[np.float32]
 
@@ -369,7 +369,7 @@ def quantize(path: Path, kind: str) -> Path:
     name = path.stem.removesuffix("-F16").removesuffix("-F32")
     quantized = path.with_name(f"{name}-{kind}.gguf")
     if _is_older(quantized, path):
-        write_copy(path, quantized, Copy(kind), os.cpu_count() or 1)
+        write_copy(path, quantized, file_type=kind, threads=os.cpu_count() or 1)
     return quantized
 
 

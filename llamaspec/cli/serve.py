@@ -20,9 +20,9 @@ from llamaspec.cli.output import SlowProgress, say
 from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import ConstraintError, LlamaspecError, WorkerError
 from llamaspec.files import cache_folder
-from llamaspec.llama.options import DEFAULT_CONTEXT, find_devices
+from llamaspec.llama.devices import PORT, find_devices, serve_worker
+from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.prefix_store import PrefixFolder
-from llamaspec.llama.rpc import PORT, serve_worker
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.serve import MAX_PARALLEL, ServeSettings
@@ -235,5 +235,4 @@ def worker(host: str, port: int, threads: int | None, device: str | None, *, cac
         f"a worker on {host}:{port}, computing on {', '.join(names)}; anyone who can reach it can use it, "
         f"so private networks only; Ctrl-C stops it"
     )
-    devices = [each for each in found if each.name in names]
-    serve_worker(host, port, threads, devices, folder, lambda: say(ready))
+    serve_worker(host, port, threads, names, folder, lambda: say(ready))

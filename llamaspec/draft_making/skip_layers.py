@@ -19,7 +19,7 @@ from llamaspec.files import file_identity
 from llamaspec.hub import DRAFT_FOR, made_path
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
+from llamaspec.llama.quantize import COPY, layer_influence, write_copy
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.reasons import best_length
 from llamaspec.pair import Pair
@@ -205,28 +205,35 @@ class _Bench:
         return f"L{self.n_layers - len(candidate.pruned)}-{candidate.file_type}"
 
     def _measure(self, candidate: Candidate, path: Path) -> MeasuredCandidate:
-        target, seconds = self.trial.target, self.trial.round_seconds
-        write_copy(target.path, path, self._copy(candidate), target.options.threads or 0)
+        seconds = self.trial.round_seconds
+        self._write(candidate, path)
         ratio, accepted = self.trial.cost_and_acceptance(path)
         best = best_length([s + n * ratio * seconds[0] for n, s in enumerate(seconds)], accepted, least=1)
         n_left, n_bytes = self.n_layers - len(candidate.pruned), path.stat().st_size
         return MeasuredCandidate(candidate, n_left, n_bytes, ratio, accepted, best.n_guesses, best.speed_up)
 
-    def _copy(self, candidate: Candidate) -> Copy:
-        """Describe the copy: without prediction heads, and with corrected layer counts."""
-        path = self.trial.target.path
-        header = read_gguf(path)
-        entries: dict[str, str | int] = {DRAFT_FOR: file_identity(path)}
+    def _write(self, candidate: Candidate, path: Path) -> None:
+        """Write the copy: without prediction heads, and with corrected layer counts."""
+        target = self.trial.target
+        header = read_gguf(target.path)
+        entries: dict[str, str | int] = {DRAFT_FOR: file_identity(target.path)}
         name = header.architecture
-        pruned, known = list(candidate.pruned), header.numbers
-        n_heads = known.get(f"{name}.nextn_predict_layers", 0)
+        pruned = list(candidate.pruned)
+        n_heads = header.number("nextn_predict_layers")
         if n_heads:
             entries[f"{name}.nextn_predict_layers"] = 0
             pruned += range(self.n_layers, self.n_layers + n_heads)
-        n_dense = known.get(f"{name}.leading_dense_block_count", 0)
+        n_dense = header.number("leading_dense_block_count")
         if n_dense:
             entries[f"{name}.leading_dense_block_count"] = n_dense - sum(p < n_dense for p in pruned)
-        return Copy(candidate.file_type, tuple(pruned), entries)
+        write_copy(
+            target.path,
+            path,
+            file_type=candidate.file_type,
+            pruned=pruned,
+            entries=entries,
+            threads=target.options.threads or 0,
+        )
 
 
 def _types(target: LlamaModel) -> tuple[str, ...]:

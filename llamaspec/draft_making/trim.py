@@ -24,7 +24,7 @@ from llamaspec.files import file_identity
 from llamaspec.hub import DRAFT_FOR
 from llamaspec.llama.gguf_file import check_gguf, read_gguf
 from llamaspec.llama.options import ModelOptions
-from llamaspec.llama.quantize import COPY, Copy, rewrite, write_copy
+from llamaspec.llama.quantize import COPY, rewrite, write_copy
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TokenArray
 
@@ -130,7 +130,7 @@ def trim_draft(
     damaged or cannot be trimmed, or the copy cannot be written.
     """
     check_gguf(source)
-    if read_gguf(source).numbers.get("split.count", 1) > 1:
+    if read_gguf(source).number("split.count") > 1:
         raise ModelFileError(f"{source} is one of several parts; join them with llama-gguf-split --merge")
     counts = _count(source, texts or (SAMPLE.encode(),))
     import gguf  # a third of a second, only when needed
@@ -155,7 +155,7 @@ def trim_draft(
             if file_type == COPY:
                 copy.replace(output)
             else:
-                write_copy(copy, output, Copy(file_type))
+                write_copy(copy, output, file_type=file_type)
         sizes = output.stat().st_size, source.stat().st_size
     except OSError as error:
         raise LlamaspecError(

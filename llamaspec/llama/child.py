@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -16,8 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
+
+import psutil
 
 _POLL_SECONDS = 0.1
 _LONGEST_ANSWER = 32_000  # bytes; a pipe holds 64 KiB, and the parent reads only when the child has ended
@@ -90,29 +92,18 @@ def end_with_answer(answer: str) -> NoReturn:
 
 def limit_memory(n_bytes: int) -> None:
     """Allow so many more bytes of data, if the system can limit them; mapped weights do not count."""
-    _lower("RLIMIT_CORE", 0)
-    _lower("RLIMIT_DATA", _data_bytes() + n_bytes)
+    n_bytes += getattr(psutil.Process().memory_info(), "data", 0)  # allocated already; Linux alone says it
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_DATA, n_bytes)
 
 
 def limit_cpu(seconds: int) -> None:
-    """Lower the limit of processor time, in seconds since the process started, if the system has one."""
-    _lower("RLIMIT_CPU", seconds)
+    """Lower the limit of processor time, in seconds since the process started."""
+    _lower(resource.RLIMIT_CPU, seconds)
 
 
-def _lower(name: str, limit: int) -> None:
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return
-    soft, hard = resource.getrlimit(getattr(resource, name))
+def _lower(kind: int, limit: int) -> None:
+    soft, hard = resource.getrlimit(kind)
     known = [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
     with suppress(ValueError, OSError):
-        resource.setrlimit(getattr(resource, name), (min([limit, *known]), hard))
-
-
-def _data_bytes() -> int:
-    """Return the bytes that Python and the libraries have allocated so far."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError, ValueError):
-        return 0
+        resource.setrlimit(kind, (min([limit, *known]), hard))

@@ -26,6 +26,7 @@ from llamaspec.errors import (
 from llamaspec.llama import nextn, runtime
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import BLOCK, Cells
+from llamaspec.llama.devices import device_of, find_devices
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.nextn import Rows
 from llamaspec.llama.options import (
@@ -36,8 +37,6 @@ from llamaspec.llama.options import (
     N_BRANCHES,
     N_SEQUENCES,
     ModelOptions,
-    device_of,
-    find_devices,
 )
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.recurrent import RecurrentCache
@@ -74,7 +73,7 @@ class Context:
         self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
         self._keeps_hidden = options.heads and head is None
         self.context_size = options.n_ctx or _free_context_size(weights, options)
-        keeps_states = weights.keeps_states and head is None  # heads keep keys and values
+        keeps_states = weights.facts.keeps_states and head is None  # heads keep keys and values
         n_wanted = self.context_size if keeps_states else max(self.context_size, options.n_cells or 0)
         n_cells = -(-n_wanted // BLOCK) * BLOCK
         self.max_scored = options.max_scored
@@ -91,7 +90,7 @@ class Context:
         if head is not None:
             nextn.choose_head(pointer, head)
         if options.heads:
-            scored_only = head is not None and weights.architecture in nextn.SCORED_ROWS_ONLY
+            scored_only = head is not None and weights.facts.architecture in nextn.SCORED_ROWS_ONLY
             nextn.show_hidden_rows(pointer, scored_only=scored_only)
         self._governors: Sequence[ThreadGovernor] = governors() if options.threads is None else ()
         self._governor = self._governors[options.flash_attention != "off"] if self._governors else None
@@ -104,7 +103,7 @@ class Context:
             )
         else:
             n_sequences, n_branches = _n_sequences(options), 0 if head is not None else N_BRANCHES
-            block = BLOCK if weights.window is None else min(BLOCK, weights.window)
+            block = BLOCK if weights.facts.window is None else min(BLOCK, weights.facts.window)
             self.cache = KVCache(
                 Cells(pointer, n_sequences + 1 + n_branches, block),
                 n_cells,
@@ -232,7 +231,7 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
     parameters = lib.llama_context_default_params()
     parameters.n_ctx = n_cells
     parameters.n_batch = parameters.n_ubatch = BATCH
-    keeps_states = weights.keeps_states and not is_head
+    keeps_states = weights.facts.keeps_states and not is_head
     if is_head:  # one layer
         parameters.ctx_type = lib.LLAMA_CONTEXT_TYPE_MTP
     else:
@@ -274,7 +273,7 @@ def _n_branches(batch: Sequence[tuple[int, ForwardRequest]]) -> int:
 
 def _can_restore_states(weights: Weights) -> bool:
     """Not beside a sliding window: llama.cpp may have given away positions it would need."""
-    return weights.keeps_states and weights.window is None
+    return weights.facts.keeps_states and weights.facts.window is None
 
 
 def _free_context_size(weights: Weights, options: ModelOptions) -> int:
@@ -286,7 +285,7 @@ def _free_context_size(weights: Weights, options: ModelOptions) -> int:
     elif runtime.can_offload() and options.offloads:
         gpus = [device for device in find_devices() if device.is_gpu]
         room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights have been loaded
-    if weights.keeps_states:
+    if weights.facts.keeps_states:
         n_bytes, room = 0, room // 4  # every row has a context of its own
     per_token = weights.kv_bytes_per_token(options)
     return default_context_size(weights.trained_context_size, per_token, n_bytes, room)

@@ -1,7 +1,7 @@
-"""What a GGUF file says of its model, read before llama.cpp does, which would abort or explain itself badly.
+"""The metadata of a GGUF file, read and checked before llama.cpp does, which would abort on what is damaged.
 
-Never reads beyond the end of the file, so that a hostile file does no harm; what these checks do not know, a
-trial finds (`llama/trial.py`). `gguf.GGUFReader` is not used here: it takes seconds for a vocabulary.
+Reading never goes beyond the end of the file, so a hostile file does no harm. A trial finds what these checks
+cannot know (`llama/trial.py`). `gguf.GGUFReader` is not used here: it takes seconds for a vocabulary.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.files import PartName, read_beginning
+from llamaspec.files import part_names, read_beginning
 
+TOKENS = "tokenizer.ggml.tokens"
 _HEAD = struct.Struct("<4sIqq")  # magic, version, tensors, metadata entries
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_STRING, _ARRAY, _FLOATS = 8, 9, (6, 12)
+_STRING, _ARRAY = 8, 9
 _SCALARS = {  # by gguf_type
     kind: struct.Struct(f"<{code}") for kind, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
-_TOKENS = "tokenizer.ggml.tokens"
 _MOST_DIMENSIONS = 4
 _MOST_STRINGS = 1 << 22  # of an array
 _MOST_LAYERS = 4096
-_INTERVALS = {  # one of so many layers attends and the others keep states, if the file does not say it
+_INTERVALS = {  # one layer in so many attends and the others keep states, unless the file says otherwise
     "qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "minimax-01": 8,
 }  # fmt: skip
-_RANGES = {  # of whole numbers, by the end of their keys
+_RANGES = {  # of whole numbers
     "block_count": (1, _MOST_LAYERS),
     "context_length": (1, 1 << 30),
     "embedding_length": (1, 1 << 24),
@@ -43,23 +43,26 @@ _RANGES = {  # of whole numbers, by the end of their keys
 class GgufFile:
     """What was found before the end of the file, or before something that cannot be read."""
 
-    texts: dict[str, str] = field(default_factory=dict)  # metadata by key
-    numbers: dict[str, int] = field(default_factory=dict)
-    floats: dict[str, float] = field(default_factory=dict)
-    lengths: dict[str, int] = field(default_factory=dict)  # of arrays
-    arrays: dict[str, list[int]] = field(default_factory=dict)  # of whole numbers, one for each layer
-    tokens: list[bytes] | None = None  # of the vocabulary, if asked for
-    names: set[str] = field(default_factory=set)  # of tensors
+    metadata: dict[str, Any] = field(default_factory=dict)  # text, a number, or a list of numbers by layer
+    tensors: set[str] = field(default_factory=set)  # their names
     has_all_metadata: bool = False
 
     @property
     def architecture(self) -> str:
-        """As llama.cpp names it; empty if it is not said."""
-        return self.texts.get("general.architecture", "")
+        """As llama.cpp names it; empty if the file does not say."""
+        return self.text("general.architecture")
+
+    def text(self, key: str) -> str:
+        """An entry that is text; empty if there is none."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, str) else ""
 
     def number(self, key: str, default: int = 0) -> int:
-        """A number of this architecture, such as block_count."""
-        return self.numbers.get(f"{self.architecture}.{key}", default)
+        """A whole number; the architecture may be left out of the key, as in block_count."""
+        for name in (f"{self.architecture}.{key}", key):
+            if type(value := self.metadata.get(name)) is int:
+                return value
+        return default
 
 
 def check_gguf(path: Path) -> None:
@@ -92,7 +95,7 @@ def check_gguf(path: Path) -> None:
 
 
 def check_metadata(path: Path) -> None:
-    """Raise ModelFileError for metadata of no sound model; llama.cpp judges what cannot be read."""
+    """Raise ModelFileError for metadata that no sound model has; llama.cpp judges what cannot be read."""
     try:
         found = read_gguf(path, with_tokens=True)
     except OSError:
@@ -103,40 +106,49 @@ def check_metadata(path: Path) -> None:
 
 
 def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
-    """Look at a file; OSError if it cannot be read."""
+    """Read the metadata, with the vocabulary only if asked for; OSError if the file cannot be read."""
     found = GgufFile()
     with (
         path.open("rb") as file,
         suppress(struct.error, KeyError, ValueError, OverflowError),  # cut short, empty, damaged
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
-        _Reader(content, with_tokens=with_tokens).read(found)
+        reader = _Reader(content)
+        _, _, n_tensors, n_entries = reader.unpack(_HEAD)
+        for _ in range(n_entries):
+            key, (kind,) = reader.text(), reader.unpack(_U32)
+            value = reader.value(kind, keeps_strings=with_tokens and key == TOKENS)
+            if value is not None:
+                found.metadata[key] = value
+        found.has_all_metadata = True
+        for _ in range(n_tensors):
+            name, (n_dimensions,) = reader.text(), reader.unpack(_U32)
+            if n_dimensions > _MOST_DIMENSIONS:
+                raise ValueError("no tensor has so many dimensions")
+            reader.skip(8 * n_dimensions + 12)  # sizes, type, offset
+            found.tensors.add(name)
     return found
 
 
 def file_parts(path: Path) -> list[Path]:
-    """A file, and the other parts of the same model that lie beside it."""
-    found = PartName.read(path.name)
-    if found is None:
-        return [path]
-    parts = (path.with_name(name) for name in found.all_names if name != path.name)
-    return [path, *(part for part in parts if part.is_file())]
+    """A file, and the other parts of the same model that are beside it."""
+    others = (path.with_name(name) for name in part_names(path.name) if name != path.name)
+    return [path, *(part for part in others if part.is_file())]
 
 
 def check_parts(path: Path) -> None:
     """Raise ModelFileError for a part of a model that is not the first, or lacks other parts beside it.
 
-    The name counts that is given, also of a link. A file with such a name that is whole is accepted.
+    The name as given counts, even if it is a link. A file with such a name that is a whole model is accepted.
     """
-    found = PartName.read(path.name)
-    if found is None:
+    names = part_names(path.name)
+    missing = next((name for name in names if not path.with_name(name).is_file()), None)
+    is_first = path.name in names[:1] and missing is None
+    if is_first or path.name not in names or read_gguf(path).number("split.count") < 2:
         return
-    first = path.with_name(found.all_names[0])
-    missing = next((name for name in found.all_names if not path.with_name(name).is_file()), None)
-    if (missing is None and path == first) or read_gguf(path).numbers.get("split.count", 0) < 2:
-        return
+    first, part = path.with_name(names[0]), names.index(path.name) + 1
     remedy = f"{missing} is not beside it; put all parts into one folder" if missing else f"name {first}"
-    raise ModelFileError(f"{path} is part {found.part} of {found.n_parts} of a model; {remedy}")
+    raise ModelFileError(f"{path} is part {part} of {len(names)} of a model; {remedy}")
 
 
 def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
@@ -147,12 +159,13 @@ def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
     n_layers = max(1, found.number("block_count") - found.number("nextn_predict_layers"))
 
     def by_layer(key: str, default: list[int]) -> list[int]:
-        """The number of each layer; a file may give one for all."""
-        name = f"{found.architecture}.{key}"
-        if name in found.numbers:
-            return [found.numbers[name]] * n_layers
-        values = found.arrays.get(name, [])
-        return values[:n_layers] if len(values) >= n_layers else default
+        """The number for each layer; a file may give one for all."""
+        value = found.metadata.get(f"{found.architecture}.{key}")
+        if type(value) is int:
+            return [value] * n_layers
+        if isinstance(value, list) and len(value) >= n_layers and not isinstance(value[0], float):
+            return value[:n_layers]
+        return default
 
     none = [0] * n_layers
     heads = by_layer("attention.head_count", none)
@@ -176,96 +189,95 @@ def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
     ]
 
 
+def active_parameters(found: GgufFile, n_parameters: int) -> int | None:
+    """Parameters of a mixture of experts that one token uses; None for other models.
+
+    All but the matrices (gate, up, down) of the experts that are not chosen, by the sizes in the metadata.
+    """
+    n_experts, n_used = found.number("expert_count"), found.number("expert_used_count")
+    width, n_layers = found.number("embedding_length"), found.number("block_count")
+    inner = found.number("expert_feed_forward_length") or found.number("feed_forward_length")
+    if not (n_experts and n_used and width and n_layers and inner):
+        return None
+    n_sparse = n_layers - found.number("leading_dense_block_count")
+    n_sparse //= max(1, found.number("interleave_moe_layer_step"))
+    active = n_parameters - 3 * width * inner * (n_experts - n_used) * n_sparse
+    return active if 0 < active < n_parameters else None
+
+
 def _fault(found: GgufFile) -> str | None:
-    """What is wrong with the metadata, if anything is."""
-    alignment = found.numbers.get("general.alignment", 32)
+    """The first impossible entry of the metadata, if there is one."""
+    alignment = found.metadata.get("general.alignment", 32)
+    if type(alignment) is not int:
+        return "general.alignment is no whole number"
     if alignment < 8 or alignment & (alignment - 1):
         return f"general.alignment is {alignment}"
-    if "general.alignment" in {*found.texts, *found.floats}:
-        return "general.alignment is no whole number"
-    for key, value in found.floats.items():
-        if not math.isfinite(value):
+    for key, value in found.metadata.items():
+        if isinstance(value, float) and not math.isfinite(value):
             return f"{key} is {value}"
-    for key, number in found.numbers.items():
-        within = _RANGES.get(key.removeprefix(f"{found.architecture}."))
-        if within is not None and not within[0] <= number <= within[1]:
-            return f"{key} is {number}, not from {within[0]} to {within[1]}"
+    for key, (least, most) in _RANGES.items():
+        if not least <= (number := found.number(key, least)) <= most:
+            return f"{found.architecture}.{key} is {number}, not from {least} to {most}"
     used, count = found.number("expert_used_count"), found.number("expert_count")
     if used > count:
         return f"it uses {used} of {count} experts"
-    if found.tokens is not None and len(found.tokens) < 2:
-        return f"its vocabulary has {len(found.tokens)} tokens"
-    if found.tokens is not None and len(found.tokens) != len(set(found.tokens)):
-        n = len(found.tokens)
-        return f"{n - len(set(found.tokens))} of its {n} tokens are there twice"
+    tokens = found.metadata.get(TOKENS)
+    if isinstance(tokens, list):
+        n, n_different = len(tokens), len(set(tokens))
+        if n < 2:
+            return f"its vocabulary has {n} tokens"
+        if n_different < n:
+            return f"{n - n_different} of its {n} tokens are there twice"
     return None
 
 
 class _Reader:
-    """Reads on from one place to the next."""
+    """Reads one value after the other; ValueError at the end of the file."""
 
-    def __init__(self, content: mmap.mmap, *, with_tokens: bool) -> None:
-        self._content, self._with_tokens = content, with_tokens
-        self._at = 0
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content, self._at = content, 0
 
-    def read(self, found: GgufFile) -> None:
-        """Note everything."""
-        _, _, n_tensors, n_entries = _HEAD.unpack_from(self._content)
-        self._at = _HEAD.size
-        for _ in range(n_entries):
-            self._entry(found)
-        found.has_all_metadata = True
-        for _ in range(n_tensors):
-            name, n_dimensions = self._string().decode(errors="replace"), self._number(_U32)
-            if n_dimensions > _MOST_DIMENSIONS:
-                raise ValueError("no tensor has so many dimensions")
-            self._skip(8 * n_dimensions + 12)  # sizes, type, place
-            found.names.add(name)
-
-    def _entry(self, found: GgufFile) -> None:
-        key, kind = self._string().decode(errors="replace"), self._number(_U32)
+    def value(self, kind: int, *, keeps_strings: bool) -> Any:
+        """Read an entry of a GGUF type; None for a long array, or one of strings that are not kept."""
         if kind == _STRING:
-            found.texts[key] = self._string().decode(errors="replace")
-        elif kind == _ARRAY:
-            self._array(key, found)
-        else:
-            value = self._number(_SCALARS[kind])
-            if isinstance(value, float):
-                found.floats[key] = value
-            elif not isinstance(value, bool):
-                found.numbers[key] = value
-
-    def _array(self, key: str, found: GgufFile) -> None:
-        kind, n = self._number(_U32), self._number(_U64)
-        found.lengths[key] = n
+            return self.text()
+        if kind != _ARRAY:
+            return self.unpack(_SCALARS[kind])[0]
+        (kind,), (n,) = self.unpack(_U32), self.unpack(_U64)
         if kind != _STRING:
-            start, scalar = self._at, _SCALARS[kind]
-            self._skip(n * scalar.size)
-            if kind not in _FLOATS and n <= _MOST_LAYERS:
-                values = scalar.iter_unpack(self._content[start : self._at])
-                found.arrays[key] = [int(value) for (value,) in values]
-        elif n > _MOST_STRINGS:
+            scalar, start = _SCALARS[kind], self._at
+            self.skip(n * scalar.size)
+            if n > _MOST_LAYERS:
+                return None
+            return [value for (value,) in scalar.iter_unpack(self._content[start : self._at])]
+        if n > _MOST_STRINGS:
             raise ValueError(f"no vocabulary has {n} tokens")
-        elif key == _TOKENS and self._with_tokens:
-            found.tokens = [self._string() for _ in range(n)]
-        else:
-            content, at, unpack = self._content, self._at, _U64.unpack_from
-            for _ in range(n):  # as fast as it goes
-                at += 8 + unpack(content, at)[0]
-            self._at = at
+        if keeps_strings:
+            return [self.string() for _ in range(n)]
+        content, at, unpack = self._content, self._at, _U64.unpack_from
+        for _ in range(n):  # as fast as it goes
+            at += 8 + unpack(content, at)[0]
+        self._at = at
+        return None
 
-    def _string(self) -> bytes:
-        n = self._number(_U64)
-        start = self._at
-        self._skip(n)
-        return self._content[start : self._at]
+    def text(self) -> str:
+        """Read a string as UTF-8."""
+        return self.string().decode(errors="replace")
 
-    def _number(self, kind: struct.Struct) -> Any:
-        (number,) = kind.unpack_from(self._content, self._at)
-        self._at += kind.size
-        return number
+    def string(self) -> bytes:
+        """Read a string."""
+        (n,) = self.unpack(_U64)
+        self.skip(n)
+        return self._content[self._at - n : self._at]
 
-    def _skip(self, n: int) -> None:
+    def unpack(self, form: struct.Struct) -> tuple[Any, ...]:
+        """Read numbers."""
+        numbers = form.unpack_from(self._content, self._at)
+        self._at += form.size
+        return numbers
+
+    def skip(self, n: int) -> None:
+        """Go on behind the next bytes."""
         self._at += n
         if self._at > len(self._content):
             raise ValueError("the file is cut short")

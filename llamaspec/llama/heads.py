@@ -119,7 +119,7 @@ class SharedHead:
 
     def __init__(self, weights: Weights, target: LlamaModel, abort: AbortFlag) -> None:
         self._hidden_size = target.weights.hidden_size
-        if weights.hidden_size != self._hidden_size or target.weights.architecture != "gemma4":
+        if weights.hidden_size != self._hidden_size or target.weights.facts.architecture != "gemma4":
             raise PairError(f"{weights.path} drafts for another target than {target.path}; name that")
         self.context = target.context_beside(weights, abort)
         self._target = target
@@ -208,7 +208,7 @@ class PredictionHeads:
             for i in range(n_heads if path is None else 0):
                 store, weights = PrefixStore(beside=target.store), target.weights
                 context = Context(weights, self.options, head=i, abort=self._abort, store=store)
-                scored_only = weights.architecture in SCORED_ROWS_ONLY
+                scored_only = weights.facts.architecture in SCORED_ROWS_ONLY
                 self._heads.append(Head(context, weights.hidden_size, scored_only=scored_only))
         except BaseException:
             self.close()

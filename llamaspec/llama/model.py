@@ -93,15 +93,15 @@ class LlamaModel:
         self.vocabulary_size = self.vocabulary.size  # V, the number of logits for each position
         self.trained_context_size = self.weights.trained_context_size
         # Some layers keep states: no padding, no trees of draft tokens, a context for each row.
-        self.keeps_states = self.weights.keeps_states
+        self.keeps_states = self.weights.facts.keeps_states
         self._abort = AbortFlag()
-        own_bytes = default_store_bytes(self.weights.facts().weights_bytes) if store is None else 0
+        own_bytes = default_store_bytes(self.weights.facts.weights_bytes) if store is None else 0
         self.store = PrefixStore(own_bytes, beside=store)
         self._open = partial(Context, abort=self._abort, store=self.store)
         try:
-            if self.weights.architecture in PARTS:  # llama.cpp cannot evaluate it alone
+            if self.weights.facts.architecture in PARTS:  # llama.cpp cannot evaluate it alone
                 raise ModelFileError(
-                    f"{path} is no whole model but a part of one ({self.weights.architecture}); "
+                    f"{path} is no whole model but a part of one ({self.weights.facts.architecture}); "
                     "give a whole one"
                 )
             context = self._open(self.weights, self.options)
@@ -160,7 +160,7 @@ class LlamaModel:
 
     def facts(self) -> ModelFacts:
         """What the weights are."""
-        return self.weights.facts()
+        return self.weights.facts
 
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | ContextFullError]:
         """Make room for requests: how many tokens of each are cached, or why there is no room.

@@ -58,8 +58,8 @@ def heads_in_file(path: Path) -> HeadsInFile:
         found = read_gguf(path)
         n_heads, n_layers = found.number("nextn_predict_layers"), found.number("block_count")
         tensor = f"blk.{n_layers - n_heads}.nextn.eh_proj.weight"  # heads may have been left out
-        others = (read_gguf(part).names for part in file_parts(path)[1:])
-        if n_heads and tensor not in found.names and not any(tensor in names for names in others):
+        others = (read_gguf(part).tensors for part in file_parts(path)[1:])
+        if n_heads and tensor not in found.tensors and not any(tensor in tensors for tensors in others):
             n_heads = 0
     except OSError as error:
         reason = error.strerror or error

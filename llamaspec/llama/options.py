@@ -1,15 +1,13 @@
-"""How a model is loaded: its options, and the devices of this machine."""
+"""How a model is loaded: its options, which are validated here."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.errors import DeviceError
 from llamaspec.llama import runtime
 from llamaspec.llama.runtime import ggml_function
 
@@ -136,82 +134,9 @@ def exact(options: ModelOptions, *, chooses_values: bool = True) -> ModelOptions
     return replace(options, cache_type_v="bf16")
 
 
-_KINDS = ("CPU", "GPU", "integrated GPU", "accelerator")  # ggml_backend_dev_type
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One device."""
-
-    name: str  # as llama.cpp numbers it: CPU, CUDA0, MTL0
-    description: str
-    kind: str  # CPU, GPU, integrated GPU, accelerator
-    free_bytes: int
-    total_bytes: int
-
-    @property
-    def is_gpu(self) -> bool:
-        """Whether layers can be offloaded to it."""
-        return "GPU" in self.kind
-
-
-def find_devices() -> tuple[Device, ...]:
-    """All devices of this machine, those that llama.cpp prefers first."""
-    return tuple(device_of(handle) for handle in _handles())
-
-
-def gpus_among(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The GPUs that llama.cpp chooses by itself: integrated ones only if there are no others."""
-    cards = tuple(device for device in devices if device.kind == "GPU")
-    return cards or tuple(device for device in devices if device.is_gpu)
-
-
-def device_handles(names: Sequence[str]) -> list[int]:
-    """llama.cpp's handles of devices of this machine; DeviceError if there is no such device."""
-    known = {_name(handle): handle for handle in _handles()}
-    for name in names:
-        if name not in known:
-            raise DeviceError(f"there is no device {name}; llama.cpp finds {', '.join(known)} here")
-    return [known[name] for name in names]
-
-
-def device_of(handle: int) -> Device:
-    """Describe the device behind a handle; a worker is asked about its own."""
-    description = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
-    kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
-    sizes = ctypes.POINTER(ctypes.c_size_t)
-    memory = ggml_function("ggml_backend_dev_memory", None, ctypes.c_void_p, sizes, sizes)
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    memory(handle, ctypes.byref(free), ctypes.byref(total))
-    return Device(
-        name=_name(handle),
-        description=description(handle).decode("utf-8", errors="replace"),
-        kind=_KINDS[kind] if 0 <= kind < len(_KINDS) else "device",
-        free_bytes=free.value,
-        total_bytes=total.value,
-    )
-
-
 def cache_bytes(kind: str) -> float:
     """Bytes of one number of a cache type."""
     block_bytes = ggml_function("ggml_type_size", ctypes.c_size_t, ctypes.c_int)
     block_length = ggml_function("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
     number = CACHE_TYPES[kind]
     return float(block_bytes(number) / block_length(number))
-
-
-def as_size(n: int) -> str:
-    """Bytes for people."""
-    return f"{n / 2**30:.1f} GiB" if n >= 2**29 else f"{n / 2**20:.1f} MiB"
-
-
-def _handles() -> list[int]:
-    runtime.start()
-    count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
-    get = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    return [get(i) for i in range(count())]
-
-
-def _name(handle: int) -> str:
-    name: bytes = ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)(handle)
-    return name.decode("utf-8", errors="replace")

@@ -193,7 +193,7 @@ def make_reader(
     options = replace(options, repack=False, n_ctx=main.context_size, n_cells=None, max_scored=2)
 
     def opened() -> tuple[Weights, Context]:
-        if runtime.available_bytes() < weights.facts().weights_bytes:  # the file would not stay in memory
+        if runtime.available_bytes() < weights.facts.weights_bytes:  # the file would not stay in memory
             raise MemoryFullError("no room to read prompts apart")
         as_in_file = Weights(weights.path, options)
         try:

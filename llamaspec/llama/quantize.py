@@ -13,8 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,46 +45,35 @@ FILE_TYPES = {
     "Q3_K_M": lib.LLAMA_FTYPE_MOSTLY_Q3_K_M,
     "Q2_K": lib.LLAMA_FTYPE_MOSTLY_Q2_K,
 }
-MOST_CHARACTERS = 127  # of an entry that is added
-
-OnWrite = Callable[[int], None]  # called with the number of bytes written so far
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """What to make of a model; ValueError if there is no such type, or an entry is too long."""
-
-    file_type: str = COPY
-    pruned: tuple[int, ...] = ()  # layers to leave out, ascending from 0
-    entries: Mapping[str, str | int] = field(default_factory=dict)  # metadata to add or replace
-
-    def __post_init__(self) -> None:
-        if self.file_type not in (COPY, *FILE_TYPES):
-            raise ValueError(f"the type must be one of {', '.join((COPY, *FILE_TYPES))}")
-        if list(self.pruned) != sorted(set(self.pruned)) or min(self.pruned, default=0) < 0:
-            raise ValueError(f"layers must ascend from 0, got {self.pruned}")
-        if any(len(str(part).encode()) > MOST_CHARACTERS for entry in self.entries.items() for part in entry):
-            raise ValueError(f"metadata may have at most {MOST_CHARACTERS} bytes")
 
 
 def write_copy(
-    source: Path, destination: Path, copy: Copy, threads: int = 0, on_write: OnWrite | None = None
+    source: Path,
+    destination: Path,
+    *,
+    file_type: str = COPY,
+    pruned: Sequence[int] = (),
+    entries: Mapping[str, str | int] | None = None,
+    threads: int = 0,
 ) -> None:
-    """Write a smaller copy of a model, with `threads` threads; 0 = on all cores.
+    """Write a smaller copy of a model; `destination` appears when it is complete.
 
-    `source` may be the first part of a model. `destination` appears when it is complete. `on_write` is called
-    again and again; an exception in it ends the copying. ModelFileError if llama.cpp cannot make this copy.
+    `source` may be the first part of a model. `pruned` are the layers to leave out, ascending from 0;
+    `entries` are metadata to add or replace; `threads` = 0 uses all cores. ModelFileError if llama.cpp cannot
+    make this copy.
     """
     unfinished = destination.with_name(destination.name + ".part")
-    task = {**asdict(copy), "source": str(source.absolute()), "destination": str(unfinished.absolute())}
-
-    def wait() -> None:
-        if on_write is not None:
-            on_write(unfinished.stat().st_size if unfinished.exists() else 0)
-
+    task = {
+        "source": str(source.absolute()),
+        "destination": str(unfinished.absolute()),
+        "file_type": file_type,
+        "pruned": list(pruned),
+        "entries": entries or {},
+        "threads": threads,
+    }
     try:
         try:
-            outcome = run_child(__name__, [json.dumps({**task, "threads": threads})], wait)
+            outcome = run_child(__name__, [json.dumps(task)], on_wait=lambda: None)
         except OSError as error:
             raise LlamaspecError(f"cannot start a process: {error.strerror}; close programs") from error
         assert outcome is not None  # no time limit
@@ -100,55 +88,53 @@ def write_copy(
 
 
 def main() -> None:
-    """Make the copy; answer with the reason if that fails."""
+    """In the child: make the copy; answer with the reason if that fails."""
     end_with_parent()
-    end_with_answer(_copy(json.loads(sys.argv[1])))
+    end_with_answer(_copy(**json.loads(sys.argv[1])))
 
 
-def _copy(task: dict[str, Any]) -> str:
+def _copy(
+    source: str, destination: str, file_type: str, pruned: list[int], entries: dict[str, Any], threads: int
+) -> str:
     """Make a copy; return the reason if that fails, else an empty string."""
     parameters = lib.llama_model_quantize_default_params()
-    parameters.nthread = task["threads"]
+    parameters.nthread = threads
     parameters.allow_requantize = True
-    if task["file_type"] == COPY:
+    if file_type == COPY:
         parameters.only_copy = True
     else:
-        parameters.ftype = FILE_TYPES[task["file_type"]]
-    pruned = (ctypes.c_int32 * (len(task["pruned"]) + 1))(*task["pruned"], -1)
-    if task["pruned"]:
-        parameters.prune_layers = ctypes.cast(pruned, ctypes.POINTER(ctypes.c_int32))
-    entries = _overrides(task["entries"])
-    parameters.kv_overrides = ctypes.cast(entries, ctypes.POINTER(lib.llama_model_kv_override))
+        parameters.ftype = FILE_TYPES[file_type]
+    layers = (ctypes.c_int32 * (len(pruned) + 1))(*pruned, -1)
+    if pruned:
+        parameters.prune_layers = ctypes.cast(layers, ctypes.POINTER(ctypes.c_int32))
+    overrides = _overrides(entries)
+    parameters.kv_overrides = ctypes.cast(overrides, ctypes.POINTER(lib.llama_model_kv_override))
     runtime.start()
-    paths = [os.fsencode(task[name]) for name in ("source", "destination")]
+    paths = os.fsencode(source), os.fsencode(destination)
     if lib.llama_model_quantize(*paths, ctypes.byref(parameters)):
         return runtime.failure_reason()
-    if task["pruned"]:
+    if pruned:
         try:
-            n_layers = read_gguf(Path(task["source"])).number("block_count")
-            _shorten_arrays(Path(task["destination"]), task["pruned"], n_layers)
+            _shorten_arrays(Path(destination), pruned, read_gguf(Path(source)).number("block_count"))
         except OSError as error:
             return str(error)
     return ""
 
 
 def _shorten_arrays(path: Path, pruned: Sequence[int], n_layers: int) -> None:
-    """Take layers out of the metadata that lists every layer: llama.cpp's quantiser leaves it as it was."""
+    """Take layers out of metadata that lists every layer: llama.cpp's quantiser leaves it as it was."""
     found = read_gguf(path)
-    prefix = f"{found.architecture}."
-    long = {key for key, n in found.lengths.items() if n == n_layers and key.startswith(prefix)}
-    if not long:
-        return
-    import gguf  # a third of a second, which few need
+    entries = {
+        key: [each for layer, each in enumerate(value) if layer not in pruned]
+        for key, value in found.metadata.items()
+        if key.startswith(f"{found.architecture}.") and isinstance(value, list) and len(value) == n_layers
+    }
+    if entries:
+        from gguf import GGUFReader  # a third of a second, which few need
 
-    renewed, reader = path.with_suffix(".renewed"), gguf.GGUFReader(path)
-    whole = {key: reader.fields[key].contents() for key in long}
-    rewrite(
-        reader,
-        renewed,
-        {key: [each for i, each in enumerate(value) if i not in pruned] for key, value in whole.items()},
-    )
-    renewed.replace(path)
+        renewed = path.with_suffix(".renewed")
+        rewrite(GGUFReader(path), renewed, entries)
+        renewed.replace(path)
 
 
 def rewrite(

@@ -1,43 +1,61 @@
 """A child process opens a model file that llamaspec has not opened before.
 
 Some damaged files make llama.cpp abort, hang or take all memory, and our own checks cannot know them all.
-So a child process with limited memory and time tries the file first (`llama/trial_child.py`); if the child
-fails, one error says why. The child evaluates some tokens. Of a large file it reads only metadata and
-vocabulary, so that the weights are not read twice. Files that passed are remembered by size, time and
-beginning, and are not tried again. tests/llama/test_trial.py.
+So a child process with limited memory and time tries the file first; if it fails, one error says why. The
+child evaluates some tokens; of a large file it reads only metadata and vocabulary, so that the weights are
+read once. Files that passed are remembered by size, time and beginning, and are not tried again. This module
+is both sides: `ensure_tried` starts the child, which runs `main`. tests/llama/test_trial.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from llamaspec.errors import MemoryFullError, ModelFileError
+import numpy as np
+
+from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError, PromptError, ScoresError
 from llamaspec.files import cache_folder, file_identity, write_file
-from llamaspec.llama.child import Outcome, run_child
-from llamaspec.llama.gguf_file import check_metadata, file_parts
-from llamaspec.llama.options import DEFAULT_CONTEXT
+from llamaspec.llama.child import (
+    Outcome,
+    end_with_answer,
+    end_with_parent,
+    limit_cpu,
+    limit_memory,
+    run_child,
+)
+from llamaspec.llama.gguf_file import check_metadata, file_parts, read_gguf
+from llamaspec.llama.nextn import PARTS, heads_in_file
+from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions
 from llamaspec.llama.runtime import available_bytes
+from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.values import MTP, TARGET, ForwardRequest, TokenArray
 
 TRUST = "LLAMASPEC_TRUST_FILES"  # environment variable: open every file without a trial
 
 LARGE_BYTES = 2 << 30  # of a file whose weights are not read: a SATA SSD takes four seconds for as many
+SMALL_BYTES = 1 << 30  # of weights few enough to evaluate more than one token
 CPU_SECONDS = 15  # for a small file
 BYTES_PER_CPU_SECOND = 100_000_000  # one thread evaluates a token faster than that
 WALL_SECONDS = 120.0  # for a small file, on a machine that does much else
 BYTES_PER_SECOND = 10e6  # a slow disk
 SPARE_BYTES = 2 << 30  # of memory, besides as much as the file has: contexts, buffers
-_N_REMEMBERED = 1000  # files
+_LONGEST_MESSAGE = 4000  # characters, so that the JSON is not cut off
 _REMEDY = f"download or convert it again, or set {TRUST}=1 if you are sure of it"
-_CHILD = "llamaspec.llama.trial_child"
 _SUPPLIED = Path(__file__).resolve().parent.parent / "demo"  # models that come with llamaspec
+_CODES = (*range(0x800), *range(0x800, 0xD800, 0x400), 0xE000, 0xF000, *range(0x10000, 0x110000, 0x30000))
+_SAMPLE = "The 1st line " + "".join(map(chr, _CODES))  # every byte that UTF-8 has
 
 OnWait = Callable[[float], None]  # called with 0.0 again and again
 
@@ -66,7 +84,8 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
     check_metadata(path)
     _try(path, n_ctx if n_ctx is not None and n_ctx < DEFAULT_CONTEXT else 0, on_wait)
     with suppress(OSError):  # then it is tried again the next time
-        _remember(record, path)
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_file(record, json.dumps(str(path)) + "\n")
 
 
 def release_key(path: Path) -> str:
@@ -75,14 +94,6 @@ def release_key(path: Path) -> str:
     for part in file_parts(path):
         key.update(f"{part.stat().st_mtime_ns} {file_identity(part)}\n".encode())
     return key.hexdigest()[:32]
-
-
-def _remember(record: Path, path: Path) -> None:
-    record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_file(record, json.dumps(str(path)) + "\n")
-    oldest = sorted(record.parent.iterdir(), key=lambda found: found.stat().st_mtime)
-    for forgotten in oldest[:-_N_REMEMBERED]:
-        forgotten.unlink(missing_ok=True)
 
 
 def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
@@ -103,7 +114,7 @@ def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
     wait = (lambda: None) if on_wait is None else partial(on_wait, 0.0)
     seconds = WALL_SECONDS + n_bytes / BYTES_PER_SECOND
     try:
-        outcome = run_child(_CHILD, [*map(str, settings)], wait, seconds, environment)
+        outcome = run_child(__name__, [*map(str, settings)], wait, seconds, environment)
     except (OSError, ValueError) as error:
         raise ModelFileError(
             f"cannot try {path} in a child process: {error}; set {TRUST}=1 if you are sure of it"
@@ -113,7 +124,7 @@ def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
 
 def _judge(path: Path, outcome: Outcome | None) -> None:
     """Raise the error that the child reported, or one for its crash."""
-    if outcome is None or outcome.code == -getattr(signal, "SIGXCPU", 0):
+    if outcome is None or outcome.code == -signal.SIGXCPU:
         raise ModelFileError(f"{path} keeps llama.cpp busy without end; {_REMEDY}")
     code = outcome.code
     if code == -signal.SIGINT:
@@ -121,18 +132,81 @@ def _judge(path: Path, outcome: Outcome | None) -> None:
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         raise ModelFileError(f"{path} ends llama.cpp ({name}): it is damaged or hostile; {_REMEDY}")
-    kind, message = _parsed(outcome.answer)
-    if code != 0 or kind is None:
-        raise ModelFileError(f"the trial of {path} failed (exit code {code}); {_REMEDY}")
+    kind, message = "no answer", f"the trial of {path} failed (exit code {code}); {_REMEDY}"
+    if code == 0:
+        with suppress(ValueError, TypeError, RecursionError):
+            kind, message = map(str, json.loads(outcome.answer))
     if kind == "memory":
         raise ModelFileError(f"{path} needs more memory than a file of its size should; {_REMEDY}")
     if kind:
         raise MemoryFullError(message) if kind == "MemoryFullError" else ModelFileError(message)
 
 
-def _parsed(answer: bytes) -> tuple[str | None, str]:
+# In the child
+
+
+def main() -> None:
+    """Set limits and use the file; answer with the name of an error and its message, or two empty strings.
+
+    Arguments: seconds, bytes of memory, context size (0 = default), 1 = read the weights, path of the file.
+    """
+    seconds, n_bytes, n_ctx, reads_weights = map(int, sys.argv[1:5])
+    end_with_parent()
+    limit_memory(n_bytes)
+    limit_cpu(seconds)
+    kind, message = "", ""
     try:
-        kind, message = json.loads(answer)
-    except (ValueError, TypeError, RecursionError):
-        return None, ""
-    return str(kind), str(message)
+        _use(Path(sys.argv[5]), n_ctx, reads_weights=bool(reads_weights))
+    except MemoryError:
+        kind = "memory"
+    except LlamaspecError as error:
+        kind, message = type(error).__name__, str(error)
+        if isinstance(error, MemoryFullError) and available_bytes() > n_bytes:
+            kind = "memory"  # it was the limit
+    end_with_answer(json.dumps([kind, message[:_LONGEST_MESSAGE]]))
+
+
+def _use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
+    """Open the file and use all of its vocabulary; with its weights, evaluate some tokens."""
+    from llamaspec.llama.heads import PredictionHeads  # these modules import this one
+    from llamaspec.llama.model import LlamaModel
+    from llamaspec.llama.weights import Weights
+
+    found = read_gguf(path)
+    n_ctx = max(2, n_ctx or min(DEFAULT_CONTEXT, found.number("context_length", DEFAULT_CONTEXT)))
+    options = ModelOptions(n_ctx=n_ctx, gpu_layers=0, threads=1, repack=False)  # repacked is copied
+    if found.architecture in PARTS or not reads_weights:  # parts cannot be evaluated without their target
+        _use_vocabulary(Weights(path, options, vocabulary_only=not reads_weights).vocabulary)
+        return
+    has_heads = heads_in_file(path).fault is None
+    with LlamaModel(path, replace(options, heads=has_heads)) as model:
+        tokens = _use_vocabulary(model.vocabulary)
+        n_bytes = model.facts().weights_bytes
+        # Some damaged files never finish an evaluation: allow it a few times the time of opening.
+        limit_cpu(math.ceil(2 + 5 * time.process_time() + n_bytes / BYTES_PER_CPU_SECOND))
+        _ = model.description, model.metadata("tokenizer.chat_template")
+        is_small = n_bytes < SMALL_BYTES
+        tokens = tokens[: min(model.context_size, 64 if is_small else 1)]
+        with suppress(ScoresError):  # useless as a draft, but harmless; a target reports them when it is used
+            model.forward(ForwardRequest(TARGET, tokens))
+            if is_small and model.context_size > 32:
+                model.try_memory()
+            if has_heads and len(tokens) > 1:
+                model.forward(ForwardRequest(TARGET, tokens))
+                with PredictionHeads(model) as heads:
+                    request = ForwardRequest(MTP, tokens)
+                    if isinstance(heads.prepare([(-1, request, 0)])[0], int):
+                        heads.evaluate([(-1, request)])
+
+
+def _use_vocabulary(vocabulary: LlamaVocabulary) -> TokenArray:
+    """Read every token and tokenize a sample; return at least one token."""
+    for token in range(vocabulary.size):
+        vocabulary.piece(token)
+        vocabulary.is_end(token)
+    _ = vocabulary.controls
+    tokens = np.zeros(1, dtype=np.int32)
+    with suppress(PromptError):  # the sample is at fault, not the file
+        vocabulary.tokenize(_SAMPLE.encode(), parse_special=True)
+        tokens = np.concatenate([vocabulary.tokenize(_SAMPLE.encode()), tokens])
+    return tokens

@@ -6,20 +6,19 @@ Knows no KV cache and evaluates nothing.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.errors import ClosedError, DeviceError, MemoryFullError, ModelFileError
+from llamaspec.errors import ClosedError, MemoryFullError, ModelFileError
 from llamaspec.llama import runtime
-from llamaspec.llama.gguf_file import check_gguf, check_parts, kv_row_sizes, read_gguf
-from llamaspec.llama.options import ModelOptions, cache_bytes, device_handles, find_devices, gpus_among
-from llamaspec.llama.rpc import connect
+from llamaspec.llama.devices import chosen_devices
+from llamaspec.llama.gguf_file import active_parameters, check_gguf, check_parts, kv_row_sizes, read_gguf
+from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary
@@ -29,11 +28,11 @@ LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the weights are."""
+    """Facts about loaded weights."""
 
-    architecture: str
+    architecture: str  # as llama.cpp names it
     n_parameters: int
-    n_active_parameters: int | None  # used for one token, roughly; None where all of them are
+    n_active_parameters: int | None  # used for one token, roughly; None if all of them are
     weights_bytes: int
     window: int | None  # positions that some layers look back; None = all layers see everything
     keeps_states: bool  # some layers keep a state
@@ -41,14 +40,14 @@ class ModelFacts:
 
     @property
     def n_computing(self) -> int:
-        """Parameters that one token costs."""
+        """Number of parameters that one token uses."""
         return self.n_active_parameters or self.n_parameters
 
 
 class Weights:
     """Loaded weights and their vocabulary.
 
-    Of `options`, `gpu_layers`, `repack`, `placement` and `heads` count here, the rest for contexts. With
+    Of `options`, only `gpu_layers`, `repack`, `heads` and those of placement matter here. With
     `vocabulary_only` no tensors are read, and nothing can be evaluated.
 
     Raises
@@ -73,7 +72,7 @@ class Weights:
     ) -> None:
         self.path = path
         runtime.start()
-        self.devices = _devices(options)
+        self.devices = chosen_devices(options)
         check_gguf(path)
         check_parts(path)
         ensure_tried(path, options.n_ctx, on_load)
@@ -87,15 +86,23 @@ class Weights:
             raise
         self.vocabulary = LlamaVocabulary(self.handle)
         self.trained_context_size: int = lib.llama_model_n_ctx_train(self.pointer)
-        self.is_recurrent = bool(lib.llama_model_is_recurrent(self.pointer))  # all layers keep a state
-        self.keeps_states = self.is_recurrent or bool(lib.llama_model_is_hybrid(self.pointer))  # some do
-        self.n_layers: int = lib.llama_model_n_layer(self.pointer)  # without the output
         self.hidden_size: int = lib.llama_model_n_embd_out(self.pointer)  # E
-        self.window: int | None = int(lib.llama_model_n_swa(self.pointer)) or None
+        file, n_parameters = read_gguf(path), int(lib.llama_model_n_params(self.pointer))
+        is_recurrent = bool(lib.llama_model_is_recurrent(self.pointer))  # all layers keep a state
+        self.facts = ModelFacts(
+            architecture=file.architecture,
+            n_parameters=n_parameters,
+            n_active_parameters=active_parameters(file, n_parameters),
+            weights_bytes=int(lib.llama_model_size(self.pointer)),
+            window=int(lib.llama_model_n_swa(self.pointer)) or None,
+            keeps_states=is_recurrent or bool(lib.llama_model_is_hybrid(self.pointer)),
+            keeps_positions=not is_recurrent,
+        )
+        self._kv_row_sizes = [] if is_recurrent else kv_row_sizes(file)
 
     @property
     def handle(self) -> Handle:
-        """What contexts must keep alive."""
+        """The owner of the llama_model, which contexts must keep alive."""
         if self._handle is None:
             raise ClosedError("the model is closed")
         self._handle.check()
@@ -113,13 +120,8 @@ class Weights:
         lib.llama_model_desc(self.pointer, buffer, len(buffer))
         return buffer.value.decode("utf-8", errors="replace")
 
-    @property
-    def architecture(self) -> str:
-        """How llama.cpp names it."""
-        return self.metadata("general.architecture") or "unknown"
-
     def metadata(self, key: str) -> str | None:
-        """One metadata entry of the file as text, whole; None where there is none."""
+        """One metadata entry of the file as text, whole; None if there is none."""
         size = 1 << 12
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -128,27 +130,10 @@ class Weights:
                 return buffer.value.decode("utf-8", errors="replace") if n >= 0 else None
             size = n + 1
 
-    def facts(self) -> ModelFacts:
-        """What the weights are."""
-        n_parameters = int(lib.llama_model_n_params(self.pointer))
-        return ModelFacts(
-            architecture=self.architecture,
-            n_parameters=n_parameters,
-            n_active_parameters=active_parameters(self.metadata, n_parameters),
-            weights_bytes=int(lib.llama_model_size(self.pointer)),
-            window=self.window,
-            keeps_states=self.keeps_states,
-            keeps_positions=not self.is_recurrent,
-        )
-
     def kv_bytes_per_token(self, options: ModelOptions) -> float:
-        """What one token takes in the KV cache; 0 if there are only states."""
+        """Bytes of one token in the KV cache; 0 if there are only states."""
         key_bytes, value_bytes = cache_bytes(options.cache_type_k), cache_bytes(options.cache_type_v)
         return sum(n_key * key_bytes + n_value * value_bytes for n_key, n_value in self._kv_row_sizes)
-
-    @functools.cached_property
-    def _kv_row_sizes(self) -> list[tuple[int, int]]:
-        return [] if self.is_recurrent else kv_row_sizes(read_gguf(self.path))
 
     def close(self) -> None:
         """Free the weights, once no context needs them; more than once is allowed."""
@@ -200,48 +185,3 @@ class Weights:
                 "name the file that ends in -00001-of- and the number of parts"
             )
         raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}; download or convert it again")
-
-
-def active_parameters(metadata: Callable[[str], str | None], n_parameters: int) -> int | None:
-    """Parameters of a mixture of experts that one token uses; None for other models.
-
-    All but the matrices (gate, up, down) of the experts that are not chosen, by the sizes in the metadata.
-    """
-
-    def number(key: str) -> int | None:
-        text = metadata(f"{metadata('general.architecture')}.{key}")
-        return int(text) if text is not None and text.isdigit() else None
-
-    n_experts, n_used = number("expert_count"), number("expert_used_count")
-    width, n_layers = number("embedding_length"), number("block_count")
-    inner = number("expert_feed_forward_length") or number("feed_forward_length")
-    if not (n_experts and n_used and width and n_layers and inner):
-        return None
-    n_chunked = (n_layers - (number("leading_dense_block_count") or 0)) // (
-        number("interleave_moe_layer_step") or 1
-    )
-    active = n_parameters - 3 * width * inner * (n_experts - n_used) * n_chunked
-    return active if 0 < active < n_parameters else None
-
-
-def _devices(options: ModelOptions) -> list[int] | None:
-    """llama.cpp's handles of what computes offloaded layers; None where llama.cpp chooses.
-
-    Its own choice knows no workers, which are not registered, so that drafts stay at home.
-    """
-    remote = connect(options.workers) if options.workers else []
-    if options.devices is not None:
-        return [_named(name, remote) for name in options.devices]
-    if not options.workers:
-        return None
-    gpus = gpus_among(find_devices())
-    return [*remote, *device_handles([device.name for device in gpus])]
-
-
-def _named(name: str, remote: Sequence[int]) -> int:
-    if remote and name.startswith("RPC"):
-        number = name.removeprefix("RPC")
-        if not number.isdecimal() or int(number) >= len(remote):
-            raise DeviceError(f"there is no device {name}; the workers have RPC0 to RPC{len(remote) - 1}")
-        return remote[int(number)]
-    return device_handles([name])[0]

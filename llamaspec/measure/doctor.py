@@ -13,9 +13,10 @@ from typing import TypeAlias
 from llamaspec.errors import LlamaspecError
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
+from llamaspec.llama.devices import Device
 from llamaspec.llama.model import LlamaModel, MemoryFacts
 from llamaspec.llama.nextn import heads_in_file
-from llamaspec.llama.options import Device, as_size, cache_bytes
+from llamaspec.llama.options import cache_bytes
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.machine import CROWDED, MachineFacts, look_at_machine
@@ -123,6 +124,11 @@ def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
 def _device(device: Device) -> str:
     free = f", {as_size(device.free_bytes)} free" if device.is_gpu else ""
     return f"{device.name} ({device.description}{free})"
+
+
+def as_size(n: int) -> str:
+    """Format bytes for people."""
+    return f"{n / 2**30:.1f} GiB" if n >= 2**29 else f"{n / 2**20:.1f} MiB"
 
 
 def thread_finding(machine: MachineFacts, role: str, asked: int | None) -> Finding:

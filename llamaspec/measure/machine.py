@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from llamaspec.catalog import Catalog, Entry
 from llamaspec.errors import ModelFileError
 from llamaspec.llama import runtime
-from llamaspec.llama.options import Device, ModelOptions, find_devices
+from llamaspec.llama.devices import Device, find_devices
+from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.threads import usage
 from llamaspec.values import MTP
 

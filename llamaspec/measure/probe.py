@@ -317,7 +317,7 @@ def other_attention(target: LlamaModel, n_ctx: int) -> Iterator[LlamaModel | Non
     None if the model has no attention, the KV cache needs flash attention, or no memory is left.
     """
     options, other = target.options, None
-    if not target.weights.is_recurrent and not options.needs_flash_attention:
+    if target.weights.facts.keeps_positions and not options.needs_flash_attention:
         options = replace(
             options,
             flash_attention="on" if options.flash_attention == "off" else "off",

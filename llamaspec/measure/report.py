@@ -209,9 +209,9 @@ def _model(path: Path, with_hash: bool) -> ReportedModel:
     found = read_gguf(path)
     kinds = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
     return ReportedModel(
-        name=printable(found.texts.get("general.name") or found.architecture)[:_LONGEST_NAME],
+        name=printable(found.text("general.name") or found.architecture)[:_LONGEST_NAME],
         architecture=printable(found.architecture),
-        quantization=kinds.get(found.numbers.get("general.file_type", -1), "of unknown type"),
+        quantization=kinds.get(found.number("general.file_type", -1), "of unknown type"),
         n_bytes=sum(part.stat().st_size for part in file_parts(path)),
         sha256=file_hash(path, lambda n_bytes: None) if with_hash else None,
     )

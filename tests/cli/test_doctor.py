@@ -16,15 +16,17 @@ import pytest
 from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
 from llamaspec.errors import EvaluationError
+from llamaspec.llama.devices import Device, find_devices
+from llamaspec.llama.gguf_file import GgufFile, active_parameters
 from llamaspec.llama.model import MemoryFacts
-from llamaspec.llama.options import Device, as_size, find_devices
-from llamaspec.llama.weights import ModelFacts, active_parameters
+from llamaspec.llama.weights import ModelFacts
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.doctor import (
     N_DRAFT,
     Examined,
     Finding,
     acceptance_finding,
+    as_size,
     machine_findings,
     model_findings,
     pace_finding,
@@ -360,15 +362,14 @@ def test_active_parameters() -> None:
         "expert_count": 128,
         "expert_used_count": 8,
     }
-    metadata = {f"qwen3moe.{key}": str(value) for key, value in sizes.items()}
-    metadata["general.architecture"] = "qwen3moe"
+    metadata = {"general.architecture": "qwen3moe"} | {f"qwen3moe.{key}": n for key, n in sizes.items()}
     ends = 2 * 151936 * 2048 + 2048
     attention = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 128 + 2 * 2048
     router, expert = 2048 * 128, 3 * 2048 * 768
     n_all, n_active = (ends + 48 * (attention + router + n * expert) for n in (128, 8))
-    assert active_parameters(metadata.get, n_all) == n_active
-    assert active_parameters({**metadata, "qwen3moe.expert_count": "0"}.get, n_all) is None
-    assert active_parameters({"general.architecture": "llama"}.get, 10) is None
+    assert active_parameters(GgufFile(metadata), n_all) == n_active
+    assert active_parameters(GgufFile({**metadata, "qwen3moe.expert_count": 0}), n_all) is None
+    assert active_parameters(GgufFile({"general.architecture": "llama"}), 10) is None
 
 
 # In figures

@@ -17,7 +17,7 @@ from llamaspec.draft_making.skip_layers import Candidate, Made, MeasuredCandidat
 from llamaspec.draft_making.worth import TrialSettings
 from llamaspec.files import file_identity
 from llamaspec.hub import DRAFT_FOR, find_draft, made_path
-from llamaspec.llama.quantize import Copy, write_copy
+from llamaspec.llama.quantize import write_copy
 from llamaspec.measure.compare import Spread
 from tiny_models import truncated
 
@@ -173,7 +173,7 @@ def test_what_cannot_be_trimmed(target: Path, tmp_path: Path) -> None:
 def with_draft(target: Path) -> Path:
     """A target beside which a draft lies that was made for it."""
     entries = {DRAFT_FOR: file_identity(target)}
-    write_copy(target, made_path(target, "L1-copy"), Copy(pruned=(1,), entries=entries), 1)
+    write_copy(target, made_path(target, "L1-copy"), pruned=(1,), entries=entries, threads=1)
     return target
 
 

@@ -21,8 +21,10 @@ from llamaspec.draft_making.worth import Machine, TrialSettings
 from llamaspec.errors import LlamaspecError, ModelFileError
 from llamaspec.files import file_identity
 from llamaspec.hub import DRAFT_FOR, made_drafts, made_path
+from llamaspec.llama import quantize
+from llamaspec.llama.child import run_child
 from llamaspec.llama.gguf_file import read_gguf
-from llamaspec.llama.quantize import COPY, Copy, layer_influence, write_copy
+from llamaspec.llama.quantize import COPY, layer_influence, write_copy
 from llamaspec.measure.compare import Spread, Task
 from llamaspec.measure.probe import sample_tokens
 from plain_llama import PlainLlama
@@ -82,7 +84,7 @@ def test_the_known_best_draft_is_found(widened: Path) -> None:
     assert found.path == path
     assert set(widened.parent.iterdir()) - before == {path}, "nothing else is left behind"
     assert made_drafts(widened) == [path]
-    assert read_gguf(path).numbers["llama.block_count"] == 2
+    assert read_gguf(path).number("block_count") == 2
     with open_pair(widened, path, target_options=OPTIONS, draft_options=OPTIONS) as pair:
         summary = pair.stream("def f(", seed=3, max_tokens=24, policy=FixedLength(3)).run().summary
     assert summary.n_accepted == summary.n_verified > 0
@@ -136,7 +138,7 @@ def test_where_wider_batches_cost_too_much_nothing_is_tried(widened: Path) -> No
 def test_where_no_copy_can_be_made_the_reasons_are_told(
     widened: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(*_: object) -> None:
+    def refuses(*_: object, **__: object) -> None:
         raise ModelFileError("llama.cpp cannot make this copy")
 
     monkeypatch.setattr("llamaspec.draft_making.skip_layers.write_copy", refuses)
@@ -165,21 +167,6 @@ def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
         made(target, KnownCosts())
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"file_type": "Q9"},
-        {"pruned": (2, 1)},
-        {"pruned": (-1,)},
-        {"pruned": (1, 1)},
-        {"entries": {"k": 128 * "x"}},
-    ],
-)
-def test_copies_that_cannot_be(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"the type must be|layers must ascend|at most 127 bytes"):
-        Copy(**wrong)
-
-
 def test_ctrl_c_leaves_nothing(widened: Path) -> None:
     class Interrupted(KnownCosts):
         def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
@@ -191,18 +178,21 @@ def test_ctrl_c_leaves_nothing(widened: Path) -> None:
     assert set(widened.parent.iterdir()) == before
 
 
-def test_an_interrupted_copy_leaves_nothing(widened: Path, tmp_path: Path) -> None:
-    def stop(n_bytes: int) -> None:
+def test_an_interrupted_copy_leaves_nothing(
+    widened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop() -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(quantize, "run_child", lambda module, task, on_wait: run_child(module, task, stop))
     with pytest.raises(KeyboardInterrupt):
-        write_copy(widened, tmp_path / "copy.gguf", Copy("Q8_0"), 1, stop)
+        write_copy(widened, tmp_path / "copy.gguf", file_type="Q8_0", threads=1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_llama_cpp_refuses_is_one_line(widened: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="cannot make this copy"):
-        write_copy(tmp_path / "none.gguf", tmp_path / "copy.gguf", Copy())
+        write_copy(tmp_path / "none.gguf", tmp_path / "copy.gguf")
 
 
 def test_no_process_to_copy_with(widened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +201,7 @@ def test_no_process_to_copy_with(widened: Path, tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("subprocess.Popen", refused)
     with pytest.raises(LlamaspecError, match="cannot start a process: Resource temporarily"):
-        write_copy(widened, tmp_path / "copy.gguf", Copy())
+        write_copy(widened, tmp_path / "copy.gguf")
 
 
 def test_a_full_disk_is_found_before(widened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +231,8 @@ def test_other_architectures_are_copied_too(
 def test_what_lists_every_layer_is_shortened(tmp_path: Path) -> None:
     """LFM2 tells for each layer how many heads it has: none where it is a convolution."""
     target = WRITERS["lfm2"](tmp_path / "target.gguf", Recipe(n_layers=4))
-    write_copy(target, tmp_path / "copy.gguf", Copy(pruned=(0, 1)), 1)
-    write_copy(target, tmp_path / "other.gguf", Copy(pruned=(0,)), 1)
+    write_copy(target, tmp_path / "copy.gguf", pruned=(0, 1), threads=1)
+    write_copy(target, tmp_path / "other.gguf", pruned=(0,), threads=1)
     with PlainLlama(tmp_path / "copy.gguf") as plain:
         assert np.isfinite(plain.logits([1, 2, 3])).all()
     fields = GGUFReader(tmp_path / "other.gguf").fields
@@ -257,9 +247,9 @@ def test_what_lists_every_layer_is_shortened(tmp_path: Path) -> None:
 
 def test_a_draft_belongs_to_one_target(widened: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "wide.gguf", Recipe(seed=9))
-    write_copy(widened, made_path(other, "x"), Copy(entries={DRAFT_FOR: file_identity(widened)}), 1)
+    write_copy(widened, made_path(other, "x"), entries={DRAFT_FOR: file_identity(widened)}, threads=1)
     assert made_drafts(other) == []
-    write_copy(other, made_path(other, "y"), Copy(entries={DRAFT_FOR: file_identity(other)}), 1)
+    write_copy(other, made_path(other, "y"), entries={DRAFT_FOR: file_identity(other)}, threads=1)
     assert made_drafts(other) == [made_path(other, "y")]
 
 

@@ -16,7 +16,7 @@ from llamaspec.draft_making.trim import Tokenizer, Trimmed, trim_draft
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.files import file_identity
 from llamaspec.hub import DRAFT_FOR, made_drafts, made_path
-from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.gguf_file import TOKENS, read_gguf
 from model_store import ModelStore
 from plain_llama import PlainLlama
 from tiny_models import Recipe, truncated, write_gemma3, write_llama
@@ -37,8 +37,7 @@ TEXT = b"the def self the ing " * 3
 
 
 def tokens_of(path: Path) -> list[bytes]:
-    found = read_gguf(path, with_tokens=True).tokens
-    assert found is not None
+    found: list[bytes] = read_gguf(path, with_tokens=True).metadata[TOKENS]
     return found
 
 
@@ -160,9 +159,9 @@ def test_it_names_its_target_and_can_be_quantised(tmp_path: Path) -> None:
     assert made_drafts(target) == [output]
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(output).tensors}
     assert types["blk.0.attn_q.weight"] == "Q4_0"
-    assert read_gguf(output).texts[DRAFT_FOR] == file_identity(target)
+    assert read_gguf(output).text(DRAFT_FOR) == file_identity(target)
     trim_draft(output, tmp_path / "again.gguf", keep=KEEP - 8)
-    assert read_gguf(tmp_path / "again.gguf").texts[DRAFT_FOR] == file_identity(target)
+    assert read_gguf(tmp_path / "again.gguf").text(DRAFT_FOR) == file_identity(target)
     assert len(list(tmp_path.iterdir())) == 4
 
 

@@ -109,11 +109,9 @@ def test_what_cannot_be_read_is_left_to_llama_cpp(tmp_path: Path, broken: bytes)
 def test_it_finds_what_the_gguf_package_finds(store: ModelStore, kind: str) -> None:
     path = store.path(kind)
     found, reader = read_gguf(path), gguf.GGUFReader(path)
-    assert found.names == {tensor.name for tensor in reader.tensors}
-    architecture = found.texts["general.architecture"]
-    assert architecture == kind
-    key = f"{architecture}.block_count"
-    assert found.numbers[key] == reader.fields[key].contents()
+    assert found.tensors == {tensor.name for tensor in reader.tensors}
+    assert found.architecture == kind
+    assert found.number("block_count") == reader.fields[f"{kind}.block_count"].contents()
 
 
 def test_damaged_files_are_read_as_far_as_they_go(store: ModelStore, tmp_path: Path) -> None:
@@ -125,7 +123,7 @@ def test_damaged_files_are_read_as_far_as_they_go(store: ModelStore, tmp_path: P
         for _ in range(chance.randrange(4) if content else 0):
             content[chance.randrange(len(content))] = chance.choice((0, 1, 127, 255))
         path.write_bytes(content)
-        assert len(read_gguf(path).names) <= 100
+        assert len(read_gguf(path).tensors) <= 100
 
 
 QWEN3 = {
@@ -174,14 +172,12 @@ def test_what_each_layer_caches(
 
     Qwen3 0.6B has twice as much, so its context was checked against half of the memory that it takes.
     """
-    numbers = {f"{architecture}.{key}": value for key, value in said.items() if isinstance(value, int)}
-    arrays = {f"{architecture}.{key}": value for key, value in said.items() if isinstance(value, list)}
-    texts = {"general.architecture": architecture}
-    assert kv_row_sizes(GgufFile(texts=texts, numbers=numbers, arrays=arrays)) == sizes
+    metadata = {f"{architecture}.{key}": value for key, value in said.items()}
+    assert kv_row_sizes(GgufFile({"general.architecture": architecture, **metadata})) == sizes
 
 
-def test_arrays_of_whole_numbers(tmp_path: Path) -> None:
-    """Such as one for each layer: true and false are numbers, too."""
+def test_arrays_of_numbers(tmp_path: Path) -> None:
+    """Such as one for each layer; longer ones are left out."""
     path = tmp_path / "model.gguf"
     entries = [
         entry("whole", ARRAY, array(INT32, 2, struct.pack("<ii", 8, -1))),
@@ -190,4 +186,4 @@ def test_arrays_of_whole_numbers(tmp_path: Path) -> None:
         entry("long", ARRAY, array(UINT8, 5000, bytes(5000))),
     ]
     path.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, len(entries)) + b"".join(entries))
-    assert read_gguf(path).arrays == {"whole": [8, -1], "true": [1, 0, 1]}
+    assert read_gguf(path).metadata == {"whole": [8, -1], "true": [True, False, True], "floats": [0.5]}

@@ -122,7 +122,6 @@ def test_a_closed_model_refuses_everything(opened: OpenModel) -> None:
     uses: list[Callable[[], object]] = [
         lambda: model.forward(request(5)),
         model.forget,
-        model.facts,
         model.try_memory,
         lambda: model.description,
         lambda: model.metadata("general.name"),

@@ -6,7 +6,8 @@ import pytest
 
 from llamaspec import ModelOptions
 from llamaspec.llama import runtime
-from llamaspec.llama.options import Device, exact, gpus_among
+from llamaspec.llama.devices import Device, gpus_among
+from llamaspec.llama.options import exact
 
 CPU = Device("CPU", "a processor", "CPU", 0, 0)
 CARDS = tuple(Device(name, "a card", "GPU", 2**30, 2**31) for name in ("CUDA0", "CUDA1"))

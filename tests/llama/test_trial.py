@@ -18,7 +18,7 @@ from fuzz_gguf import Entry, Parts, put_together, take_apart
 from llamaspec import LlamaModel, ModelFileError, ModelOptions, demo_draft
 from llamaspec.errors import MemoryFullError
 from llamaspec.llama import trial
-from llamaspec.llama.child import Outcome
+from llamaspec.llama.child import Outcome, run_child
 from model_store import ModelStore
 from tiny_models import Recipe, truncated
 from tiny_vocabulary import sentencepiece_vocabulary
@@ -137,18 +137,6 @@ def test_without_a_cache_folder_every_opening_is_a_trial(
     for _ in range(2):
         open_and_close(store.path())
     assert len(trials) == 2
-
-
-def test_records_do_not_pile_up(store: ModelStore, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_N_REMEMBERED", 3)
-    (cache / "tried").mkdir(parents=True)
-    for n in range(6):
-        (cache / "tried" / f"{n}").write_text("")
-        os.utime(cache / "tried" / f"{n}", (n, n))
-    open_and_close(store.path())
-    left = {record.name for record in (cache / "tried").iterdir()}
-    assert len(left) == 3
-    assert {"4", "5"} < left
 
 
 # What it finds
@@ -287,7 +275,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child never answers."""
     (tmp_path / "hangs.py").write_text("import time\n\n\ndef main():\n    time.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trial, "_CHILD", "hangs")
+    monkeypatch.setattr(trial, "run_child", lambda _module, *settings: run_child("hangs", *settings))
 
 
 @pytest.mark.usefixtures("hanging")
@@ -313,9 +301,9 @@ def test_ctrl_c_ends_a_trial_at_once(store: ModelStore, trials: list[subprocess.
 ENDLESS = """
 import sys, time
 sys.path[:] = sys.argv.pop().split("\\n")
-from llamaspec.llama import trial_child
-trial_child.use = lambda *_, **_options: time.sleep(600)
-trial_child.main()
+from llamaspec.llama import trial
+trial._use = lambda *_, **_options: time.sleep(600)
+trial.main()
 """
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llamaspec.catalog import Catalog, Entry, Quantization
-from llamaspec.llama.options import Device
+from llamaspec.llama.devices import Device
 from llamaspec.measure.machine import Choice, MachineFacts, Room, choices, expectation, rooms_of
 
 GB = 10**9

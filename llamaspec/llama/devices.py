@@ -1,0 +1,227 @@
+"""The devices that compute a model: those of this machine, and those of RPC workers on other machines.
+
+A worker has no authentication: whoever reaches it can make it compute, read what it holds and crash it. Use
+workers on private networks only. A worker serves one client at a time. llama.cpp's client ends the process
+when it loses a worker; all that can be done is to say so in one line (`_report_abort`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamaspec.errors import DeviceError, WorkerError, printable
+from llamaspec.llama import runtime
+from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.runtime import ggml_function
+
+PORT = 50052  # as llama.cpp's own worker
+CONNECT_SECONDS = 5.0  # for a connection, and again for the first answer
+_KINDS = ("CPU", "GPU", "integrated GPU", "accelerator")  # ggml_backend_dev_type
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device."""
+
+    name: str  # as llama.cpp numbers it: CPU, CUDA0, MTL0
+    description: str
+    kind: str  # CPU, GPU, integrated GPU, accelerator
+    free_bytes: int
+    total_bytes: int
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether layers can be offloaded to it."""
+        return "GPU" in self.kind
+
+
+def find_devices() -> tuple[Device, ...]:
+    """All devices of this machine, those that llama.cpp prefers first."""
+    return tuple(device_of(handle) for handle in _handles().values())
+
+
+def device_of(handle: int) -> Device:
+    """Describe the device behind a handle; a worker is asked about its own."""
+    description = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+    kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
+    sizes = ctypes.POINTER(ctypes.c_size_t)
+    memory = ggml_function("ggml_backend_dev_memory", None, ctypes.c_void_p, sizes, sizes)
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    memory(handle, ctypes.byref(free), ctypes.byref(total))
+    return Device(
+        name=_name(handle),
+        description=description(handle).decode("utf-8", errors="replace"),
+        kind=_KINDS[kind] if 0 <= kind < len(_KINDS) else "device",
+        free_bytes=free.value,
+        total_bytes=total.value,
+    )
+
+
+def gpus_among(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The GPUs that llama.cpp chooses by itself: integrated ones only if there are no others."""
+    cards = tuple(device for device in devices if device.kind == "GPU")
+    return cards or tuple(device for device in devices if device.is_gpu)
+
+
+def chosen_devices(options: ModelOptions) -> list[int] | None:
+    """llama.cpp's handles of the devices for offloaded layers; None if llama.cpp chooses.
+
+    Its own choice leaves workers out, because they are not registered; so drafts stay on this machine.
+    DeviceError if there is no such device; WorkerError if a worker cannot be reached.
+    """
+    workers = _connect(options.workers) if options.workers else []
+    if options.devices is None and not workers:
+        return None
+    known = _handles() | {f"RPC{i}": handle for i, handle in enumerate(workers)}
+    if options.devices is None:
+        return [*workers, *(known[device.name] for device in gpus_among(find_devices()))]
+    for name in options.devices:
+        if name not in known:
+            raise DeviceError(f"there is no device {name}; llama.cpp finds {', '.join(known)} here")
+    return [known[name] for name in options.devices]
+
+
+def _handles() -> dict[str, int]:
+    """llama.cpp's handles of the devices of this machine, by name."""
+    runtime.start()
+    count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
+    get = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    return {_name(handle): handle for handle in map(get, range(count()))}
+
+
+def _name(handle: int) -> str:
+    name: bytes = ggml_function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)(handle)
+    return name.decode("utf-8", errors="replace")
+
+
+# RPC workers
+
+
+def _connect(addresses: Sequence[str]) -> list[int]:
+    """Connect to workers, named HOST:PORT; return the handles of their devices in the same order."""
+    add_server = _rpc_function("ggml_backend_rpc_add_server", ctypes.c_void_p, ctypes.c_char_p)
+    _report_abort()
+    devices: list[int] = []
+    for address in addresses:
+        _check_listens(address)
+        found = _within_seconds(functools.partial(_asked, add_server, address), address)
+        if not found:
+            raise WorkerError(f"the worker {address} has no device to compute on; start it with one")
+        devices += found
+    return devices
+
+
+def serve_worker(
+    host: str,
+    port: int,
+    threads: int | None,
+    devices: Sequence[str],
+    cache: Path | None,
+    ready: Callable[[], None],
+) -> None:
+    """Serve as a worker on the named devices until a signal ends the process; in the main thread only.
+
+    `cache` is a folder for weights, so that a client sends them once. `ready` is called once the address is
+    known to be free. WorkerError if it is not, or if this build of llama.cpp has no workers.
+    """
+    pointers, size = ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t
+    start = _rpc_function(
+        "ggml_backend_rpc_start_server", None, ctypes.c_char_p, ctypes.c_char_p, size, size, pointers
+    )
+    try:
+        address = socket.gethostbyname(host)
+        socket.create_server((address, port)).close()
+    except OSError as error:
+        is_name = isinstance(error, socket.gaierror)
+        reason = error.strerror if is_name else os.strerror(error.errno or 0)  # create_server's is longer
+        raise WorkerError(
+            f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
+        ) from error
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Python would not notice them
+        signal.signal(number, signal.SIG_DFL)
+    handles = [handle for name, handle in _handles().items() if name in devices]
+    array = (ctypes.c_void_p * len(handles))(*handles)
+    folder = os.fsencode(cache) if cache is not None else None
+    ready()
+    start(f"{address}:{port}".encode(), folder, threads or runtime.default_threads(), len(handles), array)
+    raise WorkerError(f"the worker on {host}:{port} has ended; choose another --port or --device")
+
+
+def _check_listens(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or error
+        raise WorkerError(
+            f"no worker can be reached at {address}: {reason}; "
+            f"start one there with `llamaspec worker --host ADDRESS --port {port}`"
+        ) from error
+
+
+def _asked(add_server: Callable[[bytes], int | None], address: str) -> list[int]:
+    """Return the devices of a worker, each of which has answered."""
+    registered = add_server(address.encode())
+    if not registered:
+        return []
+    count = ggml_function("ggml_backend_reg_dev_count", ctypes.c_size_t, ctypes.c_void_p)
+    get = ggml_function("ggml_backend_reg_dev_get", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    handles = [get(registered, i) for i in range(count(registered))]
+    for handle in handles:
+        device_of(handle)  # asks the worker, which llama.cpp may only remember
+    return handles
+
+
+def _within_seconds(ask: Callable[[], list[int]], address: str) -> list[int]:
+    """Return the answer of a worker; llama.cpp alone would wait without end for one that is busy."""
+    answers: list[list[int]] = []
+    asking = threading.Thread(target=lambda: answers.append(ask()), name=f"rpc {address}", daemon=True)
+    asking.start()
+    asking.join(CONNECT_SECONDS)
+    if not answers:
+        raise WorkerError(
+            f"{address} is busy with another client, or is no worker; a worker serves one client at a time"
+        )
+    return answers[0]
+
+
+def _rpc_function(name: str, result: type | None, *arguments: type) -> Any:
+    runtime.start()
+    registry = ggml_function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC")
+    if not registry:
+        raise WorkerError(
+            "this build of llama.cpp has no RPC; build it with CMAKE_ARGS=-DGGML_RPC=ON, or by `make run`"
+        )
+    find = ggml_function(
+        "ggml_backend_reg_get_proc_address", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    )
+    return ctypes.CFUNCTYPE(result, *arguments)(find(registry, name.encode()))
+
+
+@functools.cache
+def _report_abort() -> object:
+    """From now on, if llama.cpp aborts the process, end it with one line and exit code 1."""
+
+    def end(message: bytes) -> None:
+        said = printable(message.decode(errors="replace"))
+        what = "a worker was lost, or is of another version" if "rpc" in said.lower() else "llama.cpp failed"
+        with suppress(Exception):  # whatever happens, the process must end here
+            sys.stdout.flush()
+            sys.stderr.write(f"\nllamaspec: {what} ({said}); start it and run this again\n")
+            sys.stderr.flush()
+        os._exit(1)
+
+    callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(end)
+    ggml_function("ggml_set_abort_callback", ctypes.c_void_p, type(callback))(callback)
+    return callback  # llama.cpp keeps only a pointer
