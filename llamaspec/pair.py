@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.generation import GenerationRequest
+from llamaspec.engine.generation import Detokenizer
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import Progress, TextStream
@@ -33,13 +33,12 @@ from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.vocabulary import check_pair, difference
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.plan import DraftPlan, make_plan
-from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model
+from llamaspec.plan import DraftPlan, SequenceDrafters, draft_name, make_plan, stages_of
+from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceLength
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars, TimedConstraint
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.sequence_drafters import Drawing, SequenceDrafters, draft_name, stages_of
 from llamaspec.values import MTP, NO_TOKENS, TARGET, Copying, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
@@ -63,7 +62,6 @@ class Pair:
         stages: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,
         copying: Copying = Copying.WEIGHED,
-        owns_models: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.draft, self.heads = target, draft, heads  # the target's heads replace a draft
@@ -74,9 +72,9 @@ class Pair:
         self.common: CommonTokens | None = None  # if the draft's vocabulary is not the target's
         if draft is not None and difference(target.vocabulary, draft.vocabulary) is not None:
             self.common = CommonTokens(target.vocabulary, draft.vocabulary)
-        self._drafters = SequenceDrafters(target, draft, self.stages, heads, self.common, copying)
+        self._drafters = SequenceDrafters(target, drafts, self.stages, heads, self.common, copying)
         self.load_seconds = load_seconds
-        self._owns_models = owns_models
+        self.owned = ExitStack()  # closes the models that belong to the pair
         self.clock = clock  # seconds
         self._length = AutoLength(sources=self.sources)  # the default for streams
         models: dict[str, Model] = {TARGET: target}
@@ -164,46 +162,38 @@ class Pair:
         PromptError
             The prompt is empty, not UTF-8, or does not fit.
         """
-        sampling = sampling or Sampling()
-        tokens = self._tokens(prompt)
-        n_vocabulary = self.target.vocabulary_size
+        sampling, n_vocabulary = sampling or Sampling(), self.target.vocabulary_size
         if max(sampling.logit_bias or (0,)) >= n_vocabulary:
             raise ValueError(f"logit bias: token ids must be from 0 to {n_vocabulary - 1}")
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
             raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, got {logprobs}")
-        sequence_constraint = None if constraint is None else TimedConstraint(constraint.start_sequence())
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
-        streams = SeededStreams(secrets.randbits(32) if seed is None else seed)
+        text = Detokenizer(self.target.vocabulary, stops, spelled)
+        expected = NO_TOKENS
+        if prediction is not None and len(prediction):
+            expected = self._tokens(prediction, add_special=False)
+        config = Speculation(
+            self._tokens(prompt),
+            max_tokens,
+            self.target.context_size,
+            RULES[rule],
+            sampling,
+            SeededStreams(secrets.randbits(32) if seed is None else seed),
+            None if constraint is None else TimedConstraint(constraint.start_sequence()),
+            max_scored=self.target.max_scored,
+            n_logprobs=logprobs,
+        )
         if policy is None:
             policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self._length
-        with ExitStack() as begun:  # if the request is refused, close everything that was started
-            length = policy.start_sequence(drops=RULES[rule].drops, max_tokens=max_tokens)
-            begun.callback(length.close)
-            if drafter is None:
-                drawing = Drawing(sampling, RULES[rule], streams, len(tokens), sequence_constraint)
-                expected = NO_TOKENS
-                if prediction is not None and len(prediction):
-                    expected = self._tokens(prediction, add_special=False)
-                drafters = self._drafters if copies else replace(self._drafters, copying=Copying.OFF)
-                drafter = drafters.make(drawing, length, expected)
-            speculation = Speculation(
-                drafter=drafter,
-                length=length,
-                rule=RULES[rule],
-                sampling=sampling,
-                streams=streams,
-                context_size=self.target.context_size,
-                max_scored=self.target.max_scored,
-                constraint=sequence_constraint,
-                n_logprobs=logprobs,
-            )
-            begun.callback(speculation.close)
-            request = GenerationRequest(
-                tokens, self.target.vocabulary, speculation, max_tokens, stops, spelled or {}
-            )
-            begun.pop_all()
-        return TextStream(request, self._thread, on_prefill, is_interactive=is_interactive)
+        # From here on nothing is refused, so whatever starts is closed with the stream.
+        length = policy.start_sequence(drops=config.rule.drops, max_tokens=max_tokens)
+        config = replace(config, length=length)
+        if drafter is None:
+            drafters = self._drafters if copies else replace(self._drafters, copying=Copying.OFF)
+            drafter = drafters.make(config, expected)
+        config = replace(config, drafter=drafter)
+        return TextStream(config, text, self._thread, on_prefill, is_interactive=is_interactive)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Constraint:
         """A constraint for `stream`: JSON that matches a schema, with properties in the schema's order.
@@ -257,9 +247,7 @@ class Pair:
     def close(self) -> None:
         """End all streams and free the pair's own models; may be called twice, and from any thread."""
         self._thread.close()
-        for model in (self.heads, *reversed(self.draft_models), self.target):
-            if model is not None and self._owns_models:
-                model.close()
+        self.owned.close()
 
     def __enter__(self) -> Pair:
         return self
@@ -269,9 +257,11 @@ class Pair:
     ) -> None:
         self.close()
 
-    def model_drafter(self, sampling: Sampling, rule: str, streams: SeededStreams) -> Drafter:
-        """The drafter that uses only the draft model, or the target's prediction heads; no trees."""
-        return self._drafters.asking_model(Drawing(sampling, RULES[rule], streams))
+    def model_drafter(self, prompt: TokenArray, length: SequenceLength) -> Drafter:
+        """The drafter that uses only the draft model, or the target's prediction heads."""
+        rule, streams, size = RULES[DEFAULT_RULE], SeededStreams(0), self.target.context_size
+        config = Speculation(prompt, 1, size, rule, Sampling(), streams, length=length)
+        return self._drafters.asking_model(config)
 
     def _tokens(self, text: str | bytes | TokenArray, *, add_special: bool = True) -> TokenArray:
         if isinstance(text, str):
@@ -362,8 +352,6 @@ def open_plan(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadPro
                 check_pair(target.vocabulary, drafts[-1].vocabulary)
         draft, *stages = drafts or (None,)
         seconds = time.perf_counter() - start
-        pair = Pair(
-            target, draft, seconds, stages=stages, heads=heads, copying=plan.copying, owns_models=True
-        )
-        opened.pop_all()
+        pair = Pair(target, draft, seconds, stages=stages, heads=heads, copying=plan.copying)
+        pair.owned = opened.pop_all()
     return pair

@@ -1,7 +1,8 @@
 """Where the draft tokens for a target come from: decided once, by `make_plan`, before a model is loaded.
 
 `make_plan` turns names and options into a `DraftPlan`. The commands, `open_pair` and the server all start
-from one; nothing after that resolves a name or decides again. tests/test_plan.py.
+from one; nothing after that resolves a name or decides again. Once the models are loaded, `SequenceDrafters`
+makes the drafters of each completion from them. tests/test_plan.py, tests/test_cascades.py.
 """
 
 from __future__ import annotations
@@ -9,13 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llamaspec.catalog import quoted
+from llamaspec.drafters.cascade import CascadeDrafter
+from llamaspec.drafters.common_vocabulary import CommonTokens
+from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
+from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
+from llamaspec.drafters.tree import TreeDrafter, TreeLength
+from llamaspec.engine.speculate import Speculation
 from llamaspec.errors import PairError
 from llamaspec.hub import AUTO, find_draft, locate_model, may_have_heads, resolve_model
+from llamaspec.length.fixed import prompt_reading
+from llamaspec.length.policy import AutoLength
+from llamaspec.llama.heads import PredictionHeads
+from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file, is_shared_head
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
-from llamaspec.values import MTP, Copying
+from llamaspec.protocols import Drafter, LengthPolicy
+from llamaspec.sampling.acceptance_rules import Coupled
+from llamaspec.sampling.random_streams import CascadeStreams
+from llamaspec.values import DRAFT, MTP, NO_TOKENS, Copying, Source, TokenArray
 
 NGRAM = "ngram"  # in place of a draft: only copies of earlier text
 Find = Callable[[str | Path], Path]
@@ -128,3 +144,111 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
     if draft is None and may_have_heads(str(target)) and heads_in_file(find(target)).fault is None:
         return MTP
     return draft
+
+
+@dataclass(eq=False, slots=True)
+class Stage:
+    """A draft model that has a draft of its own."""
+
+    models: Sequence[LlamaModel]  # itself, its draft, the draft of that, and so on
+    sources: frozenset[Source]  # of the tokens that it verifies
+    length: LengthPolicy  # how many of them to draft, for all sequences
+
+
+def stages_of(drafts: Sequence[LlamaModel], *, copies: bool) -> tuple[Stage, ...]:
+    """The stages of a chain of draft models: each drafts for the previous one, the first for the target.
+
+    With `copies`, a stage verifies copies of earlier text before it asks its draft.
+    """
+    stages = []
+    for i in range(len(drafts) - 1):
+        model = Source.MODEL if i == len(drafts) - 2 else Source.STAGE
+        sources = frozenset({model, Source.NGRAM} if copies else {model})
+        stages.append(Stage(drafts[i:], sources, AutoLength(sources=sources)))
+    return tuple(stages)
+
+
+def draft_name(level: int) -> str:
+    """The name of a draft in requests; level 0 is the target's."""
+    return DRAFT if level == 0 else f"{DRAFT}-{level + 1}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceDrafters:
+    """Makes the drafters of each sequence of a pair."""
+
+    target: LlamaModel
+    drafts: Sequence[LlamaModel]
+    stages: Sequence[Stage]
+    heads: PredictionHeads | None  # the target's, in place of a draft
+    common: CommonTokens | None  # if the draft's vocabulary is not the target's
+    copying: Copying
+
+    def make(self, config: Speculation, prediction: TokenArray = NO_TOKENS) -> Drafter:
+        """Everything that can draft for a sequence.
+
+        Drafts are trees if the length policy, both models and the rule allow it. `prediction` is another text
+        to copy from.
+        """
+        drafters: list[Drafter] = []
+        has_model = bool(self.drafts) or self.heads is not None
+        is_weighed = self.copying is Copying.WEIGHED and has_model
+        copies = prompt_reading(config.length) is not None if is_weighed else self.copying is not Copying.OFF
+        if copies or len(prediction):
+            least = MIN_MATCH_BESIDE_MODEL if is_weighed else MIN_MATCH
+            is_end = self.target.vocabulary.is_end
+            drafters.append(NgramDrafter(least, prediction=prediction, is_end=is_end))
+        if self.stages:
+            drafters.append(self._cascaded(config))
+        elif has_model:
+            drafters.append(self.asking_model(config))
+        if config.constraint is not None:
+            drafters.append(ForcedDrafter(config.constraint, len(config.prompt)))
+        return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
+
+    def asking_model(self, config: Speculation) -> ModelDrafter:
+        """The drafter that uses only the draft model, or the target's prediction heads."""
+        if self.heads is not None:
+            return self._asking(self.heads, config, MTP, source=Source.MTP, longest=self.heads.longest)
+        draft, length = self.drafts[0], config.length
+        reading: dict[str, Any] = {"reading": prompt_reading(length), "n_cached": draft.n_cached}
+        keeps_states = self.target.keeps_states or draft.keeps_states  # of one branch only
+        if isinstance(length, TreeLength) and config.rule.name == Coupled.name and not keeps_states:
+            return self._asking(draft, config, kind=TreeDrafter, trees=length, **reading)
+        return self._asking(draft, config, **reading)
+
+    def _cascaded(self, config: Speculation, level: int = 0) -> Drafter:
+        """The drafter of a draft model, with everything that drafts for it."""
+        model = self._asking(self.drafts[level], config, draft_name(level))
+        if level == len(self.stages):
+            return model
+        stage, streams = self.stages[level], CascadeStreams(config.streams)
+        helper = self._cascaded(replace(config, streams=streams), level + 1)
+        if Source.NGRAM in stage.sources:
+            copies = NgramDrafter(is_end=self.target.vocabulary.is_end)
+            helper = FallbackDrafter([copies, helper])
+        length = stage.length.start_sequence(drops=config.rule.drops)
+        return CascadeDrafter(model, helper, length, streams, self.drafts[level].max_scored)
+
+    def _asking(
+        self,
+        asked: LlamaModel | PredictionHeads,
+        config: Speculation,
+        name: str = DRAFT,
+        *,
+        kind: type[ModelDrafter] = ModelDrafter,
+        **settings: Any,
+    ) -> ModelDrafter:
+        return kind(
+            asked.vocabulary_size,
+            asked.context_size,
+            config.sampling,
+            config.rule,
+            config.streams,
+            n_tokens=self.target.vocabulary_size,
+            model=name,
+            tokens=self.common,
+            n_prompt=len(config.prompt),
+            constraint=config.constraint,
+            **settings,
+        )

@@ -147,10 +147,11 @@ def play(edit: Edit, costs: Array, policy: LengthPolicy, min_match: int = MIN_MA
             n = min(CHUNK, n_prompt - 1 - begin)
             length.observe_prompt(n, NO_LOGITS * float(costs[n]) * PLAIN_SECONDS)
     drafter.prepare(text[:n_prompt])
+    size, rule, greedy = len(text) + LONGEST_COPY, Coupled(), Sampling(temperature=0)
     config = Speculation(
-        drafter, length, Coupled(), Sampling(temperature=0), SeededStreams(0), len(text) + LONGEST_COPY
+        text[:n_prompt], len(edit.answer), size, rule, greedy, SeededStreams(0), None, drafter, length
     )
-    loop = speculate(text[:n_prompt], len(text), config)
+    loop = speculate(config)
     event = next(loop, None)
     while event is not None:
         answer: Forward | Round

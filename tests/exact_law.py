@@ -278,9 +278,9 @@ def rounds(
     """What the loop makes of a prompt, without a scheduler."""
     row = length.start_sequence(drops=rule.drops)
     config = Speculation(
-        drafter, row, rule, sampling, streams, models[TARGET].context_size, constraint=constraint
+        PROMPT, n_tokens, models[TARGET].context_size, rule, sampling, streams, constraint, drafter, row
     )
-    made: list[Round] = answer_alone(speculate(PROMPT, len(PROMPT) + n_tokens, config), models)
+    made: list[Round] = answer_alone(speculate(config), models)
     return made
 
 

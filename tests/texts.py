@@ -9,7 +9,7 @@ import numpy as np
 
 from fakes import CountingUp, FakeModel, Length, tokens
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.engine.generation import GenerationRequest
+from llamaspec.engine.generation import Detokenizer
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import TextStream
 from llamaspec.engine.thread import ComputeThread
@@ -82,13 +82,11 @@ def stream(
     if drafter is None:
         drafter = model_drafter(models[DRAFT], seed) if DRAFT in models else CountingUp(model.vocabulary_size)
     speculation = Speculation(
-        drafter, length or Length(2), RULES["coupled"], PLAIN, SeededStreams(seed),
-        model.context_size, model.max_scored, n_logprobs=n_logprobs,
+        tokens(*prompt), max_tokens, model.context_size, RULES["coupled"], PLAIN, SeededStreams(seed),
+        drafter=drafter, length=length or Length(2), max_scored=model.max_scored, n_logprobs=n_logprobs,
     )  # fmt: skip
-    plan = GenerationRequest(
-        tokens(*prompt), vocabulary or Letters(), speculation, max_tokens, stops, spelled or {}
-    )
-    return TextStream(plan, thread, **settings)  # type: ignore[arg-type]
+    text = Detokenizer(vocabulary or Letters(), stops, spelled)
+    return TextStream(speculation, text, thread, **settings)  # type: ignore[arg-type]
 
 
 def alone(prompt: Sequence[int] = (1, 2), seed: int = 0, max_tokens: int = 12) -> tuple[int, ...]:

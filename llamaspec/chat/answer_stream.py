@@ -17,8 +17,7 @@ import numpy as np
 from llamaspec.chat.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, TokenLogprobs
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.transcript import tokenize_inside
-from llamaspec.engine.detokenize import Span, take_characters
-from llamaspec.engine.generation import Completion, Piece, StopReason, summarize
+from llamaspec.engine.generation import Completion, Piece, Span, StopReason, summarize, take_characters
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError
 from llamaspec.llama.vocabulary import LlamaVocabulary

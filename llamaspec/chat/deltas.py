@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 from llamaspec.chat.template import Message, ToolCall
-from llamaspec.engine.detokenize import Span
+from llamaspec.engine.generation import Span
 from llamaspec.values import Logprobs
 
 

@@ -1,28 +1,29 @@
 """A completion as a coroutine: processes the prompt, then speculates until the completion ends.
 
-It yields requests, rounds and events, and knows models only by name. tests/engine/test_stream.py.
+It yields requests, rounds and events, and knows models only by name. Text becomes certain in whole UTF-8
+characters, without what may begin a stop string. tests/engine/test_stream.py, tests/engine/test_text.py.
 """
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from llamaspec.drafters.fallback import metered, preparing
-from llamaspec.engine.detokenize import Span, TextAssembler
 from llamaspec.engine.sequence import Generating
 from llamaspec.engine.speculate import Speculation, speculate
-from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, PromptError
+from llamaspec.errors import EVALUATION_FAULTS, ContextFullError
 from llamaspec.length.fixed import prompt_reading
-from llamaspec.protocols import Vocabulary
+from llamaspec.protocols import Drafter, SequenceConstraint, Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logprobs, Round, TokenArray, UnusedDraft
 
 
@@ -35,6 +36,13 @@ class StopReason(str, Enum):
     CONTEXT = "context"  # the context is full
     CONSTRAINT = "constraint"  # the constraint is not satisfied, and no allowed token can follow
     INTERRUPT = "interrupt"  # the reader stopped, or the pair was closed
+
+
+class Span(NamedTuple):
+    """A stretch of text and whether it came from an accepted draft token."""
+
+    text: str
+    drafted: bool
 
 
 class Piece(NamedTuple):
@@ -90,7 +98,6 @@ class Summary:
     n_tokens: int  # tokens that the completion kept, end-of-text token included
     n_rounds: int
     n_rounds_without_draft: int
-    n_rounds_cut: int  # rounds that the end of the completion cut short
     n_drafted: int  # draft tokens, including those that were dropped before verification
     n_verified: int  # draft tokens that the target evaluated
     n_accepted: int  # accepted draft tokens; the target's own token of each round does not count
@@ -123,14 +130,13 @@ class Summary:
 
 
 def summarize(rounds: Sequence[Round], n_tokens: int) -> Summary:
-    """Sum up the rounds of a completion that kept `n_tokens` tokens; only the last may have been cut."""
+    """Sum up the rounds of a completion that kept `n_tokens` tokens."""
     counts = Counter(round_.n_accepted for round_ in rounds)
     plain_seconds = _plain_seconds(rounds)
     return Summary(
         n_tokens=n_tokens,
         n_rounds=len(rounds),
         n_rounds_without_draft=sum(round_.n_drafted == 0 for round_ in rounds),
-        n_rounds_cut=int(sum(round_.n_accepted + 1 for round_ in rounds) > n_tokens),
         n_drafted=sum(round_.n_drafted for round_ in rounds),
         n_verified=sum(round_.n_verified for round_ in rounds),
         n_accepted=sum(round_.n_accepted for round_ in rounds),
@@ -190,61 +196,23 @@ class Completion:
 PREFILL_PART = 512  # tokens of a prompt between two reports of progress
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GenerationRequest:
-    """A prompt and how to continue it."""
-
-    prompt: TokenArray  # [n] int32
-    vocabulary: Vocabulary
-    speculation: Speculation
-    max_tokens: int = 256
-    stops: Sequence[str] = ()  # strings that end the text; they are not part of it
-    # The text of control tokens, which are otherwise silent.
-    spelled: Mapping[int, bytes] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        n, context_size = len(self.prompt), self.speculation.context_size
-        if n == 0:
-            raise PromptError("the prompt is empty; give some text to continue")
-        if n >= context_size:
-            raise PromptError(
-                f"the prompt has {n} tokens, which leaves no room in a context of {context_size}; "
-                f"shorten it or use a larger context"
-            )
-        if self.max_tokens < 1:
-            raise ValueError(f"max tokens must be >= 1, got {self.max_tokens}")
-        if "" in self.stops:
-            raise ValueError("a stop string must not be empty")
-
-    @property
-    def limit(self) -> int:
-        """Maximum length of the sequence, in tokens."""
-        return min(len(self.prompt) + self.max_tokens, self.speculation.context_size)
-
-    @property
-    def reason_at_limit(self) -> StopReason:
-        """Why the completion ends at the limit."""
-        return StopReason.LIMIT if self.limit == len(self.prompt) + self.max_tokens else StopReason.CONTEXT
-
-
-def generate(request: GenerationRequest) -> Generating[TextEvent]:
+def generate(config: Speculation, text: Detokenizer) -> Generating[TextEvent]:
     """Generate a completion: a coroutine that yields requests, rounds and events."""
     try:
-        writer = _Writer(request)
         try:
-            yield from _prefill(request)
-            reason = yield from _decode(request, writer)
+            yield from _prefill(config)
+            reason = yield from _decode(config, text)
         except ContextFullError:  # other sequences hold the room
             reason = StopReason.CONTEXT
-        yield Ended(reason, writer.rest())
+        yield Ended(reason, text.rest())
     finally:
-        request.speculation.close()
+        config.close()
 
 
-def _prefill(request: GenerationRequest) -> Generating[TextEvent]:
+def _prefill(config: Speculation) -> Generating[TextEvent]:
     """Process the prompt except its last token, with which decoding begins."""
-    prompt, n_to_read = request.prompt, len(request.prompt) - 1
-    n_cached, seconds, reading = 0, 0.0, prompt_reading(request.speculation.length)
+    prompt, n_to_read = config.prompt, len(config.prompt) - 1
+    n_cached, seconds, reading = 0, 0.0, prompt_reading(config.length)
     for begin in range(0, n_to_read, PREFILL_PART):
         end = min(begin + PREFILL_PART, n_to_read)
         forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
@@ -253,23 +221,21 @@ def _prefill(request: GenerationRequest) -> Generating[TextEvent]:
         if reading is not None and forward.n_sequences == 1:
             reading.observe_prompt(end - max(forward.n_cached, begin), forward.seconds)
         if end < n_to_read:  # prediction heads read along: hidden states are not kept for long
-            seconds += yield from _prepare_drafter(request, prompt[: end + 1])
+            seconds += yield from _prepare(config.drafter, prompt[: end + 1])
         yield Prefilled(end, n_to_read, n_cached, seconds)
-    seconds += yield from _prepare_drafter(request, prompt)
+    seconds += yield from _prepare(config.drafter, prompt)
     yield Prefilled(n_to_read, n_to_read, n_cached, seconds)
 
 
-def _prepare_drafter(
-    request: GenerationRequest, read: TokenArray
-) -> Generator[ForwardRequest, Forward, float]:
+def _prepare(drafter: Drafter, read: TokenArray) -> Generator[ForwardRequest, Forward, float]:
     """Let the drafter process the part of the prompt that the target has processed; return its seconds."""
-    _, spent = yield from metered(preparing(request.speculation.drafter, read))
+    _, spent = yield from metered(preparing(drafter, read))
     return sum(seconds for _, seconds in spent)
 
 
-def _decode(request: GenerationRequest, writer: _Writer) -> Generator[Any, Any, StopReason]:
+def _decode(config: Speculation, text: Detokenizer) -> Generator[Any, Any, StopReason]:
     """Speculate until the completion ends; return the reason."""
-    with closing(speculate(request.prompt, request.limit, request.speculation)) as loop:
+    with closing(speculate(config)) as loop:
         wanted = next(loop, None)
         while wanted is not None:
             try:
@@ -278,59 +244,120 @@ def _decode(request: GenerationRequest, writer: _Writer) -> Generator[Any, Any, 
                 wanted = loop.throw(error)  # a drafter can go on without its model
                 continue
             if isinstance(wanted, Round):
-                yield writer.keep(answer)  # before the next draft, which may fail
-                if writer.reason is not None:
-                    request.speculation.length.observe(answer)  # as the loop would, before its next draft
-                    return writer.reason
+                yield text.add(answer, config.constraint)  # before the next draft, which may fail
+                if text.end is not None:
+                    config.length.observe(answer)  # as the loop would, before its next draft
+                    return text.end
             try:
                 wanted = loop.send(answer)
             except StopIteration:
                 break
-    return request.reason_at_limit
+    has_all = config.limit == len(config.prompt) + config.max_tokens
+    return StopReason.LIMIT if has_all else StopReason.CONTEXT
 
 
-class _Writer:
-    """Turns rounds into text, and finds the end."""
+class Detokenizer:
+    """Turns the tokens of a completion into pieces of text, and finds its end.
 
-    def __init__(self, request: GenerationRequest) -> None:
-        self._vocabulary = request.vocabulary
-        self._text = TextAssembler(request.stops)
-        self._spelled = request.spelled
-        self._constraint = request.speculation.constraint
-        self._generated: list[int] = []
-        self._last = Piece("", int(request.prompt[-1]), ())
-        self.reason: StopReason | None = None  # set at the end of the completion
+    `spelled` is the text of control tokens, which are otherwise silent.
+    """
 
-    def keep(self, round_: Round) -> Written:
-        """Keep the tokens of a round, up to the end of the completion."""
+    def __init__(
+        self, vocabulary: Vocabulary, stops: Sequence[str] = (), spelled: Mapping[int, bytes] | None = None
+    ) -> None:
+        self._vocabulary, self._spelled = vocabulary, spelled or {}
+        self._text = TextAssembler(stops)
+        self._tokens: list[int] = []  # of the completion
+        self._last: Piece | None = None
+        self.end: StopReason | None = None  # set at the end of the completion
+
+    def is_end(self, token: int) -> bool:
+        """Whether a token ends the completion."""
+        return self._vocabulary.is_end(token)
+
+    def add(self, round_: Round, constraint: SequenceConstraint | None = None) -> Written:
+        """Add the tokens of a round, up to the end of the completion."""
         pieces: list[Piece] = []
         logprobs = round_.logprobs or itertools.repeat(None)
         for i, (token, of_token) in enumerate(zip(round_.tokens.tolist(), logprobs, strict=False)):
             begin = self._text.n_characters
-            if self._vocabulary.is_end(token):
-                self.reason = StopReason.END if self._is_complete() else StopReason.CONSTRAINT
+            if self.is_end(token):
+                is_complete = constraint is None or constraint.is_complete(np.array(self._tokens, np.int32))
+                self.end = StopReason.END if is_complete else StopReason.CONSTRAINT
                 pieces.append(Piece("", token, (), of_token, begin))
                 break
-            if self._constraint is not None:
-                self._generated.append(token)
+            self._tokens.append(token)
             piece = self._spelled.get(token) or self._vocabulary.piece(token)
             spans = self._text.add(piece, drafted=i < round_.n_accepted)
             pieces.append(Piece(_text_of(spans), token, tuple(spans), of_token, begin))
             if self._text.stopped:
-                self.reason = StopReason.STOP
+                self.end = StopReason.STOP
                 break
         self._last = pieces[-1]
         return Written(round_, tuple(pieces))
 
-    def _is_complete(self) -> bool:
-        """Whether the text satisfies its constraint, if it has one."""
-        return self._constraint is None or self._constraint.is_complete(np.array(self._generated, np.int32))
-
     def rest(self) -> tuple[Piece, ...]:
         """The text that was held back."""
         spans = self._text.finish()
-        rest = self._last._replace(text=_text_of(spans), spans=tuple(spans), logprobs=None)
-        return (rest,) if spans else ()
+        if not spans or self._last is None:
+            return ()
+        return (self._last._replace(text=_text_of(spans), spans=tuple(spans), logprobs=None),)
+
+
+class TextAssembler:
+    """Joins the bytes of tokens to text, up to the first stop string; holds back text that is not certain."""
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = tuple(stops)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held: deque[Span] = deque()  # text that may be the beginning of a stop string
+        self.n_characters = 0  # complete characters, including those held back
+        self.stopped = False  # a stop string was found
+
+    def add(self, piece: bytes, drafted: bool) -> list[Span]:
+        """Add a token; return the text that it makes certain."""
+        text = self._decoder.decode(piece)
+        self.n_characters += len(text)
+        return self._release(text, drafted)
+
+    def finish(self) -> list[Span]:
+        """End the text; return what was held back. An incomplete character becomes U+FFFD."""
+        spans = self._release(self._decoder.decode(b"", final=True), drafted=False)
+        return spans if self.stopped else [*spans, *self._held]
+
+    def _release(self, text: str, drafted: bool) -> list[Span]:
+        if self.stopped or not text:
+            return []
+        if not self._stops:
+            return [Span(text, drafted)]
+        self._held.append(Span(text, drafted))
+        held = "".join(span.text for span in self._held)
+        found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
+        if found:
+            self.stopped = True
+            return take_characters(self._held, min(found))
+        return take_characters(self._held, len(held) - self._possible_beginning(held))
+
+    def _possible_beginning(self, held: str) -> int:
+        """Length of the longest end of `held` that begins a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=0) - 1
+        for n in range(min(longest, len(held)), 0, -1):
+            if any(stop.startswith(held[-n:]) for stop in self._stops):
+                return n
+        return 0
+
+
+def take_characters(spans: deque[Span], n: int) -> list[Span]:
+    """Remove the first `n` characters, or all if there are fewer."""
+    taken: list[Span] = []
+    while n > 0 and spans:
+        span = spans.popleft()
+        if len(span.text) > n:
+            spans.appendleft(Span(span.text[n:], span.drafted))
+            span = Span(span.text[:n], span.drafted)
+        taken.append(span)
+        n -= len(span.text)
+    return taken
 
 
 def _text_of(spans: Sequence[Span]) -> str:

@@ -12,22 +12,15 @@ References: Algorithm 2 of Chen et al., arXiv 2302.01318; Algorithm 1 of Leviath
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from llamaspec.drafters.fallback import drafting
-from llamaspec.length.fixed import SequenceAtMost, prompt_reading
-from llamaspec.protocols import (
-    Closing,
-    Drafter,
-    PromptReading,
-    RandomStreams,
-    Rule,
-    SequenceConstraint,
-    SequenceLength,
-)
+from llamaspec.drafters.fallback import NoDrafter, drafting
+from llamaspec.errors import PromptError
+from llamaspec.length.fixed import FixedLength, SequenceAtMost, prompt_reading
+from llamaspec.protocols import Closing, Drafter, RandomStreams, Rule, SequenceConstraint, SequenceLength
 from llamaspec.sampling.acceptance_rules import round_of
 from llamaspec.sampling.filters import LogitsTarget, Sampler, Sampling, round_logprobs
 from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, TokenArray
@@ -36,19 +29,41 @@ Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Fo
 NextRound: TypeAlias = Generator[ForwardRequest | Round, Any, Round]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Speculation:
-    """The parts of the loop. Only target, `sampling` and `constraint` decide the law of the completion."""
+    """A prompt, and the parts of the loop that continues it; plain decoding unless a drafter is given.
 
-    drafter: Drafter
-    length: SequenceLength
+    Only the target, the prompt, `sampling` and `constraint` decide the law of the completion.
+    """
+
+    prompt: TokenArray  # [n] int32
+    max_tokens: int
+    context_size: int  # of the target, in tokens
     rule: Rule
     sampling: Sampling
     streams: RandomStreams
-    context_size: int  # of the target, in tokens
+    constraint: SequenceConstraint | None = None  # restricts the completion
+    drafter: Drafter = field(default_factory=NoDrafter)
+    length: SequenceLength = field(default_factory=lambda: FixedLength(0))  # how much to draft
     max_scored: int | None = None  # positions of one evaluation that the target scores; None = any number
-    constraint: SequenceConstraint | None = None  # the form that the text must have
     n_logprobs: int | None = None  # report this many of the most probable tokens with each token
+
+    def __post_init__(self) -> None:
+        n = len(self.prompt)
+        if n == 0:
+            raise PromptError("the prompt is empty; give some text to continue")
+        if n >= self.context_size:
+            raise PromptError(
+                f"the prompt has {n} tokens, which leaves no room in a context of {self.context_size}; "
+                f"shorten it or use a larger context"
+            )
+        if self.max_tokens < 1:
+            raise ValueError(f"max tokens must be >= 1, got {self.max_tokens}")
+
+    @property
+    def limit(self) -> int:
+        """Maximum length of the sequence, in tokens."""
+        return min(len(self.prompt) + self.max_tokens, self.context_size)
 
     def close(self) -> None:
         """End the sequence. May be called more than once."""
@@ -57,16 +72,8 @@ class Speculation:
             self.drafter.close()
 
 
-def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculating:
-    """Continue a sequence.
-
-    Parameters
-    ----------
-    tokens : [n] int32, n >= 1
-        The prompt.
-    limit : int
-        Stop when the sequence has this many tokens, at most the target's context size. The last round
-        does not exceed it.
+def speculate(config: Speculation) -> Speculating:
+    """Continue a prompt until the sequence has its maximum length.
 
     Yields
     ------
@@ -75,30 +82,33 @@ def speculate(tokens: TokenArray, limit: int, config: Speculation) -> Speculatin
     Round
         To be sent the same round with its seconds. Each adds at least one token.
     """
-    sampler = Sampler(config.sampling, len(tokens), config.constraint)
-    costs = prompt_reading(config.length)
-    while len(tokens) < limit:
-        round_ = yield from _next_round(tokens, limit - len(tokens) - 1, config, sampler, costs)
+    tokens, sampler = config.prompt, Sampler(config.sampling, len(config.prompt), config.constraint)
+    while len(tokens) < config.limit:
+        round_ = yield from _next_round(tokens, config, sampler)
         tokens = np.concatenate((tokens, round_.tokens))
 
 
-def _next_round(
-    tokens: TokenArray, n_draft: int, config: Speculation, sampler: Sampler, costs: PromptReading | None
-) -> NextRound:
-    """One round behind `tokens`, of at most `n_draft` draft tokens."""
-    drafter, length = config.drafter, config.length
-    at_most = SequenceAtMost(min(n_draft, (config.max_scored or n_draft + 1) - 1), length)
-    draft = yield from drafting(drafter, tokens, at_most)
-    made = draft.first(at_most.limit)  # a drafter may not have asked
+def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> NextRound:
+    """One round behind `tokens`."""
+    length, rule, costs = config.length, config.rule, prompt_reading(config.length)
+
+    # Draft what the policy wants, and verify the part of it that is worth an evaluation.
+    n_most = config.limit - len(tokens) - 1  # the target adds a token of its own
+    at_most = SequenceAtMost(min(n_most, (config.max_scored or n_most + 1) - 1), length)
+    made = yield from drafting(config.drafter, tokens, at_most)
+    made = made.first(at_most.limit)  # a drafter may not have asked
     draft = made.first(max(length.n_verified(made), 0))
     draft = _evaluable(draft, length, config.context_size + 1 - len(tokens))
+
+    # Evaluate: logits after `tokens` and after each draft token.
     forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, parents=draft.parents)
 
+    # Accept draft tokens, and draw the token after them.
     p = LogitsTarget(forward.logits, tokens, draft, sampler)
-    verification = config.rule.verify(draft, p, config.streams, len(tokens))
+    verification = rule.verify(draft, p, config.streams, len(tokens))
     n_top = config.n_logprobs
     round_: Round = yield replace(
-        round_of(made, draft, forward, verification, config.rule, p),
+        round_of(made, draft, forward, verification, rule, p),
         logprobs=() if n_top is None else round_logprobs(forward.logits, draft, verification, n_top),
         plain_seconds=None if costs is None else costs.plain_seconds(forward.n_sequences),
     )

@@ -1,20 +1,20 @@
 """Generation as an iterator, for `for` and `async for`: a prompt in, pieces of text out.
 
-A reader may stop at any time and keeps what was generated until then.
+A reader may stop at any time and keeps what was generated until then. tests/engine/test_stream.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 
 from llamaspec.drafters.fallback import fault_of
 from llamaspec.engine.generation import (
     Completion,
+    Detokenizer,
     Ended,
-    GenerationRequest,
     Piece,
     Prefilled,
     StopReason,
@@ -24,6 +24,7 @@ from llamaspec.engine.generation import (
     summarize,
 )
 from llamaspec.engine.sequence import RunningSequence
+from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.length.fixed import prompt_reading
 from llamaspec.sampling.constraint import TimedConstraint
@@ -37,44 +38,47 @@ class TextStream:
 
     The thread that iterates calls `on_prefill`. The prompt and first tokens of an interactive sequence go
     before those of others.
+
+    Attributes
+    ----------
+    rounds : list of Round
+        The rounds so far.
+    is_over : bool
+        Whether generation has ended; pieces may be left to read.
     """
 
     def __init__(
         self,
-        request: GenerationRequest,
+        speculation: Speculation,
+        text: Detokenizer,
         thread: ComputeThread,
         on_prefill: Progress | None = None,
         *,
         is_interactive: bool = False,
     ) -> None:
-        self._request = request
-        self._thread = thread
-        self._on_prefill = on_prefill
-        self._is_interactive = is_interactive
-        self._sequence: RunningSequence[TextEvent] | None = None
+        self.rounds: list[Round] = []
+        self.is_over = False
+        self._speculation, self._text, self._thread = speculation, text, thread
+        self._on_prefill, self._is_interactive = on_prefill, is_interactive
+        self._sequence: RunningSequence[TextEvent] | None = None  # once it has started
         self._pieces: deque[Piece] = deque()  # generated, and not handed out
         self._shown: list[str] = []
-        self._tokens: list[int] = []
-        self._rounds: list[Round] = []
-        self._n_ended = 0  # 1 when the model's end-of-text token came
+        self._tokens: list[int] = []  # end-of-text token included
         self._prefilled = Prefilled(0, 0, 0, 0.0)
         self._stop_reason = StopReason.INTERRUPT
-        self._is_over = False
         self._is_closed = False
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     def __next__(self) -> Piece:
-        while not self._pieces and not self._is_over:
+        while not self._pieces and not self.is_over:
             self._take_event()
         if self._is_closed or not self._pieces:
             raise StopIteration
         piece = self._pieces.popleft()
         self._shown.append(piece.text)
-        if self._request.vocabulary.is_end(piece.token):
-            self._n_ended = 1
-        elif self._stop_reason is StopReason.INTERRUPT:  # else the piece is text that was held back
+        if self._stop_reason is StopReason.INTERRUPT:  # else the piece is text that was held back
             self._tokens.append(piece.token)
         return piece
 
@@ -85,7 +89,7 @@ class TextStream:
         news, loop = asyncio.Event(), asyncio.get_running_loop()
         self.begin(lambda: loop.call_soon_threadsafe(news.set))
         try:
-            while (piece := self.next_ready()) is None and not self._is_over:
+            while (piece := self.next_ready()) is None and not self.is_over:
                 await news.wait()
                 news.clear()
         except BaseException:  # also when the task is cancelled
@@ -118,7 +122,7 @@ class TextStream:
         while not self._is_closed:
             if self._pieces:
                 return next(self)
-            if self._is_over or sequence.events.empty():
+            if self.is_over or sequence.events.empty():
                 break
             self._take_event()
         return None
@@ -136,9 +140,9 @@ class TextStream:
 
     def close(self) -> None:
         """Stop generating, from any thread. Returns at once; a running evaluation is aborted."""
-        self._is_over = self._is_closed = True
+        self.is_over = self._is_closed = True
         if self._sequence is None:
-            self._request.speculation.close()
+            self._speculation.close()
         else:
             self._thread.cancel(self._sequence)
 
@@ -147,27 +151,17 @@ class TextStream:
             self.close()
 
     @property
-    def is_over(self) -> bool:
-        """Whether generation has ended."""
-        return self._is_over
-
-    @property
-    def rounds(self) -> Sequence[Round]:
-        """The rounds up to now; the list grows."""
-        return self._rounds
-
-    @property
     def completion(self) -> Completion:
-        """The completion so far."""
-        speculation = self._request.speculation
+        """The completion so far: what was handed out."""
+        tokens, speculation = tuple(self._tokens), self._speculation
         constraint, reading = speculation.constraint, prompt_reading(speculation.length)
         return Completion(
             text="".join(self._shown),
-            tokens=tuple(self._tokens),
-            n_prompt_tokens=len(self._request.prompt),
+            tokens=tokens[:-1] if tokens and self._text.is_end(tokens[-1]) else tokens,
+            n_prompt_tokens=len(speculation.prompt),
             stop_reason=self._stop_reason,
-            rounds=tuple(self._rounds),
-            summary=summarize(self._rounds, len(self._tokens) + self._n_ended),
+            rounds=tuple(self.rounds),
+            summary=summarize(self.rounds, len(tokens)),
             prefill_seconds=self._prefilled.seconds,
             n_cached=self._prefilled.n_cached,
             unused_draft=None if reading is None else reading.unused,
@@ -177,12 +171,12 @@ class TextStream:
 
     def _begun(self, notify: Callable[[], object] | None = None) -> RunningSequence[TextEvent]:
         if self._sequence is None:
-            request = self._request
+            speculation = self._speculation
             sequence: RunningSequence[TextEvent] = RunningSequence(
-                generate(request),
-                request.speculation.length.width,
-                n_prompt=len(request.prompt),
-                limit=request.limit,
+                generate(speculation, self._text),
+                speculation.length.width,
+                n_prompt=len(speculation.prompt),
+                limit=speculation.limit,
                 is_interactive=self._is_interactive,
                 notify=notify,  # from its first event on
             )
@@ -196,7 +190,7 @@ class TextStream:
         try:
             self._take_in(self._thread.next_event(sequence))
         except BaseException as error:
-            self._is_over = True
+            self.is_over = True
             self._thread.cancel(sequence)
             if not isinstance(error, Exception):  # Ctrl-C: wait until the evaluation has ended
                 with suppress(Exception):
@@ -210,9 +204,9 @@ class TextStream:
             if self._on_prefill is not None and event.n_to_read:
                 self._on_prefill(event.n_read, event.n_to_read)
             return
-        self._is_over = not isinstance(event, Written)
+        self.is_over = not isinstance(event, Written)
         if isinstance(event, Written):
-            self._rounds.append(event.round)
+            self.rounds.append(event.round)
             self._pieces.extend(event.pieces)
         elif isinstance(event, Ended):
             self._stop_reason = event.reason

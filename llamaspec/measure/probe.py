@@ -24,9 +24,6 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.compare import Progress, Spread, take_turns
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary
-from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.sampling.filters import Sampling
-from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, Source, TokenArray
 
 Result = TypeVar("Result")
@@ -233,10 +230,11 @@ def _draft_seconds(pair: Pair, context: TokenArray, turn: int) -> float:
 
 def draft_step(pair: Pair, context: TokenArray, n_steps: int) -> Measurement[float]:
     """Return the seconds of one draft token among some in a row, with all that a drafter does."""
-    drafter = pair.model_drafter(Sampling(), DEFAULT_RULE, SeededStreams(0))
+    length = FixedLength(n_steps)
+    drafter = pair.model_drafter(context, length)
     yield from preparing(drafter, context)
     start = pair.clock()
-    yield from drafting(drafter, context, FixedLength(n_steps))
+    yield from drafting(drafter, context, length)
     return (pair.clock() - start) / n_steps
 
 

@@ -16,7 +16,7 @@ from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.deltas import ContentDelta
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.engine.detokenize import Span
+from llamaspec.engine.generation import Span
 from llamaspec.engine.stream import TextStream
 from llamaspec.values import TARGET, TokenArray
 from stepped import Stepped

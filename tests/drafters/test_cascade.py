@@ -295,7 +295,8 @@ def test_the_end_of_a_text_closes_the_policies_of_all_levels() -> None:
     lengths = [Length(1), Length(2), Length(3)]
     chance = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(0)
     drafter = FallbackDrafter([NoDrafter(), cascade_drafter(THREE, lengths[1:], *chance)])
-    Speculation(drafter, lengths[0], RULES["coupled"], SAMPLINGS["plain"], SeededStreams(0), 64).close()
+    sampling, rule, streams = chance
+    Speculation(tokens(1), 1, 64, rule, sampling, streams, None, drafter, lengths[0]).close()
     assert [length.n_closed for length in lengths] == [1, 1, 1]
 
 

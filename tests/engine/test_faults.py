@@ -12,7 +12,7 @@ import pytest
 from fake_constraint import Steps
 from fakes import CountingUp, FakeModel, Length, tokens
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter, NoDrafter
-from llamaspec.engine.generation import GenerationRequest, StopReason
+from llamaspec.engine.generation import Detokenizer, StopReason
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import TextStream
@@ -304,10 +304,10 @@ def constrained(
     drafters = (ForcedDrafter(constraint, 2), inject.into("drafter", Sometimes(V)), asking)
     length = inject.into("length", Length(2))
     speculation = Speculation(
-        FallbackDrafter(drafters), length, rule, PLAIN, streams, 64, constraint=constraint
+        tokens(1, 2), 24, 64, rule, PLAIN, streams, constraint, FallbackDrafter(drafters), length
     )
     vocabulary = inject.into("vocabulary", Letters(end=5))
-    return TextStream(GenerationRequest(tokens(1, 2), vocabulary, speculation, 24), thread)
+    return TextStream(speculation, Detokenizer(vocabulary), thread)
 
 
 def all_read(of: TextStream) -> BaseException | None:

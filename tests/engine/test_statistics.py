@@ -24,7 +24,6 @@ def test_what_rounds_add_up_to() -> None:
         n_tokens=8,
         n_rounds=4,
         n_rounds_without_draft=1,
-        n_rounds_cut=0,
         n_drafted=7,
         n_verified=7,
         n_accepted=4,
@@ -35,7 +34,6 @@ def test_what_rounds_add_up_to() -> None:
         plain_seconds=1.0,
         speed_up=None,  # of so few tokens it would be noise
     )
-    assert summarize(ROUNDS, 7).n_rounds_cut == 1
     assert summarize([*ROUNDS, *ROUNDS], 16).speed_up == 8 / 9
 
 
@@ -83,7 +81,7 @@ def test_without_a_policy_that_times_rounds_the_plain_ones_of_the_text_count() -
 
 def test_rates_are_what_their_definitions_say() -> None:
     """Draft tokens that nobody verified say nothing of acceptance."""
-    summary = Summary(6, 4, 1, 0, 10, 8, 2, (2, 1), 1.0, 2.0, 5.0)
+    summary = Summary(6, 4, 1, 10, 8, 2, (2, 1), 1.0, 2.0, 5.0)
     assert summary.acceptance_rate == 2 / 8
     assert summary.mean_tokens_per_round == (2 + 4) / 4
     assert summary.decode_seconds == 8.0

@@ -129,7 +129,6 @@ def test_statistics_count_what_the_text_kept() -> None:
     assert summary.n_rounds == 2
     assert (summary.n_drafted, summary.n_verified, summary.n_accepted) == (6, 6, 6)
     assert summary.accepted_histogram == (0, 0, 0, 2)
-    assert summary.n_rounds_cut == 1
     assert summary.mean_tokens_per_round == 4
 
 
