@@ -44,7 +44,7 @@ class Stepped(ComputeThread):
         self._is_closed = True
         self.scheduler.end_all()
 
-    def _post(self, do: Callable[[], object], refuse: Callable[[], object]) -> None:
+    def _post(self, sequence: RunningSequence[Any]) -> None:
         if self._is_closed:
             raise ClosedError("closed")
-        do()
+        self.scheduler.add(sequence)

@@ -308,6 +308,8 @@ class TextAssembler:
     """Joins the bytes of tokens to text, up to the first stop string; holds back text that is not certain."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
+        if "" in stops:
+            raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held: deque[Span] = deque()  # text that may be the beginning of a stop string

@@ -16,9 +16,8 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.sequence import MAX_UNREAD, Event, Generating, RunningSequence
@@ -26,7 +25,6 @@ from llamaspec.errors import ClosedError
 from llamaspec.values import Forward, ForwardRequest
 
 Result = TypeVar("Result")
-Work: TypeAlias = Callable[[], object]
 
 ABORT_SECONDS = 0.05  # between attempts to abort an evaluation: the first may come just before it starts
 
@@ -46,7 +44,7 @@ class ComputeThread:
         """Start a sequence, from any thread. It joins the others at the next step."""
         sequence.number = next(self._numbers)
         try:
-            self._post(lambda: self._scheduler.add(sequence), lambda: sequence.end(None))
+            self._post(sequence)
         except BaseException:  # Ctrl-C, or no thread can be started: there will be no reader
             sequence.is_cancelled = True
             raise
@@ -68,6 +66,7 @@ class ComputeThread:
 
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
         """Run a coroutine that generates nothing, such as a measurement, and return its result."""
+        self._check_caller()
         sequence = RunningSequence(_with_result(measurement))
         self.start(sequence)
         try:
@@ -81,17 +80,12 @@ class ComputeThread:
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Call a function in the compute thread between two evaluations, and return its result."""
-        self._check_caller()
-        future: Future[Result] = Future()
 
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001  # raised to the caller
-                future.set_exception(error)
+        def calling() -> Generator[ForwardRequest, Forward, Result]:
+            yield from ()
+            return function()
 
-        self._post(run, lambda: future.set_exception(ClosedError("the pair was closed")))
-        return future.result()
+        return self.run(calling())
 
     def close(self) -> None:
         """End all sequences and wait for that. May be called more than once."""
@@ -99,9 +93,9 @@ class ComputeThread:
             self._check_caller()
         self._seat.close()
 
-    def _post(self, do: Work, refuse: Work) -> None:
+    def _post(self, sequence: RunningSequence[Any]) -> None:
         self._check_process()
-        self._seat.post(_Task(do, refuse))
+        self._seat.post(sequence)
 
     def _check_process(self) -> None:
         if not self._seat.is_here:
@@ -116,22 +110,15 @@ class ComputeThread:
             )
 
 
-class _Task(NamedTuple):
-    """Work to do between two evaluations, and a refusal in case the pair is closed by then."""
-
-    do: Work
-    refuse: Work
-
-
 class _Seat:
-    """A scheduler's place in the compute thread, from its first task until it is closed."""
+    """A scheduler's place in the compute thread, from its first sequence until it is closed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.thread = _shared
         self.is_closed = False
         self._is_used = False
-        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        self._new: SimpleQueue[RunningSequence[Any]] = SimpleQueue()  # not started yet
         self._ended = threading.Event()
 
     @property
@@ -139,12 +126,12 @@ class _Seat:
         """Whether the thread is one of this process, not of the parent before a fork."""
         return self.thread is _shared
 
-    def post(self, task: _Task) -> None:
-        """Give the thread a task, or refuse it."""
+    def post(self, sequence: RunningSequence[Any]) -> None:
+        """Have the thread start a sequence."""
         if self.is_closed or self.thread.is_stopped:
             raise ClosedError("the pair is closed; open it again")
         self._is_used = True  # first, so that `close` waits for the thread from now on
-        self._tasks.put(task)
+        self._new.put(sequence)
         self.thread.admit(self)
 
     def wake(self) -> None:
@@ -168,26 +155,25 @@ class _Seat:
             self._ended.wait(ABORT_SECONDS)
 
     def take_turn(self) -> bool:
-        """Do the tasks that have come, and make a step; False if no sequence can go on."""
-        for _ in range(self._tasks.qsize()):
-            self._attempt(self._tasks.get().do)
-        return self._attempt(self.scheduler.step)
+        """Start the new sequences, and make a step; False if no sequence can go on.
 
-    def end(self) -> None:
-        """End all sequences, and refuse the tasks that are left."""
-        self.is_closed = True
-        self.scheduler.end_all()
-        while not self._tasks.empty():
-            self._tasks.get().refuse()
-        self._ended.set()
-
-    def _attempt(self, work: Work) -> bool:
-        """Whether something was done. An error of the scheduler ends its sequences, but not the thread."""
+        An error of the scheduler ends its sequences, but not the thread.
+        """
         try:
-            return bool(work())
+            for _ in range(self._new.qsize()):
+                self.scheduler.add(self._new.get())
+            return self.scheduler.step()
         except BaseException as error:  # noqa: BLE001  # raised to all readers
             self.scheduler.end_all(error)
-            return False
+            return True
+
+    def end(self) -> None:
+        """End all sequences, also those that have not started."""
+        self.is_closed = True
+        self.scheduler.end_all()
+        while not self._new.empty():
+            self._new.get().end(None)
+        self._ended.set()
 
 
 class _SharedThread:
