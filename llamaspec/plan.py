@@ -210,12 +210,13 @@ class SequenceDrafters:
         """The drafter that uses only the draft model, or the target's prediction heads."""
         if self.heads is not None:
             return self._asking(self.heads, config, MTP, source=Source.MTP, longest=self.heads.longest)
-        draft, length = self.drafts[0], config.length
-        reading: dict[str, Any] = {"reading": prompt_reading(length), "n_cached": draft.n_cached}
-        keeps_states = self.target.keeps_states or draft.keeps_states  # of one branch only
-        if isinstance(length, TreeLength) and config.rule.name == Coupled.name and not keeps_states:
-            return self._asking(draft, config, kind=TreeDrafter, trees=length, **reading)
-        return self._asking(draft, config, **reading)
+        draft, length, settings = self.drafts[0], config.length, dict[str, Any]()
+        if (reading := prompt_reading(length)) is not None:
+            settings |= {"reading": reading, "n_cached": draft.n_cached}
+        has_trees = isinstance(length, TreeLength) and config.rule.name == Coupled.name
+        if has_trees and not (self.target.keeps_states or draft.keeps_states):  # states are of one branch
+            settings |= {"kind": TreeDrafter, "trees": length}
+        return self._asking(draft, config, **settings)
 
     def _cascaded(self, config: Speculation, level: int = 0) -> Drafter:
         """The drafter of a draft model, with everything that drafts for it."""
