@@ -16,8 +16,8 @@ from pathlib import Path
 import click
 from click.testing import CliRunner
 
-from llamaspec.cli.bench import draw
 from llamaspec.cli.main import main as llamaspec
+from llamaspec.cli.plots import draw_report
 from llamaspec.errors import LlamaspecError
 from llamaspec.measure.report import markdown, read_report
 
@@ -62,7 +62,7 @@ def draw_results(folder: Path = RESULTS, pictures: Path = ROOT / "docs" / "bench
     """A picture of every result."""
     pictures.mkdir(exist_ok=True)
     for path in sorted(folder.glob("*.json")):
-        draw(read_report(path), pictures / f"{path.stem}.svg")
+        draw_report(read_report(path), pictures / f"{path.stem}.svg")
 
 
 def with_results(text: str, folder: Path = RESULTS) -> str:

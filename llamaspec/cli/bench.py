@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,8 +20,8 @@ from rich.console import Console
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, option_group
 from llamaspec.cli.model_options import ModelChoice, find_plan, model_options
 from llamaspec.cli.options import JSON_OPTION, Drafting, drafting_options
-from llamaspec.cli.output import SlowProgress, print_table, say
-from llamaspec.cli.pictures import check_plot, check_writable, save_figure
+from llamaspec.cli.output import SlowProgress, check_writable, print_table, say
+from llamaspec.cli.plots import check_plot, draw_report
 from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError
@@ -40,7 +40,7 @@ from llamaspec.measure.report import (
     public_options,
     rows,
 )
-from llamaspec.measure.served_arms import AUTO, PEER, PLAIN, own_arms, peer_arms, program_version, serving
+from llamaspec.measure.served_arms import own_arms, peer_arms, program_version, serving
 from llamaspec.measure.store import keep_gains
 from llamaspec.plan import DraftPlan
 from llamaspec.values import Copying
@@ -191,9 +191,11 @@ def _plan_and_options(models: ModelChoice, n_ctx: int) -> tuple[DraftPlan, list[
     plan, given = find_plan(models), [*_given()]
     for model in plan.models:
         check_gguf(model.path)
-    if models.n_ctx is None:
+    options = models.target_options
+    if options.n_ctx is None:
         n_ctx = min(n_ctx, read_gguf(plan.target.path).number("context_length", n_ctx))
-        plan, given = find_plan(models.with_context(n_ctx)), [*given, "--n-ctx", str(n_ctx)]
+        plan = find_plan(replace(models, target_options=replace(options, n_ctx=n_ctx)))
+        given += ["--n-ctx", str(n_ctx)]
     return plan, given
 
 
@@ -256,7 +258,7 @@ def _show(report: Report, options: BenchOptions) -> None:
         _show_bars(report, console)
         console.print(f"\n{in_short(report)}")
     if options.plot is not None:
-        draw(report, options.plot)
+        draw_report(report, options.plot)
     if options.as_json:
         click.echo(json.dumps(asdict(report)))
 
@@ -269,38 +271,3 @@ def _show_bars(report: Report, console: Console) -> None:
         for i, arm in enumerate(arm for arm in arms if arm != report.baseline)
     ]
     print_table(("<task", "<arm", "<", "whole"), bars, console)
-
-
-def draw(report: Report, path: Path) -> None:
-    """Draw the ratios of a report by task; of several llama-servers only the best type."""
-    from matplotlib import rc_context  # an optional extra
-    from matplotlib.figure import Figure
-
-    arms = [
-        arm
-        for arm in next(iter(report.tasks.values()))
-        if arm != report.baseline and (arm == report.best_type or not arm.startswith(PEER))
-    ]
-    names = {
-        AUTO: "llamaspec",
-        PLAIN: "llamaspec, plain",
-        report.best_type: f"{report.best_type} (best type)",
-    }
-    with rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "llamaspec"}):
-        figure = Figure(figsize=(8, 1.5 + 0.17 * len(report.tasks) * (len(arms) + 1)), layout="constrained")
-        axes, thick = figure.subplots(), 0.85 / len(arms)
-        for i, arm in enumerate(arms):
-            places = [at + i * thick for at in range(len(report.tasks))]
-            ratios = [each[arm].whole for each in report.tasks.values()]
-            bars = axes.barh(places, ratios, thick, label=names.get(arm, arm))
-            axes.bar_label(bars, fmt="%.2f", fontsize="small", padding=2)
-        middle = (len(arms) - 1) * thick / 2
-        axes.set_yticks([at + middle for at in range(len(report.tasks))], list(report.tasks))
-        axes.invert_yaxis()
-        axes.axvline(1, color="black", linewidth=1, linestyle="--", zorder=0.5, label=report.baseline_name)
-        axes.set(xlabel=f"whole request, speed-up over {report.baseline_name}")
-        devices = ", ".join(dict.fromkeys(report.machine.devices))
-        axes.set_title(f"{report.title}\n{devices}, {report.machine.cores} cores", fontsize="medium")
-        axes.margins(y=0.01)
-        figure.legend(loc="outside lower center", ncols=3, fontsize="small")
-        save_figure(figure, path)

@@ -15,7 +15,6 @@ from llamaspec.cli import output as out
 from llamaspec.cli.grouped import GroupedCommand
 from llamaspec.cli.model_options import ModelChoice, find_plan, model_options
 from llamaspec.errors import printable
-from llamaspec.llama import runtime
 from llamaspec.measure.doctor import OK, PROBLEM, WARNING, Finding, examine
 
 STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
@@ -34,7 +33,6 @@ Examples:
 @shared.JSON_OPTION
 def doctor(models: ModelChoice, as_json: bool) -> None:
     """Check this machine and the models, and suggest fixes. Exit code 1 if there is a problem."""
-    runtime.set_verbose(models.verbose)
     if models.is_embedded:
         out.say("no --target given, using the small embedded pair")
     found = list(examine(find_plan(models), out.SlowProgress))

@@ -6,23 +6,26 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
-from llamaspec.cli import pictures
 from llamaspec.cli.grouped import Decorator, GroupedCommand, option_group
 from llamaspec.cli.model_options import ModelChoice, find_plan, learning, model_or_plain_options
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.stream import TextStream
+from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.policy import AutoLength
-from llamaspec.measure.reasons import explain, pair_verdict
+from llamaspec.measure.reasons import Reasons, explain, pair_verdict
 from llamaspec.pair import Pair
-from llamaspec.values import TokenArray
+from llamaspec.protocols import Vocabulary
+from llamaspec.values import COPIES, MTP, Round, TokenArray
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--special", is_flag=True,
@@ -94,7 +97,7 @@ def generate(
 ) -> None:
     """Continue PROMPT. Without --target, a small embedded pair is used."""
     if output.timeline is not None:
-        pictures.check_writable(Path(output.timeline), "timeline")
+        out.check_writable(Path(output.timeline), "timeline")
     text = source.read()
     seed = decoding.seed_or_random()
     quiet = output.stats is None or output.as_json
@@ -116,15 +119,15 @@ def generate(
             interrupted = _consume(stream, output, progress)
         completion = stream.completion
         if output.timeline is not None:
-            pictures.write_timeline(Path(output.timeline), completion, pair.target.vocabulary, seed)
+            write_timeline(Path(output.timeline), completion, pair.target.vocabulary, seed)
         if output.as_json:
-            click.echo(json.dumps(out.completion_json(completion, pair, seed, decoding.rule)))
+            click.echo(json.dumps(completion_json(completion, pair, seed, decoding.rule)))
         else:
             _report(completion, seed, output)
         if output.explain and isinstance(policy, AutoLength):
             prior = policy.experience()
             reasons = explain(completion, prior.curve)
-            out.explain(reasons, pair_verdict(pair, prior), out.stderr_console())
+            print_reasons(reasons, pair_verdict(pair, prior), out.stderr_console())
         elif output.explain:
             out.say(f"nothing to explain: --draft-length fixed the draft length at {decoding.draft_length}")
     if interrupted:
@@ -164,3 +167,123 @@ def _report(completion: Completion, seed: int, output: GenerateOptions) -> None:
     if output.stats is not None:
         for line in out.statistics_lines(completion, seed, output.stats):
             click.echo(line, err=True)
+
+
+def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, seed: int) -> None:
+    """Write timeline.html with the data as JSON, escaped so that no text can break the page."""
+    conclusion, summary, *_ = out.statistics_lines(completion, seed, "short")
+    data = {
+        "summary": summary,
+        "conclusion": conclusion,
+        "prompt": {"n_tokens": completion.n_prompt_tokens, "seconds": completion.prefill_seconds},
+        "n_tokens": completion.summary.n_tokens,
+        "plain": completion.summary.plain_seconds,
+        "rounds": [_round_json(round_, vocabulary) for round_ in completion.rounds],
+    }
+    template = (files("llamaspec") / "cli" / "timeline.html").read_text(encoding="utf-8")
+    page = template.replace("@DATA@", json.dumps(data).replace("<", "\\u003c"))
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise LlamaspecError(f"cannot write the timeline {path}: {reason}; name a writable file") from error
+
+
+def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
+    def text(token: int) -> str:
+        return printable(vocabulary.piece(token).decode("utf-8", errors="replace"), keep="\n\t")
+
+    draft = round_.draft
+    return {
+        "draft": round_.draft_seconds,
+        "verify": round_.verify_seconds,
+        "rest": round_.overhead_seconds,
+        "accepted": round_.n_accepted,
+        "verified": round_.n_verified,
+        "copied": round_.source in COPIES,
+        "drafted": [
+            {
+                "text": text(token),
+                "confidence": round_.confidences[i],
+                "parent": draft.parent(i),
+                "kept": i in round_.path,
+            }
+            for i, token in enumerate(draft.tokens.tolist())
+        ],
+        "next": text(round_.next_token),
+    }
+
+
+def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) -> dict[str, Any]:
+    """Return what `generate --json` prints. Scripts depend on the names."""
+    summary = completion.summary
+    draft: str | None = None
+    if pair.heads is not None:
+        draft = MTP if pair.heads.path == pair.target.path else str(pair.heads.path)
+    elif pair.draft is not None:
+        draft = str(pair.draft.path)
+    return {
+        "text": completion.text,
+        "tokens": list(completion.tokens),
+        "prompt_tokens": completion.n_prompt_tokens,
+        "cached_tokens": completion.n_cached,
+        "stop_reason": completion.stop_reason.value,
+        "seed": seed,
+        "rule": rule,
+        "target": str(pair.target.path),
+        "draft": draft,
+        "draft_models": [str(model.path) for model in pair.draft_models],
+        "statistics": {
+            "rounds": summary.n_rounds,
+            "rounds_without_draft": summary.n_rounds_without_draft,
+            "drafted": summary.n_drafted,
+            "verified": summary.n_verified,
+            "accepted": summary.n_accepted,
+            "acceptance_rate": summary.acceptance_rate,
+            "accepted_histogram": list(summary.accepted_histogram),
+            "mean_tokens_per_round": summary.mean_tokens_per_round,
+            "tokens_per_second": summary.tokens_per_second,
+            "seconds": {
+                "load": pair.load_seconds,
+                "prompt": completion.prefill_seconds,
+                "draft": summary.draft_seconds,
+                "verify": summary.verify_seconds,
+                "overhead": summary.overhead_seconds,
+                "decode": summary.decode_seconds,
+                "constraint": completion.mask_seconds,
+            },
+            "unused_draft": None if completion.unused_draft is None else completion.unused_draft._asdict(),
+            "draft_fault": completion.draft_fault,
+        },
+    }
+
+
+def print_reasons(reasons: Reasons, known: str | None, console: Console) -> None:
+    """Print draft lengths, costs, acceptance and gain of a completion, and what the costs say of others."""
+    n_rounds = sum(reasons.lengths.values()) or 1
+    lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
+    console.print(f"verified draft tokens per round: {', '.join(lengths)}")
+    costs = [(str(width), f"{1e3 * seconds:.2f}", str(n)) for width, (seconds, n) in reasons.widths.items()]
+    out.print_table(("batch size", "ms", "rounds timed"), costs, console)
+    console.print(f"overhead per round: {1e3 * reasons.overhead_seconds:.2f} ms")
+    if reasons.acceptance is not None:
+        groups = []
+        for (low, high), outcomes in reasons.bins.items():
+            share = f"{sum(outcomes) / len(outcomes):.0%}" if outcomes else ""
+            groups.append((f"{low:.1f}-{high:.1f}", str(len(outcomes)), share))
+        out.print_table(("confidence", "verified", "accepted"), groups, console)
+    if reasons.copies:
+        n_copies, n_accepted = len(reasons.copies), sum(reasons.copies)
+        console.print(
+            f"copied from earlier text: {n_accepted} of {n_copies} verified draft tokens accepted "
+            f"({n_accepted / n_copies:.0%})"
+        )
+    gained = reasons.gained_seconds
+    if gained is not None:
+        outcome = "saved" if gained >= 0 else "lost"
+        console.print(f"compared with plain decoding: {abs(gained):.2f} s {outcome} (estimate)")
+    console.print(reasons.outcome)
+    if reasons.curve is None:
+        console.print("costs unknown: nothing timed so far, run `llamaspec probe`")
+    else:
+        out.print_costs(reasons.curve, console, known)

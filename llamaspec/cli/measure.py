@@ -18,7 +18,6 @@ from rich.console import Console
 from llamaspec.chat.template import NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
-from llamaspec.cli import pictures
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.model_options import (
     ModelChoice,
@@ -28,6 +27,7 @@ from llamaspec.cli.model_options import (
     model_options,
     open_models,
 )
+from llamaspec.cli.plots import check_plot, draw_probe
 from llamaspec.errors import LlamaspecError, PairError, printable
 from llamaspec.measure import store
 from llamaspec.measure.bench import read_tasks
@@ -235,7 +235,7 @@ def probe(
     if as_csv and as_json:
         raise click.UsageError("--json and --csv both write to stdout; choose one")
     if plot is not None:
-        pictures.check_plot(plot)
+        check_plot(plot)
     if forget:
         dropped = store.forget(find_plan_here(models))
         click.echo("forgotten" if dropped else "there was no stored result for this pair", err=True)
@@ -251,7 +251,7 @@ def probe(
         with open_models(plan, models) as pair:
             found = _measured(pair, quick=quick)
     if plot is not None:
-        pictures.draw_probe(found, plot, printable(plan.target.path.stem))
+        draw_probe(found, plot, printable(plan.target.path.stem))
     if as_json:
         click.echo(json.dumps(conclusions(found)))
     elif as_csv:

@@ -98,20 +98,8 @@ class ModelChoice:
     is_embedded: bool  # whether no target was named, so that the embedded pair is used
     copying: Copying
     no_draft: bool
-    verbose: bool
-    draft_ctx: int | None
     target_options: ModelOptions
-    draft_options: ModelOptions
-
-    @property
-    def n_ctx(self) -> int | None:
-        """Tokens of the target's context."""
-        return self.target_options.n_ctx
-
-    def with_context(self, n_ctx: int) -> ModelChoice:
-        """Return the same with another size of the contexts, or raise a ValueError."""
-        draft = replace(self.draft_options, n_ctx=n_ctx if self.draft_ctx is None else self.draft_ctx)
-        return replace(self, target_options=replace(self.target_options, n_ctx=n_ctx), draft_options=draft)
+    draft_options: ModelOptions  # without n_ctx, the draft's context is as large as the target's
 
 
 def _choice(
@@ -125,14 +113,15 @@ def _choice(
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise ValueError(f"--pair names both models; drop --{name}")
         target, draft = pair, (AUTO, *draft[1:])
+    runtime.set_verbose(verbose)
     is_embedded, copying = target is None, Copying.of(ngram)
     if no_draft:
         draft, copying = (), Copying.OFF
     elif is_embedded and draft in ((), (AUTO,)):
         draft = (str(demo_draft()),)
-    n_ctx, draft_ctx, threads = given["n_ctx"], given["draft_ctx"], given["threads"]
+    threads = given["threads"]
     target_options = ModelOptions(
-        n_ctx=n_ctx,
+        n_ctx=given["n_ctx"],
         gpu_layers=given["gpu_layers"],
         devices=device_names(given["device"]),
         tensor_split=_shares(given["tensor_split"]),
@@ -145,7 +134,7 @@ def _choice(
     if click.get_current_context().params.get("exact"):
         target_options = exact(target_options, chooses_values=given["cache_type_v"] is None)
     draft_options = ModelOptions(
-        n_ctx=n_ctx if draft_ctx is None else draft_ctx,
+        n_ctx=given["draft_ctx"],
         gpu_layers=given["draft_gpu_layers"],
         devices=device_names(given["draft_device"]),
         threads=threads if given["draft_threads"] is None else given["draft_threads"],
@@ -155,9 +144,8 @@ def _choice(
         max_scored=DRAFT_SCORED,
     )
     return ModelChoice(
-        target or str(demo_target()), draft, is_embedded, copying, no_draft, verbose, draft_ctx,
-        target_options, draft_options,
-    )  # fmt: skip
+        target or str(demo_target()), draft, is_embedded, copying, no_draft, target_options, draft_options
+    )
 
 
 def device_names(text: str | None) -> tuple[str, ...] | None:
@@ -195,12 +183,13 @@ def find_plan(choice: ModelChoice, find: Find = fetched_model) -> DraftPlan:
 
     Raises a PairError if no draft is known, a ModelFileError if there is no such model.
     """
+    n_ctx = choice.draft_options.n_ctx or choice.target_options.n_ctx
     return make_plan(
         choice.target,
         choice.drafts,
         copying=choice.copying,
         target_options=choice.target_options,
-        draft_options=choice.draft_options,
+        draft_options=replace(choice.draft_options, n_ctx=n_ctx),
         find=find,
     )
 
@@ -215,7 +204,6 @@ def find_plan_here(choice: ModelChoice) -> DraftPlan:
 
 def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = None) -> Pair:
     """Load the models with a progress bar, and warn on stderr of what will surprise."""
-    runtime.set_verbose(choice.verbose)
     if choice.is_embedded:
         say("no --target given, using the small embedded pair")
     elif choice.no_draft:

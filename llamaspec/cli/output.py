@@ -1,4 +1,4 @@
-"""Print text, messages, tables, progress, statistics and JSON.
+"""Print text, messages, tables, progress and statistics.
 
 Control characters in text from models, files and hubs are escaped on a terminal, where they could set the
 title or the clipboard, move the cursor, or forge a line. Pipes and files get the text unchanged.
@@ -6,9 +6,11 @@ title or the clipboard, move the cursor, or forge a line. Pipes and files get th
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import click
@@ -20,9 +22,7 @@ from llamaspec.chat.template import NoTemplateError, SystemPromptError, Template
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError, PairError, printable
 from llamaspec.length.costs import CostCurve
-from llamaspec.measure.reasons import ACCEPTANCES, Reasons, best_length, in_words, round_seconds, verdict
-from llamaspec.pair import Pair
-from llamaspec.values import MTP
+from llamaspec.measure.reasons import ACCEPTANCES, best_length, in_words, round_seconds, verdict
 
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # faster work needs no bar
@@ -176,51 +176,14 @@ class SlowProgress:
                 bar.update(task, completed=self._fraction, total=1.0 if self._fraction else None)
 
 
+def check_writable(path: Path, what: str) -> None:
+    """Raise a LlamaspecError if the file cannot be written."""
+    existing = path if path.exists() else path.parent
+    if path.is_dir() or not path.parent.is_dir() or not os.access(existing, os.W_OK):
+        raise LlamaspecError(f"cannot write the {what} {path}; name a file in a folder that is writable")
+
+
 # Statistics
-
-
-def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) -> dict[str, Any]:
-    """Return what `generate --json` prints. Scripts depend on the names."""
-    summary = completion.summary
-    draft: str | None = None
-    if pair.heads is not None:
-        draft = MTP if pair.heads.path == pair.target.path else str(pair.heads.path)
-    elif pair.draft is not None:
-        draft = str(pair.draft.path)
-    return {
-        "text": completion.text,
-        "tokens": list(completion.tokens),
-        "prompt_tokens": completion.n_prompt_tokens,
-        "cached_tokens": completion.n_cached,
-        "stop_reason": completion.stop_reason.value,
-        "seed": seed,
-        "rule": rule,
-        "target": str(pair.target.path),
-        "draft": draft,
-        "draft_models": [str(model.path) for model in pair.draft_models],
-        "statistics": {
-            "rounds": summary.n_rounds,
-            "rounds_without_draft": summary.n_rounds_without_draft,
-            "drafted": summary.n_drafted,
-            "verified": summary.n_verified,
-            "accepted": summary.n_accepted,
-            "acceptance_rate": summary.acceptance_rate,
-            "accepted_histogram": list(summary.accepted_histogram),
-            "mean_tokens_per_round": summary.mean_tokens_per_round,
-            "tokens_per_second": summary.tokens_per_second,
-            "seconds": {
-                "load": pair.load_seconds,
-                "prompt": completion.prefill_seconds,
-                "draft": summary.draft_seconds,
-                "verify": summary.verify_seconds,
-                "overhead": summary.overhead_seconds,
-                "decode": summary.decode_seconds,
-                "constraint": completion.mask_seconds,
-            },
-            "unused_draft": None if completion.unused_draft is None else completion.unused_draft._asdict(),
-            "draft_fault": completion.draft_fault,
-        },
-    }
 
 
 def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[str]:
@@ -295,9 +258,6 @@ def _unused_draft(completion: Completion) -> list[str]:
     ]
 
 
-# Why tokens were drafted
-
-
 def print_costs(curve: CostCurve, console: Console, known: str | None = None) -> None:
     """Print what a curve says of drafting: the end of `probe` and of `--explain`.
 
@@ -312,34 +272,3 @@ def print_costs(curve: CostCurve, console: Console, known: str | None = None) ->
         known = known or verdict(curve)
     if known is not None:
         console.print(known)
-
-
-def explain(reasons: Reasons, known: str | None, console: Console) -> None:
-    """Print draft lengths, costs, acceptance and gain of a completion, and what the costs say of others."""
-    n_rounds = sum(reasons.lengths.values()) or 1
-    lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
-    console.print(f"verified draft tokens per round: {', '.join(lengths)}")
-    costs = [(str(width), f"{1e3 * seconds:.2f}", str(n)) for width, (seconds, n) in reasons.widths.items()]
-    print_table(("batch size", "ms", "rounds timed"), costs, console)
-    console.print(f"overhead per round: {1e3 * reasons.overhead_seconds:.2f} ms")
-    if reasons.acceptance is not None:
-        groups = []
-        for (low, high), outcomes in reasons.bins.items():
-            share = f"{sum(outcomes) / len(outcomes):.0%}" if outcomes else ""
-            groups.append((f"{low:.1f}-{high:.1f}", str(len(outcomes)), share))
-        print_table(("confidence", "verified", "accepted"), groups, console)
-    if reasons.copies:
-        n_copies, n_accepted = len(reasons.copies), sum(reasons.copies)
-        console.print(
-            f"copied from earlier text: {n_accepted} of {n_copies} verified draft tokens accepted "
-            f"({n_accepted / n_copies:.0%})"
-        )
-    gained = reasons.gained_seconds
-    if gained is not None:
-        outcome = "saved" if gained >= 0 else "lost"
-        console.print(f"compared with plain decoding: {abs(gained):.2f} s {outcome} (estimate)")
-    console.print(reasons.outcome)
-    if reasons.curve is None:
-        console.print("costs unknown: nothing timed so far, run `llamaspec probe`")
-    else:
-        print_costs(reasons.curve, console, known)

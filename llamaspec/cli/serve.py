@@ -158,8 +158,9 @@ def check_installed() -> None:
 
 def _with_room(plan: DraftPlan, models: ModelChoice, per_request: int | None, parallel: int) -> DraftPlan:
     """Return the plan with one KV cache for all requests."""
-    per_request = per_request or models.n_ctx
-    n_cells = models.n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * parallel
+    n_ctx = models.target_options.n_ctx
+    per_request = per_request or n_ctx
+    n_cells = n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * parallel
     if per_request is not None and per_request > n_cells:
         raise ValueError(
             f"--ctx-per-request {per_request} is more than --n-ctx {n_cells}, which all requests share"
@@ -168,7 +169,7 @@ def _with_room(plan: DraftPlan, models: ModelChoice, per_request: int | None, pa
     def roomy(file: ModelFile, n_ctx: int | None) -> ModelFile:
         return replace(file, options=replace(file.options, n_ctx=n_ctx, n_cells=n_cells))
 
-    drafts = tuple(roomy(file, models.draft_ctx or per_request) for file in plan.drafts)
+    drafts = tuple(roomy(file, models.draft_options.n_ctx or per_request) for file in plan.drafts)
     return replace(plan, target=roomy(plan.target, per_request), drafts=drafts)
 
 

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
-from llamaspec.cli.output import completion_json, explain, statistics_lines
-from llamaspec.cli.pictures import draw_probe, write_timeline
+from llamaspec.cli.generate import completion_json, print_reasons, write_timeline
+from llamaspec.cli.output import statistics_lines
+from llamaspec.cli.plots import draw_probe
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.compare import Arm, Comparison, Spread
 from llamaspec.measure.probe import AttentionTiming, Probe, WidthTiming
@@ -40,7 +41,7 @@ REASONS = Reasons(
 
 def explained(reasons: Reasons, known: str | None = None) -> list[str]:
     out = io.StringIO()
-    explain(reasons, known, Console(file=out, width=120))
+    print_reasons(reasons, known, Console(file=out, width=120))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
