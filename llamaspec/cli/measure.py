@@ -71,8 +71,8 @@ Examples:
 """,
 )
 @shared.prompt_options("The prompt; default: several of the benchmark's, in turn.")
-@click.option("--num-runs", "-r", type=Integer(min=1), default=5, show_default=True,
-              help="Runs of each method.")  # fmt: skip
+@click.option("--num-runs", "-r", type=Integer(min=1), default=6, show_default=True,
+              help="Runs of each method; the second half repeats the first.")  # fmt: skip
 @model_options
 @shared.decoding_options
 @shared.JSON_OPTION
@@ -88,7 +88,7 @@ def compare(
     plan = plan_with_draft(models, "compare")
     if text is None and models.is_embedded:
         text = PREDICTABLE_PROMPT.encode()
-    seed = decoding.seed_or_random()
+    seed = decoding.seed or 0  # the next comparison measures the same completions
     with (
         learning(plan, models, decoding, quiet=True) as (pair, policy),
         out.SlowProgress("comparing") as progress,

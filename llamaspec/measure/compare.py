@@ -96,20 +96,24 @@ class SpeedUp:
     """How many times as fast an arm is, with an interval in which the next measurement will lie."""
 
     mean: float  # geometric, over the runs
-    low: float | None = None  # None: two runs or fewer do not show the spread
+    low: float | None = None  # None: too few runs repeat others to show the spread
     high: float | None = None
 
     @classmethod
-    def of(cls, ratios: Sequence[float]) -> SpeedUp:
-        """Fold the ratios of paired runs, at least one.
+    def of(cls, ratios: Sequence[float], n_cases: int = 1) -> SpeedUp:
+        """Fold the ratios of paired runs, at least one; run i is of the case i % n_cases.
 
-        The interval holds the mean of as many more runs with a probability of 95 %, if ratios are log-normal.
+        The interval holds the mean of as many more runs of the same cases with a probability of 95 %, if the
+        ratios of each case are log-normal with the same variance.
         """
         logs, n = [math.log(ratio) for ratio in ratios], len(ratios)
         mean = statistics.fmean(logs)
-        if n <= 2:
+        cases = [repeats for first in range(n_cases) if (repeats := logs[first::n_cases])]
+        freedom = n - len(cases)
+        if freedom < 2:
             return cls(math.exp(mean))
-        half = _student_t(n - 1) * statistics.stdev(logs) * math.sqrt(2 / n)
+        variance = sum(statistics.pvariance(repeats) * len(repeats) for repeats in cases) / freedom
+        half = _student_t(freedom) * math.sqrt(variance * 2 / n)
         return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
@@ -207,6 +211,7 @@ class Comparison:
 
     arms: tuple[Arm, ...]  # the target alone, the draft alone if it is a model, and both together
     same_file: bool  # target and draft are the same model
+    n_cases: int = 1  # run i continues the same prompt with the same seed as run i + n_cases
 
     @property
     def target(self) -> Arm:
@@ -227,14 +232,13 @@ class Comparison:
     def speed_up(self, arm: Arm) -> SpeedUp | None:
         """Tokens per second of each run relative to the target's beside it.
 
-        None for a speculative arm without draft tokens, which did what the target alone does, and if all runs
-        are empty.
+        None for a speculative arm without draft tokens, which did what the target alone does, and if a run
+        is empty.
         """
-        if arm is self.speculative and arm.n_drafted == 0:
+        if (arm is self.speculative and arm.n_drafted == 0) or not all((*arm.rates, *self.target.rates)):
             return None
-        pairs = zip(arm.rates, self.target.rates, strict=True)
-        ratios = [its / plain for its, plain in pairs if its and plain]
-        return SpeedUp.of(ratios) if ratios else None
+        ratios = [its / plain for its, plain in zip(arm.rates, self.target.rates, strict=True)]
+        return SpeedUp.of(ratios, self.n_cases)
 
 
 def run_compare(
@@ -244,15 +248,18 @@ def run_compare(
     policy: LengthPolicy,
     report: Progress = lambda fraction: None,
 ) -> Comparison:
-    """Measure all arms, after one run of each that warms up; runs take the tasks in turn.
+    """Measure all arms, after one run of each that warms up.
 
-    The KV caches of both models are emptied.
+    Runs take the tasks in turn, and then the tasks with the next seed. The second half repeats the first, to
+    tell differences between prompts from those between measurements. The KV caches of both models are
+    emptied.
     """
+    n_cases = (n_runs + 1) // 2
 
     def run(way: Callable[[Task], Completion], turn: int) -> Completion:
         pair.forget()
-        task = tasks[turn % len(tasks)]
-        return way(replace(task, seed=task.seed + turn))
+        n_before, which = divmod(turn % n_cases, len(tasks))
+        return way(replace(tasks[which], seed=tasks[which].seed + n_before))
 
     def draft_alone(task: Task) -> Completion:
         prompt = task.prompt if pair.common is None else pair.common.read(task.prompt)
@@ -266,4 +273,4 @@ def run_compare(
         ways["speculative"] = lambda task: task.run(pair, policy)
         runs = take_turns({name: partial(run, way) for name, way in ways.items()}, n_runs, report)
     same_file = pair.draft is not None and pair.target.path.samefile(pair.draft.path)
-    return Comparison(tuple(Arm(name, tuple(found)) for name, found in runs.items()), same_file)
+    return Comparison(tuple(Arm(name, tuple(found)) for name, found in runs.items()), same_file, n_cases)

@@ -125,14 +125,14 @@ def test_texts_that_end_early(store: ModelStore) -> None:
     assert min(run["tokens"] for run in found["arms"][0]["runs"]) < 24
 
 
-def test_progress_goes_in_even_steps_and_every_run_has_a_seed_of_its_own(models: list[Path]) -> None:
+def test_progress_goes_in_even_steps_and_each_seed_runs_twice(models: list[Path]) -> None:
     told: list[float] = []
     with open_pair(*models) as pair:
         task = Task(pair.target.vocabulary.tokenize(b"the end"), Sampling(temperature=2.0), 5, 8, "coupled")
-        found = run_compare(pair, [task], 2, FixedLength(2), told.append)
+        found = run_compare(pair, [task], 4, FixedLength(2), told.append)
         alone = [replace(task, seed=seed).run_plain(pair).tokens for seed in (5, 6)]
-    assert told == pytest.approx([n / 9 for n in range(1, 10)])  # three arms, and a run that warms up
-    assert [run.tokens for run in found.target.runs] == alone
+    assert told == pytest.approx([n / 15 for n in range(1, 16)])  # three arms, and a run that warms up
+    assert [run.tokens for run in found.target.runs] == [*alone, *alone]
     assert alone[0] != alone[1]
     assert found.same_text
     assert {run.n_cached for arm in found.arms for run in arm.runs} == {0}, "each reads the whole prompt"

@@ -59,6 +59,23 @@ def test_the_next_measurement_lies_in_the_interval() -> None:
     assert 0.93 < inside / trials < 0.97
 
 
+def test_differences_between_prompts_do_not_widen_the_interval() -> None:
+    """Five prompts, each once, gave 1.35x (0.91 to 1.99)."""
+    found = SpeedUp.of([1.0, 2.0, 4.0] * 2, n_cases=3)
+    assert (found.mean, found.low, found.high) == (pytest.approx(2.0), pytest.approx(2.0), pytest.approx(2.0))
+    noise = np.random.default_rng(1)
+    prompts, inside, trials = np.log([1.1, 1.5, 2.2] * 2), 0, 2000
+    for _ in range(trials):
+        first, second = (
+            SpeedUp.of(np.exp(prompts + 0.05 * noise.standard_normal(6)).tolist(), 3) for _ in range(2)
+        )
+        assert first.low is not None
+        assert first.high is not None
+        inside += first.low <= second.mean <= first.high
+    assert 0.93 < inside / trials < 0.97
+    assert SpeedUp.of([1.0, 1.2, 1.1], n_cases=2).low is None, "only one run repeats another"
+
+
 def test_one_run_with_another_text_is_another_text() -> None:
     right = (1, 2, 3, 4)
     assert compared(right, right, right).same_text
