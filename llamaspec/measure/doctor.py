@@ -271,28 +271,28 @@ def pair_findings(
     target: LlamaModel, draft: LlamaModel, known: str | None, working: Working
 ) -> Iterator[Finding]:
     """Vocabularies, acceptance if they differ, cost of a draft, and the verdict `known` from earlier runs."""
+    topic = "vocabulary"
     try:
-        pair = Pair(target, draft, 0.0)
+        with Pair(target, draft, 0.0) as pair:
+            if pair.common is None:
+                yield from vocabulary_findings(target.vocabulary, draft.vocabulary)
+            else:
+                shared = f"{pair.common.is_common.sum()} of the target's {len(pair.common.is_common)} tokens"
+                covered = f"covering about {pair.common.of_text:.0%} of typical text"
+                text = f"different: both have {shared}, {covered}; the draft draws from the shared tokens"
+                yield Finding(OK, topic, text)
+                topic = "acceptance"
+                with working("trying the draft with the tokens of the target"):
+                    found = acceptance_finding(pair)
+                yield found
+            topic = "draft cost"
+            with working("timing the pair"):
+                timed = measure(pair, STEPS)
+            yield pace_finding(timed, is_known=known is not None)
     except LlamaspecError as error:
-        yield Finding.of_error("vocabulary", error)
-        return
-    with pair:
-        if pair.common is None:
-            yield from vocabulary_findings(target.vocabulary, draft.vocabulary)
-        else:
-            shared = f"{pair.common.is_common.sum()} of the target's {len(pair.common.is_common)} tokens"
-            text = (
-                f"different: both have {shared}, covering about {pair.common.of_text:.0%} of typical text; "
-            )
-            yield Finding(OK, "vocabulary", text + "the draft draws from the shared tokens")
-            with working("trying the draft with the tokens of the target"):
-                found = acceptance_finding(pair)
-            yield found
-        with working("timing the pair"):
-            timed = measure(pair, STEPS)
-        yield pace_finding(timed, is_known=known is not None)
-        if known is not None:
-            yield Finding(OK, "speed-up", known)
+        yield Finding.of_error(topic, error)
+    if known is not None:
+        yield Finding(OK, "speed-up", known)
 
 
 def pace_finding(timed: Probe, *, is_known: bool = False) -> Finding:

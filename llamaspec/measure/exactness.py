@@ -140,9 +140,7 @@ class Audit:
         return self.is_lossless and not any(self.n_changed.values())
 
 
-def run_audit(
-    pair: Pair, task: Task, policy: LengthPolicy, report: Progress = lambda fraction: None
-) -> Audit:
+def run_audit(pair: Pair, task: Task, policy: LengthPolicy, report: Progress) -> Audit:
     """Generate with draft tokens and without, replay, compare widths."""
     drafted = task.run(pair, policy)
     report(0.25)
