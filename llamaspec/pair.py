@@ -1,7 +1,7 @@
 """A target and its draft, loaded together: the object that programs use and the commands are built on.
 
 One compute thread serves all pairs. Several threads or asyncio tasks may generate at the same time: their
-sequences share evaluations, and each gets the text that it would get alone.
+sequences share evaluations, and each gets the completion that it would get alone.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Pair:
         max_tokens : int
             Maximum number of tokens to generate.
         stops : sequence of str
-            Strings that end the text.
+            Strings that end the completion.
         spelled : dict of int to bytes, optional
             Control tokens to write out, with their spelling; see `AnswerFormat.spelled`.
         rule : str
@@ -144,18 +144,18 @@ class Pair:
             Where draft tokens come from. Default: the draft that the pair was opened with. `NoDrafter()` is
             plain decoding.
         copies : bool
-            False: draft no copies of earlier text. A `prediction` is copied all the same.
+            False: do not copy draft tokens from earlier text. A `prediction` is still copied.
         on_prefill : callable, optional
             Called with the number of prompt tokens processed so far, and their total.
         constraint : Constraint, optional
-            Restricts the text; made by `json_schema` or `grammar`.
+            Restricts the completion; made by `json_schema` or `grammar`.
         logprobs : int, optional
             Report the log-probability of each token, and of this many of the most probable tokens.
         prediction : str, bytes or [n] int32, optional
             Text that the completion is likely to repeat, such as the file being edited. Draft tokens are
             copied from it; it does not change the completion.
         is_interactive : bool
-            A person is waiting: its first 128 tokens go before other prompts.
+            A person is waiting, so its first 128 tokens go before the prompts of others.
 
         Raises
         ------

@@ -158,7 +158,7 @@ class Stage:
 def stages_of(drafts: Sequence[LlamaModel], *, copies: bool) -> tuple[Stage, ...]:
     """The stages of a chain of draft models: each drafts for the previous one, the first for the target.
 
-    With `copies`, a stage verifies copies of earlier text before it asks its draft.
+    With `copies`, a stage first verifies tokens copied from earlier text, then asks its draft.
     """
     stages = []
     for i in range(len(drafts) - 1):
@@ -185,10 +185,10 @@ class SequenceDrafters:
     copying: Copying
 
     def make(self, config: Speculation, prediction: TokenArray = NO_TOKENS) -> Drafter:
-        """Everything that can draft for a sequence.
+        """Return the drafter of a sequence, made of everything that can draft for it.
 
-        Drafts are trees if the length policy, both models and the rule allow it. `prediction` is another text
-        to copy from.
+        Drafts are trees if the length policy, both models and the rule allow it. Draft tokens are also copied
+        from `prediction`.
         """
         drafters: list[Drafter] = []
         has_model = bool(self.drafts) or self.heads is not None
@@ -207,7 +207,7 @@ class SequenceDrafters:
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
 
     def asking_model(self, config: Speculation) -> ModelDrafter:
-        """The drafter that uses only the draft model, or the target's prediction heads."""
+        """Return the drafter that uses only the draft model, or the target's prediction heads."""
         if self.heads is not None:
             return self._asking(self.heads, config, MTP, source=Source.MTP, longest=self.heads.longest)
         draft, length, settings = self.drafts[0], config.length, dict[str, Any]()
@@ -219,7 +219,7 @@ class SequenceDrafters:
         return self._asking(draft, config, **settings)
 
     def _cascaded(self, config: Speculation, level: int = 0) -> Drafter:
-        """The drafter of a draft model, with everything that drafts for it."""
+        """Return the drafter of a draft model, with everything that drafts for it."""
         model = self._asking(self.drafts[level], config, draft_name(level))
         if level == len(self.stages):
             return model

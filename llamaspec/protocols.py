@@ -33,8 +33,8 @@ Preparing: TypeAlias = Generator[ForwardRequest, Forward, None]
 class Model(Protocol):
     """Evaluates sequences; only the compute thread calls it.
 
-    A *row* is a running sequence, named by any integer. Its KV cells are found by comparing tokens: a request
-    without the rejected tokens rolls them back.
+    A *row* is a running sequence, named by any integer. Its KV cells are found by comparing tokens, so a
+    request without the rejected tokens rolls them back.
     """
 
     @property
@@ -47,30 +47,30 @@ class Model(Protocol):
 
     @property
     def batch_size(self) -> int:
-        """The most positions of one evaluation."""
+        """Maximum number of positions in one evaluation."""
 
     @property
     def prompt_chunk(self) -> int:
-        """Positions of a prompt to evaluate at once while no other sequence waits."""
+        """Prompt positions to evaluate at once if no other sequence waits."""
 
     @property
     def max_scored(self) -> int:
-        """The most positions of one evaluation whose logits are wanted."""
+        """Maximum number of positions in one evaluation that have logits."""
 
     @property
     def n_cells(self) -> int | None:
-        """Tokens that all sequences together can cache; None if each has a memory of its own."""
+        """Number of tokens that all sequences share in the KV cache; None if each has its own memory."""
 
     @property
     def max_chunked_prefill(self) -> int:
-        """The most positions of one evaluation with chunked prefill beside other rows' rounds; 0 = never."""
+        """Maximum width of an evaluation with a prompt chunk beside other rows' rounds; 0 = never."""
 
     def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | ContextFullError]:
         """Make room for requests of distinct rows, each (row, request, positions of padding at most).
 
-        What a request does not contain of its row's sequence is dropped from the cache. Returns for each how
-        many of its tokens are cached, at most those before the first whose logits are wanted; or why it has
-        no room, even without unused prefixes.
+        Cached tokens of a row that its request does not contain are dropped. Returns for each request how
+        many of its tokens are cached, at most those before the first with logits; or the error if it has no
+        room, even after unused prefixes were dropped.
         """
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
@@ -106,10 +106,10 @@ class Vocabulary(Protocol):
         """Token ids of a text, with the special tokens that the model wants at its start."""
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; a part of a UTF-8 character is allowed."""
+        """The bytes of a token, possibly a part of a UTF-8 character."""
 
     def is_end(self, token: int) -> bool:
-        """Whether a token ends the text."""
+        """Whether a token ends the completion."""
 
 
 class WholeVocabulary(Vocabulary, Protocol):
@@ -121,32 +121,32 @@ class WholeVocabulary(Vocabulary, Protocol):
 
     @property
     def specials(self) -> Mapping[int, bytes]:
-        """The names of the special tokens, which tokenizing never yields."""
+        """Names of the special tokens; `tokenize` never returns these tokens."""
 
     @property
     def bos(self) -> int:
-        """The token that begins a text; -1 if there is none."""
+        """The beginning-of-text token; -1 if there is none."""
 
     @property
     def eos(self) -> int:
-        """The token that ends a text; -1 if there is none."""
+        """The end-of-text token; -1 if there is none."""
 
     @property
     def ends(self) -> Sequence[int]:
-        """All tokens that end a text, ascending."""
+        """All end-of-text tokens, ascending."""
 
     @property
     def adds_bos(self) -> bool:
-        """Whether every text begins with `bos`."""
+        """Whether every sequence begins with `bos`."""
 
     def tokenize(self, text: bytes, *, add_special: bool = True) -> TokenArray:
-        """Token ids of a text, with the special tokens that the model wants at its start or without."""
+        """Token ids of a text; `add_special` adds the special tokens that the model wants at its start."""
 
 
 def token_names(vocabulary: WholeVocabulary) -> list[bytes]:
-    """[V] the text of each token, or the name of a special token behind a byte that no text holds.
+    """[V] the bytes of each token; for a special token its name, after a byte that UTF-8 never contains.
 
-    llguidance knows special tokens by this byte.
+    By this byte llguidance recognises special tokens.
     """
     specials = vocabulary.specials
     return [
@@ -161,19 +161,19 @@ class SequenceConstraint(Protocol):
     def allowed(self, generated: TokenArray) -> TokenArray:
         """The tokens that may come next: int32 [A], ascending.
 
-        With the end-of-text tokens if the text may be complete; none after an end-of-text token, or
+        Includes the end-of-text tokens if the completion may end here. Empty after an end-of-text token, or
         after tokens that were not allowed.
         """
 
     def forced(self, generated: TokenArray) -> TokenArray:
-        """The only tokens that can come next, as many as are known: int32 [F]."""
+        """The tokens that must come next, as far as they are known: int32 [F]."""
 
     def is_complete(self, generated: TokenArray) -> bool:
-        """Whether the text may end here."""
+        """Whether the completion may end here."""
 
 
 class Constraint(Protocol):
-    """The form that texts must have: compiled once, for any number of sequences and threads."""
+    """Restricts completions; compiled once, for any number of sequences and threads."""
 
     def start_sequence(self) -> SequenceConstraint:
         """Start a sequence."""
@@ -183,7 +183,7 @@ class SequenceLength(Protocol):
     """Chooses how many tokens are drafted for one sequence."""
 
     def wants_more(self, draft: Draft) -> bool:
-        """Whether one more token than those in `draft`, by the same source, is worth its time."""
+        """Whether one more token than those in `draft`, from the same source, is worth its time."""
 
     def n_verified(self, draft: Draft) -> int:
         """How many tokens of a draft the target verifies.
@@ -193,7 +193,7 @@ class SequenceLength(Protocol):
         """
 
     def width(self, n_positions: int) -> int | None:
-        """How many positions to evaluate if all sequences together need `n_positions`: more is padding.
+        """The width of an evaluation in which all sequences together need `n_positions`; the rest is padding.
 
         None if no evaluation of that width or wider is allowed.
         """
@@ -207,31 +207,31 @@ class SequenceLength(Protocol):
 
 @runtime_checkable
 class PromptReading(Protocol):
-    """A sequence's length that knows costs: it also decides when a draft model reads the prompt."""
+    """A `SequenceLength` that also decides when the draft model processes the prompt."""
 
     @property
     def n_to_read(self) -> int:
-        """How many tokens of the text the draft reads in this round, instead of drafting; 0: the rest."""
+        """Prompt tokens that the draft model processes in this round instead of drafting; 0 = the rest."""
 
     @property
     def unused(self) -> UnusedDraft | None:
-        """Why the draft has not read the text, if it has not."""
+        """Why the draft model has not processed the prompt; None if it has."""
 
     def start_prompt(self, n_unread: int) -> None:
         """Start a completion whose prompt has `n_unread` tokens that the draft has not processed."""
 
     def observe_prompt(self, n: int, seconds: float) -> None:
-        """The target has read `n` tokens of the prompt in one evaluation."""
+        """Learn from `n` prompt tokens that the target processed in one evaluation."""
 
     def observe_reading(self, n: int, seconds: float) -> None:
-        """The draft has read `n` tokens of the text."""
+        """Learn from `n` tokens that the draft model processed."""
 
     def plain_seconds(self, n_sequences: int) -> float | None:
-        """Expected time of a round without drafts beside so many sequences; None before one was timed."""
+        """Expected seconds of a round of `n_sequences` without drafts; None before one was timed."""
 
 
 class LengthPolicy(Protocol):
-    """Chooses how many tokens are drafted: shared by all sequences of a pair."""
+    """Chooses how many tokens are drafted; shared by all sequences of a pair."""
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> SequenceLength:
         """Start a completion of at most `max_tokens`; `drops` as in `Rule`."""
@@ -241,15 +241,15 @@ class Drafter(Protocol):
     """Proposes tokens. Both methods may be plain functions, or coroutines that yield `ForwardRequest`s."""
 
     def prepare(self, context: TokenArray) -> Preparing | None:
-        """Read a prompt before the first round, or do nothing."""
+        """Process the prompt before the first round, or do nothing."""
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting | Draft:
-        """Draft at most what `length` wants behind the whole `context`."""
+        """Draft tokens that follow the whole `context`, no more than `length` wants."""
 
 
 @runtime_checkable
 class Closing(Protocol):
-    """A drafter with something to do when the sequence ends."""
+    """A drafter that needs to know when the sequence ends."""
 
     def close(self) -> None:
         """End the sequence. May be called more than once."""
@@ -261,7 +261,7 @@ class Failing(Protocol):
 
     @property
     def fault(self) -> str | None:
-        """The failure of the model in this sequence."""
+        """The error that stopped the model in this sequence."""
 
 
 class Stream(IntEnum):
@@ -274,7 +274,7 @@ class Stream(IntEnum):
 
 
 class RandomStreams(Protocol):
-    """All chance of a sequence: a pure function of seed, stream, position and attempt.
+    """All randomness of a sequence: a pure function of seed, stream, position and attempt.
 
     `attempt` separates independent draws for one position: the index at which the round began, or 0 if
     position alone decides.
@@ -298,7 +298,7 @@ class TargetDistributions(Protocol):
 
 
 class Rule(Protocol):
-    """Decides which draft tokens are accepted, so that the text keeps the target's law."""
+    """Decides which draft tokens are accepted, so that the completion keeps the target's law."""
 
     @property
     def name(self) -> str:
@@ -306,7 +306,7 @@ class Rule(Protocol):
 
     @property
     def drops(self) -> bool:
-        """Whether the choice of the verified draft tokens may depend on the tokens drawn."""
+        """Whether the tokens drawn may decide which of them are verified."""
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
         """Draw draft token `i`, from 0, of a round whose first one has index `start` in the sequence."""

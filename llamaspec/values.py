@@ -58,7 +58,7 @@ class Copying(str, Enum):
 
 COPIES = frozenset({Source.NGRAM, Source.PREDICTION})
 LONGEST_COPY = 511  # tokens: with the one before, a physical batch of llama.cpp
-CHUNK = 64  # positions of one text that an evaluation may always have; attention on CPUs takes 64 at once
+CHUNK = 64  # positions of one sequence that an evaluation may always have; CPU attention takes 64 at once
 WAIT_SECONDS = 0.5  # for which a larger chunk may keep other sequences waiting
 
 
@@ -66,8 +66,8 @@ WAIT_SECONDS = 0.5  # for which a larger chunk may keep other sequences waiting
 class ForwardRequest:
     """A sequence to evaluate, and draft tokens behind it.
 
-    The answer has logits for each of the last `n_logits` tokens of the sequence, then one for each
-    draft token behind the first `n_read`. With n_logits = 0 and no draft it is a prefill.
+    The answer has one row of logits for each of the last `n_logits` tokens of the sequence, then one for each
+    draft token after the first `n_read`. With n_logits = 0 and no draft it is a prefill.
     """
 
     model: str  # TARGET, DRAFT, or a name that the scheduler knows
@@ -239,7 +239,7 @@ NO_DRAFT = Draft()
 
 
 class Verification(NamedTuple):
-    """The tokens along `path` are accepted, then comes `next_token`."""
+    """The result of a rule: the draft tokens along `path` are accepted, then comes `next_token`."""
 
     path: tuple[int, ...]  # indices of the accepted draft tokens, each the parent of the next
     next_token: int
@@ -247,7 +247,7 @@ class Verification(NamedTuple):
 
 
 class UnusedDraft(NamedTuple):
-    """Seconds that the draft would have cost and saved: it was not used because it cost more."""
+    """Why a draft model was not used: processing the prompt would have cost more than it saved."""
 
     reading_seconds: float
     saved_seconds: float
@@ -290,7 +290,7 @@ class Round:
 
     @property
     def n_verified(self) -> int:
-        """Draft tokens that the target evaluated: all of them."""
+        """Draft tokens that the target evaluated."""
         return len(self.draft)
 
     @property

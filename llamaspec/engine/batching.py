@@ -161,7 +161,7 @@ class Batching:
         if not model.can_share(slots[0].sequence.number):
             return Group(name, slots[:1], slots[0].n_new)
         slots = [each for each in slots if model.can_share(each.sequence.number)]
-        for n in range(len(slots), 1, -1):  # a narrower batch may be refused where a wider one is not
+        for n in range(len(slots), 1, -1):  # a narrower batch may be refused although a wider one is not
             together = slots[:n]
             n_scored = sum(each.request.n_scored for each in together if each.request is not None)
             width = _width(name, together) if n_scored <= model.max_scored else None

@@ -46,11 +46,11 @@ class Span(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The text that one token made certain; none while a character or a stop string may go on."""
+    """The text that one token made certain; empty while a character or a stop string is incomplete."""
 
     text: str
     token: int
-    spans: tuple[Span, ...]  # the same text, split by its origin
+    spans: tuple[Span, ...]  # the same text, split by origin
     logprobs: Logprobs | None = None  # of the token, if requested
     begin: int = 0  # characters before the token's own text, which may come in a later piece
 
@@ -74,7 +74,7 @@ class Written(NamedTuple):
     """A round, and the pieces that the completion keeps of it."""
 
     round: Round
-    pieces: tuple[Piece, ...]  # one for each token, the end-of-text token counted
+    pieces: tuple[Piece, ...]  # one for each token, end-of-text token included
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,7 @@ class Ended:
 TextEvent: TypeAlias = "Prefilled | Written | Ended"
 
 
-TELLING = 16  # tokens; the speed-up of fewer would be noise
+TELLING = 16  # tokens; the speed-up of fewer is noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ def _decode(config: Speculation, text: Detokenizer) -> Generator[Any, Any, StopR
 class Detokenizer:
     """Turns the tokens of a completion into pieces of text, and finds its end.
 
-    `spelled` is the text of control tokens, which are otherwise silent.
+    `spelled` gives control tokens a text; those it leaves out have none.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class Detokenizer:
 
 
 class TextAssembler:
-    """Joins the bytes of tokens to text, up to the first stop string; holds back text that is not certain."""
+    """Joins the bytes of tokens to text, up to the first stop string; holds back what is not certain."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         if "" in stops:

@@ -88,7 +88,7 @@ class Scheduler:
     # Admit: which sequences may run, and the room for their requests.
 
     def _admit(self) -> list[Slot]:
-        """The sequences that wait for an evaluation, all prepared."""
+        """Return the sequences that wait for an evaluation, all of them prepared."""
         self._swap()
         while True:
             waiting: list[Slot] = []
@@ -101,7 +101,7 @@ class Scheduler:
                 return waiting
 
     def _swap(self) -> None:
-        """Swap out sequences for which the target's KV cache has no room; swap in those that fit again.
+        """Swap out sequences that do not fit into the target's KV cache; swap in those that fit again.
 
         First come, first served; but interactive sequences come first, and sequences whose reader is behind
         come last. A sequence that is alone always runs.
@@ -148,7 +148,7 @@ class Scheduler:
         return n_prepared
 
     def _can_wait(self, slot: Slot) -> bool:
-        """Whether a sequence that goes before this one is running; its end makes room."""
+        """Whether a sequence that goes before this one is running, so that its end makes room."""
         return any(
             other.rank < slot.rank and not other.sequence.is_swapped_out and not other.is_unread
             for other in self._slots
@@ -200,9 +200,9 @@ class Scheduler:
                 continue
             watch.count_evaluation(request, seconds - reading if i < n_rounds else reading)
             if slot.part is request:
-                n_cached = slot.n_cached if slot.n_cached_before is None else slot.n_cached_before
-                of_all = (group.width, n_rounds, n_cached, serial, group.n_prefill)
-                self._resume(slot, Forward(scores, watch.request_seconds, *of_all))
+                assert slot.n_cached_before is not None
+                facts = (group.width, n_rounds, slot.n_cached_before, serial, group.n_prefill)
+                self._resume(slot, Forward(scores, watch.request_seconds, *facts))
 
     def _resume(self, slot: Slot, answer: Forward | None = None, *, error: Exception | None = None) -> None:
         """Resume a sequence with its answer or an error. An exception of the coroutine ends it alone."""

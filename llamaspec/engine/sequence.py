@@ -79,7 +79,7 @@ def as_exception(raised: BaseException) -> Exception:
 
 
 class Stopwatch:
-    """The seconds of one sequence since its last round, by what they were spent on."""
+    """The seconds of one sequence since its last round, by purpose."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -88,7 +88,7 @@ class Stopwatch:
         self._begin_round()
 
     def start(self) -> None:
-        """The coroutine runs from now on; its request is answered."""
+        """Start timing the coroutine: its request is answered."""
         self.request_seconds = 0.0
         self._since = self._clock()
 

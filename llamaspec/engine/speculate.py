@@ -1,10 +1,8 @@
-"""Speculative decoding on one screen: draft, evaluate the whole draft at once, keep what is accepted,
-repeat.
+"""Speculative decoding on one screen: draft, evaluate the whole draft at once, keep what is accepted, repeat.
 
 A coroutine without I/O: it yields requests and is sent the answers; it yields rounds and is sent them back
 with their seconds. Greedy or sampled, chain or tree, with a draft model, other drafts or none: this is the
-only loop. Rollback of rejected tokens needs no step, because the next request does
-not contain them. Letters: p = target, K = number of draft tokens.
+only loop. Rejected tokens need no rollback, because the next request does not contain them. p = target.
 
 References: Algorithm 2 of Chen et al., arXiv 2302.01318; Algorithm 1 of Leviathan et al., arXiv 2211.17192.
 """
