@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -67,9 +66,9 @@ class Reading:
 class Head:
     """A head with a KV cache of its own."""
 
-    def __init__(self, context: Context, hidden_size: int, *, scored_only: bool) -> None:
-        self.context, self._hidden_size = context, hidden_size
-        self._scored_only = scored_only  # the context has hidden rows of scored positions only
+    def __init__(self, context: Context, weights: Weights) -> None:
+        self.context, self._hidden_size = context, weights.hidden_size
+        self._scored_only = weights.facts.architecture in SCORED_ROWS_ONLY
 
     def prepare(self, batch: Sequence[Reading]) -> list[int | ContextFullError]:
         """Make room: for each how many of its tokens are read, or why it cannot be read."""
@@ -183,7 +182,7 @@ class PredictionHeads:
         on_load: LoadProgress | None = None,
     ) -> None:
         n_heads = 1 if path is not None else check_heads(target.path).n_heads
-        self.options = replace(
+        options = replace(
             options or target.options,
             n_ctx=target.context_size,
             n_cells=target.options.n_cells,
@@ -200,16 +199,15 @@ class PredictionHeads:
         self._abort = AbortFlag()
         try:
             if path is not None:
-                at_home = replace(self.options, workers=(), devices=None, tensor_split=())
+                at_home = replace(options, workers=(), devices=None, tensor_split=())
                 self._weights = Weights(path, at_home, on_load)
                 check_pair(target.vocabulary, self._weights.vocabulary)
                 self._heads.append(SharedHead(self._weights, target, self._abort))
             # A context for each: its KV cache holds what this head has read.
             for i in range(n_heads if path is None else 0):
                 store, weights = PrefixStore(beside=target.store), target.weights
-                context = Context(weights, self.options, head=i, abort=self._abort, store=store)
-                scored_only = weights.facts.architecture in SCORED_ROWS_ONLY
-                self._heads.append(Head(context, weights.hidden_size, scored_only=scored_only))
+                context = Context(weights, options, head=i, abort=self._abort, store=store)
+                self._heads.append(Head(context, weights))
         except BaseException:
             self.close()
             raise
@@ -277,14 +275,6 @@ class PredictionHeads:
         if self._weights is not None:
             self._weights.close()
 
-    def __enter__(self) -> PredictionHeads:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _reads(self, i: int, reading: Reading) -> bool:
         """Whether head `i` reads this: all heads read a prompt, one drafts."""
         n_drafted = len(reading.tokens) - reading.n_text
@@ -318,12 +308,11 @@ class PredictionHeads:
 
 def _least(reading: Reading, answers: Sequence[int | ContextFullError]) -> int | ContextFullError:
     """Combine the answers of several heads to one request."""
-    numbers = [answer for answer in answers if isinstance(answer, int)]
-    faults = [answer for answer in answers if not isinstance(answer, int)]
-    if faults or not numbers:
+    if not answers:
         reason = "no head drafts so far ahead" if reading.is_possible else "the hidden rows are not known"
-        return faults[0] if faults else ContextFullError(reason)
-    return min(numbers)
+        return ContextFullError(reason)
+    faults = [answer for answer in answers if isinstance(answer, ContextFullError)]
+    return faults[0] if faults else min(answer for answer in answers if isinstance(answer, int))
 
 
 def _forgotten() -> EvaluationAbortedError:

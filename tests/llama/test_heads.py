@@ -254,8 +254,8 @@ def test_requests_that_are_not_possible(store: ModelStore) -> None:
 
 def test_close_may_come_twice_and_leaves_nothing_usable(store: ModelStore) -> None:
     with LlamaModel(store.path("qwen35"), ModelOptions(threads=1, heads=True)) as target:
-        with PredictionHeads(target) as heads:
-            pass
+        heads = PredictionHeads(target)
+        heads.close()
         heads.close()
 
 
