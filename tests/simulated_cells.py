@@ -146,7 +146,6 @@ class Checked:
             n_branches,
             store=self.store,
             keeps_finished=keeps_finished,
-            min_garbage=20,
         )
 
     def held(self, row: int) -> CachedSequence:

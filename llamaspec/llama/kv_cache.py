@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.batch import Segment
-from llamaspec.llama.cells import BLOCK, CachedSequence, Cells, CellTable
+from llamaspec.llama.cells import CachedSequence, Cells, CellTable
 from llamaspec.llama.prefix_store import Bytes, PrefixStore
 from llamaspec.llama.tree_cells import TreeCells
 from llamaspec.values import ForwardRequest, TokenArray
@@ -32,7 +32,6 @@ class KVCache:
     Of llama.cpp's sequences the first `n_sequences` are for rows, the next one holds garbage, and
     `n_branches` behind that are for trees. Finished sequences go to `store`. With `keeps_finished` they keep
     their cells until the room is needed: on a GPU, attention passes over them fast, and moving them is slow.
-    Beside several rows, `min_garbage` cells of garbage may always stay.
     """
 
     def __init__(
@@ -44,11 +43,10 @@ class KVCache:
         *,
         store: PrefixStore | None = None,
         keeps_finished: bool = False,
-        min_garbage: int = BLOCK,
     ) -> None:
         self._cells, self.size = cells, size
         self._store = store or PrefixStore()
-        self._keeps_finished, self._min_garbage = keeps_finished, min_garbage
+        self._keeps_finished = keeps_finished
         self._table = CellTable(cells, size, garbage=n_sequences)
         self._trees = TreeCells(self._table, range(n_sequences + 1, n_sequences + 1 + n_branches))
         self._sequences = [CachedSequence(i) for i in range(n_sequences)]
@@ -258,14 +256,14 @@ class KVCache:
             self._store.put(sequence.tokens[: sequence.n], self._cells.block, copy)
 
     def _has_much_garbage(self) -> bool:
-        """Whether moving cells pays. A row that is alone gets rid of all that others have left."""
-        if self._keeps_finished or not self._cells.block:
+        """Whether moving cells pays: never for less than a block, unless a row is alone after others."""
+        block, table = self._cells.block, self._table
+        if self._keeps_finished or not block:
             return False
         has_left, self._has_left = self._has_left, False
-        least = max(self._min_garbage, GARBAGE * self._table.top)
         if has_left:
-            least = 0 if len(self.of_row) == 1 else self._min_garbage
-        return self._table.n_garbage > least
+            return table.n_garbage > (0 if len(self.of_row) == 1 else block)
+        return table.n_garbage > max(block, GARBAGE * table.top)
 
     def _start_change(self) -> None:
         """Take out what an interrupted evaluation or change left behind, and begin a change."""
