@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -193,7 +193,7 @@ def _use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
                 model.try_memory()
             if has_heads and len(tokens) > 1:
                 model.forward(ForwardRequest(TARGET, tokens))
-                with PredictionHeads(model) as heads:
+                with closing(PredictionHeads(model)) as heads:
                     request = ForwardRequest(MTP, tokens)
                     if isinstance(heads.prepare([(-1, request, 0)])[0], int):
                         heads.evaluate([(-1, request)])
