@@ -1,8 +1,8 @@
-"""Does drafting pay on this machine? Seen on a target of real cost, in three quantisations.
+"""Find out whether drafting is faster on this machine, with a target of real cost in three quantisations.
 
-The embedded target is widened (the same function at 50 times the weights) and quantised. Each kind is
-probed. What drafts gain depends on the machine and the kind, so plain and drafted text are compared where
-they should gain most; what was found on the others is said.
+The embedded target is widened (the same function at 50 times the weights), quantised and probed. The gain
+depends on the machine and the quantisation: all predictions are printed, and the target alone and with its
+draft are compared on the quantisation that should gain most.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from llamaspec import demo_draft
 
 KINDS = ("Q4_0", "Q8_0", "F16")
 FOLDER = Path("build/models")
-ACCEPTANCE = "0.7"  # of a draft token of the embedded pair, roughly; one of those that a probe answers for
+ACCEPTANCE = "0.7"  # rate of the embedded pair, roughly; one of those that `probe` predicts for
 LLAMASPEC = [sys.executable, "-m", "llamaspec"]
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe says of one quantisation."""
+    """The prediction of a probe for one quantisation."""
 
     kind: str
     speed_up: float  # predicted at ACCEPTANCE
-    n_draft: int  # the number of draft tokens with which
+    n_draft: int  # draft tokens per round for that speed-up
     verdict: str
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--layers", type=int, default=10, show_default=True, help="Of the widened target.")
+@click.option("--layers", type=int, default=10, show_default=True, help="Layers of the widened target.")
 @click.option("--factor", type=int, default=8, show_default=True, help="Repeat every hidden unit.")
 @click.option("--max-tokens", "-n", type=int, default=96, show_default=True)
-@click.option("--runs", "-r", type=int, default=2, show_default=True, help="Of each way to write.")
+@click.option("--runs", "-r", type=int, default=2, show_default=True, help="Runs of each method.")
 def main(layers: int, factor: int, max_tokens: int, runs: int) -> None:
     """Widen, probe, compare."""
     widen = [sys.executable, str(Path(__file__).with_name("widen_gguf.py")), "--folder", str(FOLDER)]
@@ -62,12 +62,12 @@ def _probed(kind: str, models: list[str]) -> Probed:
 
 
 def most_gained(found: list[Probed]) -> Probed:
-    """The kind on which drafts should gain most."""
+    """Return the quantisation that should gain most."""
     return max(found, key=lambda one: one.speed_up)
 
 
 def report(found: list[Probed]) -> str:
-    """A line for each kind, and which is compared."""
+    """Return a line for each quantisation, and say which one is compared."""
     lines = [f"If {float(ACCEPTANCE):.0%} of the draft tokens are accepted, drafting here should give"]
     for one in found:
         gain = f"{one.speed_up:.2f} times the speed with {one.n_draft} draft tokens a round"
@@ -77,7 +77,7 @@ def report(found: list[Probed]) -> str:
 
 
 def _run(command: list[str], *, is_read: bool = False) -> str:
-    """Run a command; its stderr and, unless read, its stdout are for the person."""
+    """Run a command; if `is_read`, return its stdout."""
     done = subprocess.run(command, stdout=subprocess.PIPE if is_read else None, text=True, check=False)
     if done.returncode:
         sys.exit(done.returncode)

@@ -1,7 +1,7 @@
-"""Text to learn from that any machine with Python and the `train` extra has: no download.
+"""A training corpus that needs no download: every machine with Python and the `train` extra has it.
 
-It is the standard library, its docstrings, and the docstrings of numpy and torch. Ten modules are kept out
-to measure what was learnt; a document that repeats them is dropped.
+It is the standard library, its docstrings, and the docstrings of numpy and torch. Ten modules are held out
+for the evaluation; a document that repeats them is dropped.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Document(NamedTuple):
 
 
 def collect() -> tuple[list[Document], list[Document]]:
-    """Return the documents to learn from, and the kept-out modules."""
+    """Return the training documents, and the held-out modules."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     kept_out = [_code(stdlib, stdlib / name) for name in KEPT_OUT]
     known = {line for document in kept_out for line in _long_lines(document.text)}

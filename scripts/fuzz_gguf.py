@@ -35,7 +35,7 @@ import gguf
 
 from llamaspec import FixedLength, LlamaspecError, ModelOptions, open_pair
 
-SILENT_SECONDS = 300.0  # of a worker, more than any trial of a small file may take
+SILENT_SECONDS = 300.0  # longer than opening any small file may take
 MAX_GROWTH = 1 << 30  # bytes of memory in the worker
 FAULTS = ("crash", "hang", "traceback", "growth", "message")
 
@@ -77,7 +77,7 @@ class Entry:
 
 @dataclass
 class Tensor:
-    """What the list of tensors says of one."""
+    """An entry of the list of tensors."""
 
     name: bytes
     shape: list[int]
@@ -93,11 +93,11 @@ class Parts:
     entries: list[Entry] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     data: bytes = b""
-    n_more_entries: int = 0  # that the header claims
+    n_more_entries: int = 0  # added to the header's count
     n_more_tensors: int = 0
 
     def entry(self, rng: random.Random) -> Entry:
-        """One at random."""
+        """Return a random entry."""
         return rng.choice(self.entries)
 
 
@@ -123,7 +123,7 @@ def _as_bytes(value: Any) -> Any:
 
 
 def put_together(parts: Parts, alignment: int = 32) -> bytes:
-    """Write a file, whatever its parts say."""
+    """Return the bytes of a file, however wrong its parts are."""
     out = bytearray(b"GGUF")
     n_tensors, n_entries = (
         len(parts.tensors) + parts.n_more_tensors,
@@ -166,7 +166,7 @@ def _packed(kind: int, value: Any) -> bytes:
     return (number % (1 << 8 * size)).to_bytes(size, "little")
 
 
-# Damage: each takes the parts and the generator, and changes the parts.
+# Kinds of damage: each changes the parts at random.
 
 
 def _scalar(parts: Parts, rng: random.Random) -> None:
@@ -269,7 +269,7 @@ def _tensor(parts: Parts, rng: random.Random) -> None:
 
 
 def _weights(parts: Parts, rng: random.Random) -> None:
-    """Numbers that are none, too large, or noise."""
+    """Overwrite weights with NaN, infinity, huge numbers or noise."""
     data = bytearray(parts.data)
     n = min(len(data), rng.choice((4, 64, 4096)))
     at = rng.randrange(max(1, len(data) - n)) // 4 * 4
@@ -286,7 +286,7 @@ _DAMAGE: tuple[Callable[[Parts, random.Random], None], ...] = (
 
 
 def damaged(path: Path, seed: int) -> tuple[bytes, str]:
-    """A damaged copy of a sound file, and what was done to it."""
+    """Return a damaged copy of a sound file, and the names of the damage."""
     rng = random.Random(seed)
     parts, done = take_apart(path), []
     for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 3))):
@@ -303,7 +303,7 @@ def damaged(path: Path, seed: int) -> tuple[bytes, str]:
 
 
 def _bytes(content: bytearray, n_head: int, rng: random.Random) -> str:
-    """Damage that knows no structure."""
+    """Damage bytes without regard to the structure."""
     how = rng.randrange(4)
     if how == 0:
         del content[rng.randrange(len(content)) :]
@@ -387,13 +387,13 @@ def _work(pipe: Connection) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had."""
+    """Return the peak memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def open_one(path: Path) -> tuple[str, str]:
-    """What came of opening and using a file: an outcome and, in one line, why."""
+    """Open and use a file; return an outcome and, in one line, why."""
     options = ModelOptions(threads=1, gpu_layers=0)
     try:
         with open_pair(path, path, target_options=options, draft_options=options) as pair:

@@ -39,7 +39,7 @@ INSTALL_SECONDS = 600
 
 
 class Package(NamedTuple):
-    """A client as a registry has it."""
+    """A package of a registry."""
 
     kind: Literal["pip", "npm"]
     name: str
@@ -48,7 +48,7 @@ class Package(NamedTuple):
 
     @property
     def spec(self) -> str:
-        """As the registry's program takes it."""
+        """Return the requirement for pip or npm."""
         return f"{self.name}{'==' if self.kind == 'pip' else '@'}{self.version}"
 
 
@@ -57,7 +57,7 @@ class NotInstalledError(Exception):
 
 
 def install(package: Package, folder: Path) -> Path:
-    """The folder whose `bin` has the programs of a client; it is made where it is not there yet."""
+    """Install a client unless that is done; return the folder whose `bin` has its programs."""
     into = folder / package.spec.replace("/", "-")
     done = into / ".installed"
     if done.exists():
@@ -66,7 +66,7 @@ def install(package: Package, folder: Path) -> Path:
     into.mkdir(parents=True)
     if package.kind == "npm":
         if shutil.which("npm") is None:
-            raise NotInstalledError("npm is not here; install Node.js")
+            raise NotInstalledError("there is no npm; install Node.js")
         _install("npm", "install", "--no-audit", "--no-fund", "--prefix", into, package.spec)
         (into / "bin").symlink_to(into / "node_modules" / ".bin")
     else:
@@ -92,7 +92,7 @@ def _install(*command: str | Path) -> None:
 
 
 class Client(NamedTuple):
-    """A client: what is installed, and what drives it."""
+    """A client: its package, and the function that drives it."""
 
     package: Package
     drive: Callable[[Trial], Iterator[Result]]
@@ -108,7 +108,7 @@ CLIENTS = {
 
 
 def results_of(client: Client, trial: Trial) -> Iterator[Result]:
-    """What came of one client; a result each time it is known."""
+    """Yield the results of one client as they become known."""
     try:
         trial.installed = install(client.package, trial.installed)
     except NotInstalledError as error:
@@ -121,10 +121,16 @@ def results_of(client: Client, trial: Trial) -> Iterator[Result]:
 @click.option("--only", "names", type=click.Choice(list(CLIENTS)), multiple=True, help="May be repeated.")
 @click.option("--folder", type=Path, default=ROOT / "build" / "interop", help="Where clients are installed.")
 @click.option(
-    "--seconds", type=click.FloatRange(min=1), default=240.0, show_default=True, help="Of one check."
+    "--seconds",
+    type=click.FloatRange(min=1),
+    default=240.0,
+    show_default=True,
+    help="Time limit of one check.",
 )
 @click.option(
-    "--record", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Write requests there."
+    "--record",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Write the requests to this folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def main(

@@ -3,9 +3,9 @@
 \b
     python scripts/overhead.py --against ../before
 
-In every evaluation a real model streams gigabytes through the caches of the processor, and Python finds
-nothing of its own there afterwards; so here an array is written after each. Another checkout takes turns with
-this one, each in a process of its own. A busy machine disturbs CPU time little; compare columns of one run.
+A real model streams gigabytes through the processor's caches in every evaluation, and nothing of Python is
+left in them. Here a large array is written after each evaluation to the same effect. Another checkout takes
+turns with this one, each in a process of its own. Compare columns of one run only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT = "def read(path):\n    with open(path) as file:\n"
 
 
 def work(folder: str, n_tokens: int) -> None:
-    """Answer arms on stdin with microseconds, calls, and evaluations, of one round."""
+    """For each arm named on stdin, print microseconds, calls and evaluations per round."""
     sys.path.insert(0, folder)
     from llama_cpp import llama_cpp as lib
 
@@ -68,7 +68,7 @@ def work(folder: str, n_tokens: int) -> None:
 
 
 class _Apart:
-    """`llama_decode`, its CPU time apart, and empty caches behind it; whichever thread calls it."""
+    """Stands in for `llama_decode`: times it apart and empties the caches after it, in any thread."""
 
     def __init__(self, decode: Callable[[Any, Any], int]) -> None:
         self._decode = decode
@@ -93,7 +93,7 @@ class _Apart:
         sys.setprofile(self._count if counts else None)
 
     def stop(self) -> float:
-        """CPU seconds outside."""
+        """Return the CPU seconds outside `llama_decode`."""
         sys.setprofile(None)
         self._counts = False
         return time.process_time() - self._begin - self._seconds
@@ -105,9 +105,9 @@ class _Apart:
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--against", type=click.Path(exists=True, path_type=Path), help="Another checkout.")
 @click.option("-n", "--turns", default=5, show_default=True)
-@click.option("--tokens", default=150, show_default=True, help="Of each text.")
+@click.option("--tokens", default=150, show_default=True, help="Tokens of each completion.")
 def main(against: Path | None, turns: int, tokens: int) -> None:
-    """Print CPU time and Python calls of llamaspec in each round."""
+    """Print CPU time and Python calls per round."""
     folders = [Path(__file__).resolve().parents[1], *([against.resolve()] if against else [])]
     workers = [
         subprocess.Popen(

@@ -1,7 +1,7 @@
-"""llama.cpp with as little around it as possible: one sequence, scores of every position.
+"""llama.cpp with as little around it as possible: one sequence, logits at every position.
 
-The reference that faster code is compared with, and the reader of files that scripts write. It caches
-only what it was last told, shares nothing with llamaspec but the start of llama.cpp, and is slow on purpose.
+The reference for faster code and for files that scripts write. It shares nothing with llamaspec but the start
+of llama.cpp, and is slow on purpose.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PlainLlama:
         self.context = lib.llama_init_from_model(self.model, options)
         if not self.context:
             lib.llama_model_free(self.model)
-            raise ValueError(f"llama.cpp makes no context of {N_CTX} tokens for {path}")
+            raise ValueError(f"llama.cpp cannot make a context of {N_CTX} tokens for {path}")
         self.vocabulary = lib.llama_model_get_vocab(self.model)
         self.n_vocabulary = lib.llama_vocab_n_tokens(self.vocabulary)
         self.n_filled = 0
@@ -66,7 +66,7 @@ class PlainLlama:
         lib.llama_model_free(self.model)
 
     def extend(self, tokens: Sequence[int]) -> Logits:
-        """Add tokens behind those that the memory holds: their scores, float32 [n, V]."""
+        """Evaluate tokens behind those in the KV cache; return their logits, float32 [n, V]."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -83,17 +83,17 @@ class PlainLlama:
         return np.ctypeslib.as_array(scores, shape=(len(tokens), self.n_vocabulary)).copy()
 
     def logits(self, tokens: Sequence[int]) -> Logits:
-        """Scores after every one of `tokens`, from an empty memory: float32 [n, V]."""
+        """Return the logits at every position of `tokens`, from an empty KV cache: float32 [n, V]."""
         self.clear()
         return self.extend(tokens)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Clear the KV cache."""
         lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
         self.n_filled = 0
 
     def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
-        """The `n` most probable tokens behind a prompt, one at a time; the end token stops nothing."""
+        """Return `n` greedy tokens behind a prompt, one at a time; an end token does not stop it."""
         scores = self.logits(prompt)[-1]
         found: list[int] = []
         for _ in range(n):
@@ -102,14 +102,14 @@ class PlainLlama:
         return found
 
     def tokenize(self, text: bytes) -> list[int]:
-        """Token ids of a text, with the special tokens that the model wants around it."""
+        """Return the token ids of a text, with the special tokens that the model wants around it."""
         room = 3 * len(text) + 8  # every invalid byte becomes a character of three
         tokens = (lib.llama_token * room)()
         n = lib.llama_tokenize(self.vocabulary, text, len(text), tokens, room, True, False)
         return list(tokens[:n])
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text."""
+        """Return the bytes of a token."""
         buffer = ctypes.create_string_buffer(256)
         n = lib.llama_token_to_piece(self.vocabulary, token, buffer, 256, 0, False)
         return buffer.raw[: max(n, 0)]

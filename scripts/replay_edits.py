@@ -1,4 +1,4 @@
-"""Replay edits of whole files without a model: what copies cost next to perfect foresight.
+"""Replay edits of whole files without a model, and compare copies with perfect foresight.
 
 \b
     python scripts/replay_edits.py --vocabulary coder-1.5b-Q4_K_M.gguf
@@ -75,24 +75,24 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A text that was replayed."""
+    """A replayed completion."""
 
     cost: float  # in plain tokens
     rounds: tuple[Round, ...]
 
     @property
     def n_drafted(self) -> int:
-        """Tokens that were verified."""
+        """Return the number of draft tokens that were verified."""
         return sum(len(round_.draft) for round_ in self.rounds)
 
     @property
     def n_accepted(self) -> int:
-        """Those of them that were accepted."""
+        """Return the number of draft tokens that were accepted."""
         return sum(round_.n_accepted for round_ in self.rounds)
 
 
 def edits(vocabulary_file: Path, answers: str = IDEAL) -> list[Edit]:
-    """Edits and their answers, in the tokens of a model."""
+    """Return the edits with their answers, in the tokens of a model."""
     changes: dict[str, list[tuple[str, str]]] = _read(CHANGES)
     written: dict[str, str] = _read(ANSWERS)
     weights = Weights(vocabulary_file, ModelOptions(), vocabulary_only=True)
@@ -116,7 +116,7 @@ def _read(path: Path) -> Any:
 
 
 def edited(prompt: str, changes: Sequence[tuple[str, str]]) -> str:
-    """The file at the end of a prompt, changed, between its fences."""
+    """Return the file at the end of a prompt, changed, between its fences."""
     file = prompt[prompt.index("```") :]
     for old, new in changes:
         if old not in file:
@@ -126,7 +126,7 @@ def edited(prompt: str, changes: Sequence[tuple[str, str]]) -> str:
 
 
 def costs_of(curve: Mapping[int, float], widest: int) -> Array:
-    """Of evaluations of 0, 1, ... `widest` positions: straight lines, the last of which goes on."""
+    """Return costs of 0, 1, ... `widest` positions, interpolated; the last slope is extrapolated."""
     widths, costs = [*curve], [*curve.values()]
     slope = (costs[-1] - costs[-2]) / (widths[-1] - widths[-2])
     far = max(widest, widths[-1]) + 1
@@ -137,7 +137,7 @@ def costs_of(curve: Mapping[int, float], widest: int) -> Array:
 
 
 def play(edit: Edit, costs: Array, policy: LengthPolicy, min_match: int = MIN_MATCH_BESIDE_MODEL) -> Played:
-    """Write a known answer with copies, as the loop, the drafter and the policy do."""
+    """Generate a known answer with the real loop, drafter and policy."""
     known, ids = np.unique(np.concatenate((edit.prompt, edit.answer)), return_inverse=True)
     text, n_prompt = ids.astype(np.int32), len(edit.prompt)
     drafter, rounds = NgramDrafter(min_match), list[Round]()
@@ -175,17 +175,17 @@ def play(edit: Edit, costs: Array, policy: LengthPolicy, min_match: int = MIN_MA
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WhileRight(FixedLength):
-    """Drafts until a token is wrong: the length that knows the answer."""
+    """A length that knows the answer: stops before the first wrong token."""
 
     right: TokenArray
 
     def wants_more(self, draft: Draft) -> bool:
-        """Whether all tokens up to here are right."""
+        """Return whether all tokens up to here are right."""
         return len(draft) == n_common(draft.tokens, self.right)
 
 
 def right_copies(edit: Edit, min_match: int = MIN_MATCH_BESIDE_MODEL) -> list[int]:
-    """How many tokens of a copy would be accepted at each place of the answer; asked at every place."""
+    """Return how many tokens of a copy would be accepted at each position of the answer."""
     text, n_prompt = np.concatenate((edit.prompt, edit.answer)), len(edit.prompt)
     drafter = NgramDrafter(min_match)
     drafter.prepare(edit.prompt)
@@ -196,9 +196,9 @@ def right_copies(edit: Edit, min_match: int = MIN_MATCH_BESIDE_MODEL) -> list[in
 
 
 def fastest(n_right: Sequence[int], costs: Array) -> Array:
-    """The least cost of the rest of an answer: [n + 1].
+    """Return the least cost of the rest of an answer at each position, [n + 1].
 
-    At each of its `n` places so many tokens of a copy are known to be right.
+    `n_right` is how many tokens of a copy are right at each of the `n` positions.
     """
     best = np.zeros(len(n_right) + 1)
     for i in range(len(n_right) - 1, -1, -1):
@@ -208,7 +208,7 @@ def fastest(n_right: Sequence[int], costs: Array) -> Array:
 
 
 def losses(played: Played, best: Array) -> tuple[float, float]:
-    """What an answer cost more than `best`: in copies that were partly rejected, and in all other rounds."""
+    """Return the cost above `best`: in rounds that rejected a part of a copy, and in all others."""
     lost, begin = [0.0, 0.0], 0
     for round_ in played.rounds:
         end = min(begin + round_.n_accepted + 1, len(best) - 1)

@@ -1,4 +1,4 @@
-"""Ask `llamaspec serve --exact` for the same completions in five situations and count those that differ.
+"""Ask `llamaspec serve --exact` for the same completions in five situations, and count differences.
 
 \b
     python scripts/same_seed.py --target big-q4_0.gguf --draft small.gguf
@@ -37,12 +37,12 @@ SITUATIONS = ("with a draft", "behind a prefix", "beside three", "sharing a pref
 @click.option("--draft", type=FILE, required=True)
 @click.option("--seeds", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option(
-    "--tokens", default=32, show_default=True, type=click.IntRange(min=1), help="of each completion"
+    "--tokens", default=32, show_default=True, type=click.IntRange(min=1), help="Tokens of each completion."
 )
-@click.option("--threads", type=click.IntRange(min=1), help="of the server; default: its own")
-@click.option("--default", "by_default", is_flag=True, help="leave --exact out")
+@click.option("--threads", type=click.IntRange(min=1), help="Threads of the server; default: its own choice.")
+@click.option("--default", "by_default", is_flag=True, help="Leave --exact out.")
 def main(target: Path, draft: Path, seeds: int, tokens: int, threads: int | None, by_default: bool) -> None:
-    """Compare, and print how many differ."""
+    """Compare the completions, and print how many differ."""
     command = [sys.executable, "-m", "llamaspec", "serve", "--target", str(target), "--draft", str(draft)]
     command += ["-c", "10000", "--parallel", str(N_BESIDE + 1), "--cache-ram", "0"]
     command += [] if threads is None else ["--threads", str(threads)]
@@ -78,23 +78,23 @@ class _Case:
 
     @property
     def prompt(self) -> list[int]:
-        """Random tokens; one seed in four has a long prompt."""
+        """Return random tokens; one seed in four has a long prompt."""
         longest = LONGEST if self.seed % 4 == 3 else LONGEST // 8
         return self._tokens(random.Random(self.seed).randint(SHORTEST, longest), self.seed)
 
     async def alone(self, *, drafts: bool = True) -> str:
-        """Nothing is cached, and nothing else runs."""
+        """Complete with nothing cached and nothing beside."""
         await self._forget()
         return await self._ask(self.prompt, drafts=drafts, is_cached=False)
 
     async def behind_prefix(self) -> str:
-        """The server has just read the beginning of the prompt."""
+        """Complete while the beginning of the prompt is cached."""
         await self._forget()
         await self._ask(self._prefix, n_tokens=1)
         return await self._ask(self.prompt, is_cached=True)
 
     async def beside(self, *, shares: bool = False) -> str:
-        """Three others run; if `shares`, the first of them begins as this one does."""
+        """Complete beside three others; if `shares`, the first of them begins as this one does."""
         await self._forget()
         prompts = [self._tokens(SHORTEST * (i + 1), -1 - i - 10 * self.seed) for i in range(N_BESIDE)]
         if shares:
@@ -131,7 +131,7 @@ class _Case:
         return str(answer["choices"][0]["text"])
 
     def _tokens(self, n: int, seed: int) -> list[int]:
-        """Token ids of frequent words."""
+        """Return random token ids of frequent words."""
         chance = random.Random(seed)
         return [chance.randrange(300, 20_000) for _ in range(n)]
 

@@ -4,7 +4,7 @@
     python scripts/serve_load.py --target big.gguf --draft small.gguf --llama-server llama/bin/llama-server
     python scripts/serve_load.py --target big.gguf --draft small.gguf --shared -c 2 --requests 4
 
-Each client sends one request after the other. No two requests begin alike, so every prompt is processed. With
+Each client sends one request after the other. No two prompts begin alike, so nothing is cached. With
 --shared, each client has a conversation instead, and all of them begin with one system prompt of about 1,800
 tokens, as the users of one program do. The time runs from the first request to the end of the last answer.
 Ratios are to llama-server without a draft, else to llamaspec without drafts, in the same turn.
@@ -50,7 +50,7 @@ FILE, COUNT = click.Path(exists=True, dir_okay=False, path_type=Path), click.Int
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a server did for a number of clients, in one turn."""
+    """Times of one server under the load of a number of clients, in one turn."""
 
     arm: str
     n_clients: int
@@ -62,21 +62,28 @@ class Load:
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=FILE, required=True)
-@click.option("--draft", type=FILE, help="Of llamaspec, and of llama-server's draft-simple.")
-@click.option("--llama-server", metavar="PROGRAM", help="Also this program.")
+@click.option("--draft", type=FILE, help="The draft of llamaspec, and of llama-server with draft-simple.")
+@click.option("--llama-server", metavar="PROGRAM", help="Also measure this llama-server.")
 @click.option(
     "--spec-type",
     "spec_types",
     multiple=True,
     metavar="TYPE",
-    help="Also llama-server with this type of drafts; may be repeated.",
+    help="Also measure llama-server with this type of drafts; may be repeated.",
 )
-@click.option("--threads", type=COUNT, help="Of every server; default: its own choice.")
+@click.option("--threads", type=COUNT, help="Threads of every server; default: its own choice.")
 @click.option("--clients", "-c", type=COUNT, multiple=True, default=(1, 2, 4, 8), show_default=True)
-@click.option("--requests", type=COUNT, default=2, show_default=True, help="Of each client and turn.")
+@click.option(
+    "--requests", type=COUNT, default=2, show_default=True, help="Requests of each client in a turn."
+)
 @click.option("--shared", is_flag=True, help="Conversations behind one system prompt.")
 @click.option(
-    "--max-tokens", "-n", type=click.IntRange(2, 400), default=64, show_default=True, help="Of every answer."
+    "--max-tokens",
+    "-n",
+    type=click.IntRange(2, 400),
+    default=64,
+    show_default=True,
+    help="Tokens of every answer.",
 )
 @click.option("--temperature", "-t", type=float, default=0.0, show_default=True)
 @click.option("--turns", "-r", type=COUNT, default=3, show_default=True)
@@ -142,14 +149,14 @@ def run_loads(
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """What one client sends."""
+    """The questions of one client."""
 
     questions: Sequence[str]
     system: str | None  # if there is one, the questions are one conversation
 
 
 def conversations(label: str, n_clients: int, n_requests: int, *, shared: bool) -> Iterator[Talk]:
-    """Yield what each client sends."""
+    """Yield the questions of each client."""
     if shared:
         files = read_task_file().files
         system = "\n\n".join([f"{label} {SYSTEM}", *(f"{name}:\n{files[name]}" for name in FILES)])
@@ -164,7 +171,7 @@ def conversations(label: str, n_clients: int, n_requests: int, *, shared: bool) 
 
 
 def measured(name: str, ask: Ask, talks: Sequence[Talk], fields: Mapping[str, Any], turn: int) -> Load:
-    """Let all clients send at the same time."""
+    """Run all clients at the same time, and measure them."""
 
     def send(talk: Talk) -> list[tuple[float, int]]:
         """Return seconds to the first text, and tokens, of each answer."""

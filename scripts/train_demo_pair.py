@@ -131,7 +131,7 @@ def describe(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
 
 
 def print_agreement(target_file: Path, draft_file: Path, modules: list[Document]) -> None:
-    """Print how often the draft draws what the target writes, for each kept-out module."""
+    """Print how often the draft draws the target's token, for each held-out module."""
     means = []
     temperatures = (0.0, 0.8)
     print(f"{'kept-out module':18s}  " + "  ".join(f"at {t}" for t in temperatures))

@@ -69,7 +69,7 @@ class _Sizes:
     n_heads: int
     n_kv_heads: int
     head_size: int
-    n_turned: int  # numbers of a head that the position turns
+    n_turned: int  # dimensions of a head that RoPE rotates
     n_vocabulary: int
     epsilon: float  # of every RMS norm
 
@@ -91,7 +91,7 @@ class _Source:
         known = GLOBAL_TENSORS | LAYER_TENSORS
         for name in self.tensors:
             if re.sub(r"^blk\.\d+\.", "", name) not in known:
-                raise ValueError(f"{path} has tensor {name}, of which no widening is known")
+                raise ValueError(f"{path} has tensor {name}, which cannot be widened")
         self.sizes = self._read_sizes()
 
     def _read_sizes(self) -> _Sizes:
@@ -110,7 +110,7 @@ class _Source:
         )
 
     def _size(self, key: str, default: float | None = None) -> float:
-        """A number of the metadata that belongs to the architecture."""
+        """Return a number of the architecture's metadata."""
         key = f"{ARCHITECTURE}.{key}"
         field = self.reader.get_field(key)
         value = default if field is None else field.contents()
@@ -119,11 +119,11 @@ class _Source:
         return value
 
     def has(self, name: str) -> bool:
-        """Whether the file holds a tensor of this name."""
+        """Return whether the file has a tensor of this name."""
         return name in self.tensors
 
     def weight(self, name: str) -> Array:
-        """One tensor as float32: [n_out, n_in] or [n]."""
+        """Return a tensor as float32: [n_out, n_in] or [n]."""
         tensor = self.tensors[name]
         try:
             return np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
@@ -133,7 +133,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class Widening:
-    """What to make of a source.
+    """How a model is widened.
 
     Raises
     ------
@@ -142,9 +142,9 @@ class Widening:
     """
 
     factor: int = 1  # how often every hidden unit is repeated
-    n_layers: int | None = None  # with layers that add nothing up to this number
+    n_layers: int | None = None  # layers that add nothing are appended up to this number
     dtype: str = "F16"  # of the matrices: F16 or F32
-    kv_factor: int | None = None  # how often heads of keys and values are repeated; None = as all else
+    kv_factor: int | None = None  # how often heads of keys and values are repeated; None = as `factor`
 
     def __post_init__(self) -> None:
         if self.factor < 1:
@@ -154,7 +154,7 @@ class Widening:
 
     @property
     def n_kv(self) -> int:
-        """How often heads of keys and values are repeated."""
+        """Return how often heads of keys and values are repeated."""
         return self.kv_factor or self.factor
 
     @property
@@ -213,7 +213,7 @@ def _dtype(kind: GGMLQuantizationType) -> np.dtype[Any]:
 
 
 class _Wide:
-    """A source, what to make of it, and every tensor that results."""
+    """A source and its widening; computes every tensor of the wide model."""
 
     def __init__(self, source: _Source, widening: Widening) -> None:
         self.source, self.widening = source, widening
@@ -223,12 +223,12 @@ class _Wide:
             raise ValueError(f"{source.path} has {source.sizes.n_layers} layers already")
 
     def type_of(self, target: _Target) -> GGMLQuantizationType:
-        """Vectors stay float32, as llama.cpp has them."""
+        """Return the type of a tensor; vectors stay float32, as in llama.cpp."""
         is_half = len(target.shape) == 2 and self.widening.dtype == "F16"
         return GGMLQuantizationType.F16 if is_half else GGMLQuantizationType.F32
 
     def targets(self) -> Iterator[_Target]:
-        """Every tensor of the wide model, in the order of the file."""
+        """Yield every tensor of the wide model, in the order of the file."""
         sizes = self.source.sizes
         vocabulary = (sizes.n_vocabulary, self.width)
         output = "output.weight" if self.source.has("output.weight") else "token_embd.weight"
@@ -251,7 +251,7 @@ class _Wide:
                 yield _Target(f"blk.{layer}.{part}", self._shape(part, name), name, adds_nothing)
 
     def _shape(self, part: str, origin: str) -> tuple[int, ...]:
-        """The shape of a layer's tensor, repeated."""
+        """Return the shape of a widened tensor of a layer."""
         factor, width = self.widening.factor, self.width
         sizes = [int(n) * factor for n in reversed(self.source.tensors[origin].shape)]  # GGUF: n_in first
         if part.startswith(KEYS_AND_VALUES):
@@ -263,7 +263,7 @@ class _Wide:
         return tuple(sizes)
 
     def compute(self, target: _Target) -> Array:
-        """The numbers of one tensor, float32 [target.shape]."""
+        """Compute one tensor, float32 [target.shape]."""
         out = np.zeros(target.shape, dtype=np.float32)
         if target.is_silent:
             return out
@@ -282,7 +282,7 @@ class _Wide:
         return out
 
     def _repeated(self, name: str, weight: Array) -> Array:
-        """A matrix [n_out, n_in], or a bias [n_out], of a layer with all its units repeated."""
+        """Repeat all units of a layer's matrix [n_out, n_in] or bias [n_out]."""
         factor, size = self.widening.factor, self.source.sizes.head_size
         if ".attn_output." in name and weight.ndim == 2:  # reads heads
             return np.tile(_heads_repeated(weight.T, size, factor).T, (factor, 1))
@@ -293,7 +293,7 @@ class _Wide:
         return np.tile(heads, (1, factor)) if weight.ndim == 2 else heads
 
     def add_metadata(self, writer: gguf.GGUFWriter) -> None:
-        """The source's metadata, with the sizes of the wide model."""
+        """Write the source's metadata, with the sizes of the wide model."""
         changed = self._changed()
         for key, field in self.source.reader.fields.items():
             if key.startswith(DROPPED):
@@ -309,7 +309,7 @@ class _Wide:
         writer.add_file_type(FILE_TYPES[self.widening.dtype])
 
     def _changed(self) -> dict[str, Any]:
-        """Metadata that widening changes."""
+        """Return the metadata that widening changes."""
         factor, sizes = self.widening.factor, self.source.sizes
         numbers = {
             "block_count": self.n_layers,
@@ -331,7 +331,7 @@ class _Wide:
 
 
 def _heads_repeated(rows: Array, size: int, n: int) -> Array:
-    """Each head, of `size` rows, n times in a row."""
+    """Repeat each head of `size` rows `n` times."""
     heads = rows.reshape(-1, size, *rows.shape[1:])
     return np.repeat(heads, n, axis=0).reshape(-1, *rows.shape[1:])
 
@@ -339,10 +339,20 @@ def _heads_repeated(rows: Array, size: int, n: int) -> Array:
 @click.command(help=__doc__, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=demo_target())
 @click.option("--factor", "-r", type=int, default=8, show_default=True, help="Repeat every hidden unit.")
-@click.option("--kv-factor", type=int, help="Repeat heads of keys and values only so often: grouped queries.")
-@click.option("--layers", type=int, help="With layers that add nothing, up to this number.")
-@click.option("--quantize", "kinds", type=click.Choice(KINDS), multiple=True, help="Also so.")
-@click.option("--folder", type=Path, default=Path("build/models"), show_default=True, help="For the files.")
+@click.option(
+    "--kv-factor", type=int, help="Repeat heads of keys and values only so often: grouped queries."
+)
+@click.option("--layers", type=int, help="Append layers that add nothing, up to this number.")
+@click.option(
+    "--quantize",
+    "kinds",
+    type=click.Choice(KINDS),
+    multiple=True,
+    help="Also write this quantisation; may be repeated.",
+)
+@click.option(
+    "--folder", type=Path, default=Path("build/models"), show_default=True, help="For the files."
+)
 def main(
     source: Path,
     factor: int,
@@ -365,7 +375,7 @@ def main(
 
 
 def quantize(path: Path, kind: str) -> Path:
-    """Quantise a float file, unless that is done already: the new file, beside it."""
+    """Quantise a float file unless that is done already; return the new file, beside it."""
     name = path.stem.removesuffix("-F16").removesuffix("-F32")
     quantized = path.with_name(f"{name}-{kind}.gguf")
     if _is_older(quantized, path):

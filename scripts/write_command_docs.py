@@ -1,8 +1,7 @@
-"""Write what is made of other files: docs/commands.md, of the help, and the results in docs/benchmarks.md.
+"""Generate docs/commands.md from the commands' help, and the results in docs/benchmarks.md.
 
 The results are those in benchmarks/*.json, which `llamaspec bench --share` writes, in the order of their
-names; each has a picture in docs/benchmarks. `--check` compares texts and writes nothing; `make check`
-runs it.
+names; each has a plot in docs/benchmarks. `--check`, a part of `make check`, compares and writes nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Written by `make docs` from the commands' own help; edit the help, not this page
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if a page is out of step.")
 def write_command_docs(check: bool) -> None:
-    """Write docs/commands.md, and the results in docs/benchmarks.md with their pictures."""
+    """Write docs/commands.md, and the results in docs/benchmarks.md with their plots."""
     try:
         pages = {COMMANDS: page(), BENCHMARKS: with_results(BENCHMARKS.read_text(encoding="utf-8"))}
     except LlamaspecError as error:
@@ -59,14 +58,14 @@ def write_command_docs(check: bool) -> None:
 
 
 def draw_results(folder: Path = RESULTS, pictures: Path = ROOT / "docs" / "benchmarks") -> None:
-    """A picture of every result."""
+    """Draw a plot of every result."""
     pictures.mkdir(exist_ok=True)
     for path in sorted(folder.glob("*.json")):
         draw_report(read_report(path), pictures / f"{path.stem}.svg")
 
 
 def with_results(text: str, folder: Path = RESULTS) -> str:
-    """The page on benchmarks with the results of a folder between its two marks."""
+    """Return the page on benchmarks, with the results of a folder between its two marks."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
@@ -82,7 +81,7 @@ def with_results(text: str, folder: Path = RESULTS) -> str:
 
 
 def page() -> str:
-    """The whole page of commands."""
+    """Return the whole page of commands."""
     sections = [
         f"## {' '.join(path)}\n\n```text\n{help_of(path)}```\n" for path in paths(llamaspec, ("llamaspec",))
     ]
@@ -90,7 +89,7 @@ def page() -> str:
 
 
 def paths(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """The command and all below it that are not hidden, in the order in which the help lists them."""
+    """Yield a command and all its subcommands that are not hidden, in the order of the help."""
     yield path
     if isinstance(command, click.Group):
         context = click.Context(command)
@@ -101,7 +100,7 @@ def paths(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, 
 
 
 def help_of(path: tuple[str, ...]) -> str:
-    """What `path --help` prints; of a command with many options, what `path --help-all` does."""
+    """Return the output of `path -h`, or of `path --help-all` if the command has it."""
     name, *arguments = path
     for option in ("-h", "--help-all"):
         result = CliRunner(env={"NO_COLOR": "1"}).invoke(

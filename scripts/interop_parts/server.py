@@ -29,21 +29,21 @@ from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import Finished, RequestQueue, Submission
 from serve_soak import TEMPLATE
 
-LETTERS = 4  # of a token, about
-N_CTX = 1 << 14  # agents have long instructions, and one conversation is to be too long
+LETTERS = 4  # per token, roughly
+N_CTX = 1 << 14  # holds an agent's instructions, but not the longest conversation
 
 
 def call(name: str, **arguments: Any) -> str:
-    """A call of a tool as a Hermes model writes it."""
+    """Return a tool call as a Hermes model writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 class Cut(str):
-    """An answer that is ended by the limit."""
+    """An answer that ends at the token limit."""
 
 
 def cut(answer: str) -> Cut:
-    """An answer whose limit comes in the middle of its last quotation."""
+    """Cut an answer in the middle of its last quoted string."""
     return Cut(answer.rpartition('"')[0][:-1])
 
 
@@ -67,7 +67,7 @@ class Script:
 
 @dataclass
 class Exchange:
-    """A request, and as much of its answer as there is yet."""
+    """A request, and as much of its answer as was sent so far."""
 
     path: str
     request: bytes = b""
@@ -93,7 +93,7 @@ class Exchange:
 
 
 class Recorder:
-    """Stands in front of the server's application, and keeps what was asked and answered."""
+    """ASGI middleware that records requests and answers."""
 
     def __init__(self, app: ASGIApp, exchanges: list[Exchange]) -> None:
         self._app, self._exchanges = app, exchanges

@@ -1,4 +1,4 @@
-"""One client at its task: where it runs, what it is answered, and how its effect is judged."""
+"""A trial of one client: runs it in a folder of its own, and judges its effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Command = Sequence[str | Path]
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one check."""
+    """The result of one check."""
 
     check: str
     state: State
@@ -33,7 +33,7 @@ class Result:
 
 @dataclass
 class Trial:
-    """Where one client runs."""
+    """A client, the server it talks to, and the folder it runs in."""
 
     url: str  # of the server
     exchanges: list[Exchange]
@@ -44,12 +44,12 @@ class Trial:
 
     @property
     def api(self) -> str:
-        """The URL that OpenAI's clients want."""
+        """Return the base URL for OpenAI's clients."""
         return f"{self.url}/v1"
 
     @property
     def hello(self) -> Path:
-        """The file that most agents are to write."""
+        """Return the file that most agents are asked to write."""
         return self.folder / "work" / "hello.txt"
 
     def begin(self, answers: Sequence[str], *, with_tools: bool) -> None:
@@ -61,7 +61,7 @@ class Trial:
         self.script.begin(answers, with_tools=with_tools)
 
     def run(self, *command: str | Path, env: Mapping[str, str] | None = None) -> tuple[int | None, str]:
-        """The exit code, None if it was too slow, and the output of a command in the folder of this trial."""
+        """Run a command in the folder of this trial; return its exit code (None: too slow) and its output."""
         home = str(self.folder / "home")
         variables = {
             "PATH": f"{self.installed / 'bin'}:{os.environ['PATH']}",
@@ -109,21 +109,21 @@ class Trial:
         is_done: Callable[[str], bool] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Result:
-        """Run an agent in a new folder, with a command for each of its turns, and judge its effect.
+        """Run an agent in a new folder, with one command per turn, and judge its effect.
 
         Parameters
         ----------
         check : str
-            What is tried.
+            Name of the check.
         turns : sequence of commands
         answers : sequence of str
             What the model says; if `with_tools`, only to requests that offer tools.
         files : mapping, optional
-            What the folder begins with, beside an empty `home`.
+            Initial content of the folder, beside an empty `home`.
         overflows : bool
-            The context is too small for some request, but not for the last.
+            Whether some request, but not the last, is too long for the context.
         is_done : callable, optional
-            Handed the output of the last turn; by default whether `hello` was written.
+            Judges the output of the last turn; default: whether `hello` was written.
         env : mapping, optional
         """
         self.begin(answers, with_tools=with_tools)
@@ -154,7 +154,7 @@ def _told(asked: Sequence[Exchange]) -> str:
 
 
 def _failed(asked: Sequence[Exchange], overflows: bool, did: str) -> str | None:
-    """What went wrong between client and server; `did`: what the client did instead of asking."""
+    """Return what went wrong between client and server; `did` describes how the client ended."""
     for each in asked:
         if each.status not in (None, httpx.codes.OK) and not (overflows and each.overflows):
             return f"{each.path}: {each.status} {each.answer[:200].decode(errors='replace')}"
