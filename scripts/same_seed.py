@@ -32,7 +32,7 @@ N_BESIDE = 3
 SITUATIONS = ("with a draft", "behind a prefix", "beside three", "sharing a prefix with one of three")
 
 
-@click.command(help=__doc__)
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=FILE, required=True)
 @click.option("--draft", type=FILE, required=True)
 @click.option("--seeds", default=200, show_default=True, type=click.IntRange(min=1))

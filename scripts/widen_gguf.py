@@ -339,9 +339,7 @@ def _heads_repeated(rows: Array, size: int, n: int) -> Array:
 @click.command(help=__doc__, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=demo_target())
 @click.option("--factor", "-r", type=int, default=8, show_default=True, help="Repeat every hidden unit.")
-@click.option(
-    "--kv-factor", type=int, help="Repeat heads of keys and values only so often: grouped queries."
-)
+@click.option("--kv-factor", type=int, help="Repeat heads of keys and values only so often: grouped queries.")
 @click.option("--layers", type=int, help="Append layers that add nothing, up to this number.")
 @click.option(
     "--quantize",
@@ -350,9 +348,7 @@ def _heads_repeated(rows: Array, size: int, n: int) -> Array:
     multiple=True,
     help="Also write this quantisation; may be repeated.",
 )
-@click.option(
-    "--folder", type=Path, default=Path("build/models"), show_default=True, help="For the files."
-)
+@click.option("--folder", type=Path, default=Path("build/models"), show_default=True, help="For the files.")
 def main(
     source: Path,
     factor: int,
