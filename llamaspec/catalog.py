@@ -1,7 +1,7 @@
-"""Names of models: addresses on the hub, and the lists (models.yaml) that give them short names.
+"""From a model's name to its file: paths, addresses on the hub, and the lists (models.yaml) of short names.
 
-One list comes with llamaspec; the user's own takes precedence. Names from outside become paths, so each must
-be a plain relative path. This module uses no network and does not know which files are on this machine.
+One list comes with llamaspec; the user's own takes precedence. `resolve_*` fetch what is not on this machine;
+`locate_*` never do.
 """
 
 from __future__ import annotations
@@ -20,52 +20,120 @@ from urllib.parse import unquote
 
 from platformdirs import user_config_dir
 
-from llamaspec.errors import ModelFileError, printable
-from llamaspec.files import parse_json, part_names, read_file, write_file
+from llamaspec.errors import ModelFileError, quoted
+from llamaspec.files import parse_json, read_file, write_file
+from llamaspec.hub import (
+    HUB,
+    MAX_BYTES,
+    SHA256,
+    OnFetch,
+    RemoteFile,
+    fetch,
+    fetched_states,
+    find_here,
+    is_repo,
+    list_models,
+    repo_folder,
+)  # fmt: skip
 
-HUB = "hf:"
-MAX_BYTES = 1 << 50  # of a file; a larger size must be a mistake
-SHA256 = re.compile(r"[0-9a-f]{64}")
 CACHE_TOKENS = 8192  # context size that an entry's cache_mb is for
 _MAX_LIST_BYTES = 1 << 20
-_OWNER_OR_REPO = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
-_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024
 
 
-def quoted(text: str) -> str:
-    """A name from outside, escaped and shortened for a message of one line."""
-    return f"{printable(text[:200])}{'...' if len(text) > 200 else ''}"
+# Names
+
+
+def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
+    """The model's file; fetched first if it is on the hub and not on this machine.
+
+    Parameters
+    ----------
+    name : str or Path
+        A path, NAME or NAME:QUANTIZATION from the lists, hf:owner/repo:file, hf:owner/repo:QUANTIZATION,
+        hf:owner/repo if it has one model, or the URL of a file's page. A `Path` is always a file.
+    on_fetch : callable, optional
+        Called before a transfer, with the file and the number of missing bytes.
+
+    Raises
+    ------
+    ModelFileError
+        There is no such model, or it cannot be fetched.
+    """
+    found = _own_or_remote(name, ask=True)
+    return found if isinstance(found, Path) else find_here(found) or fetch(found, on_fetch)
+
+
+def locate_model(name: str | Path) -> Path:
+    """The model's file, or a ModelFileError if it is not on this machine; never asks the hub."""
+    found = _own_or_remote(name, ask=False)
+    here = found if isinstance(found, Path) else find_here(found)
+    if here is None:
+        called = quoted(str(name))
+        raise ModelFileError(f"{called} is not on this machine; run `llamaspec models pull {called}`")
+    return here
+
+
+def is_path(name: str) -> bool:
+    """Whether this is a path of a file, by its form or because it exists. A folder hides no listed model."""
+    if _is_address(name):
+        return False
+    if name.endswith(".gguf") or "/" in name or "\\" in name:
+        return True
+    return os.path.exists(name) and not os.path.isdir(name)  # noqa: PTH110, PTH112 - Path raises for a NUL
+
+
+def find_remote(name: str, *, ask: bool = True) -> RemoteFile | None:
+    """The file on the hub; None if a list gives the name to a file on this machine.
+
+    An address without a file is looked up on this machine, then, if `ask`, on the hub. Raises a
+    ModelFileError if there is no such model.
+    """
+    if name.startswith(HUB):
+        return _find_address(name, ask)
+    if _is_address(name):
+        from huggingface_hub import constants
+
+        return _find_address(address_of_page(name, constants.ENDPOINT), ask)
+    plain, _, quantization = name.partition(":")
+    entry = read_catalog().find(plain)
+    return None if entry.path is not None else entry.file(quantization or None)
+
+
+def _is_address(name: str) -> bool:
+    return name.startswith((HUB, "https://", "http://"))
+
+
+def _own_or_remote(name: str | Path, *, ask: bool) -> Path | RemoteFile:
+    if "\0" in str(name):
+        raise ModelFileError(f"no file has the path {quoted(str(name))}; check it")
+    if isinstance(name, Path) or is_path(name):
+        return Path(name)
+    return find_remote(name, ask=ask) or read_catalog().find(name.partition(":")[0]).own_file()
+
+
+def _find_address(address: str, ask: bool) -> RemoteFile:
+    """The file of an address that may lack the file's name, or give only a quantization."""
+    repo, _, quantization = address.removeprefix(HUB).partition(":")
+    if quantization.endswith(".gguf") or not is_repo(repo):
+        return remote_file(address)
+    states = fetched_states(repo_folder(repo))
+    fetched = (path.relative_to(state).as_posix() for state in states for path in state.rglob("*.gguf"))
+    here = matching(sorted(fetched), repo, quantization)
+    if len(here) == 1:
+        return here[0]
+    if not ask:
+        raise ModelFileError(f"{quoted(address)} is not on this machine, or several are; name the file")
+    listed = list_models(repo)
+    there = matching(listed, repo, quantization)
+    if len(there) == 1:
+        return there[0]
+    found = there or matching(listed, repo, "")
+    choices = quoted(", ".join(file.file for file in found)) or "it has none"
+    which = "several models" if there else "no such model"
+    raise ModelFileError(f"{quoted(address)} has {which}; name one as hf:owner/repo:file.gguf ({choices})")
 
 
 # Addresses
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A model file on the hub; raises a ValueError if no repository or file can have this name."""
-
-    repo: str  # owner/name
-    file: str  # path inside the repository; the first part of a split model
-    n_bytes: int | None = None
-    sha256: str | None = None
-
-    def __post_init__(self) -> None:
-        if not is_repo(self.repo):
-            raise ValueError(f"a repository is named owner/name, got {quoted(self.repo)}")
-        if not self.file.endswith(".gguf"):
-            raise ValueError(f"a model file ends in .gguf, got {quoted(self.file)}")
-        if not is_plain(self.file):
-            raise ValueError(f"a model file is a plain path inside its repository, got {quoted(self.file)}")
-        if self.file not in self.parts:
-            raise ValueError(f"a model has no such part, got {quoted(self.file)}")
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """All files of a split model, in order; usually only this one."""
-        return part_names(self.file)
-
-    def __str__(self) -> str:
-        return f"{HUB}{self.repo}:{self.file}"
 
 
 def remote_file(address: str) -> RemoteFile:
@@ -89,27 +157,6 @@ def address_of_page(url: str, hub_url: str) -> str:
         return f"{HUB}{parts[0]}/{parts[1]}:{'/'.join(parts[4:])}"
     raise ModelFileError(
         f"{quoted(url)} is not the page of a model on the hub's main branch; write hf:owner/repo:file.gguf"
-    )
-
-
-def is_repo(name: str) -> bool:
-    """Whether a repository can have this name, owner/name; "--" separates the two in the hub's cache."""
-    parts = name.split("/")
-    return len(parts) == 2 and all(_OWNER_OR_REPO.fullmatch(part) for part in parts)
-
-
-def is_plain(name: str) -> bool:
-    """Whether a name is a relative path that cannot lead out of its folder, on any system."""
-    try:
-        content = name.encode()
-    except UnicodeEncodeError:
-        return False
-    return (
-        printable(name) == name
-        and not set(name) & set('\\:*?"<>|')
-        and not any(part in ("", ".", "..") for part in name.split("/"))
-        and max(len(part) for part in content.split(b"/")) <= _MAX_NAME_BYTES
-        and len(content) <= _MAX_PATH_BYTES
     )
 
 

@@ -96,3 +96,8 @@ def printable(text: str, keep: str = "") -> str:
         lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1],
         text,
     )
+
+
+def quoted(text: str) -> str:
+    """A name from outside, escaped and shortened for a message of one line."""
+    return f"{printable(text[:200])}{'...' if len(text) > 200 else ''}"

@@ -7,12 +7,14 @@ makes the drafters of each completion from them. tests/test_plan.py, tests/test_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
-from llamaspec.catalog import quoted
+from llamaspec.catalog import is_path, locate_model, read_catalog, resolve_model
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
@@ -20,10 +22,11 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
 from llamaspec.drafters.tree import TreeDrafter, TreeLength
 from llamaspec.engine.speculate import Speculation
-from llamaspec.errors import PairError
-from llamaspec.hub import AUTO, find_draft, locate_model, may_have_heads, resolve_model
+from llamaspec.errors import ModelFileError, PairError, quoted
+from llamaspec.files import cache_folder, file_identity
 from llamaspec.length.fixed import prompt_reading
 from llamaspec.length.policy import AutoLength
+from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads, heads_in_file, is_shared_head
@@ -33,6 +36,8 @@ from llamaspec.sampling.acceptance_rules import Coupled
 from llamaspec.sampling.random_streams import CascadeStreams
 from llamaspec.values import DRAFT, MTP, NO_TOKENS, Copying, Source, TokenArray
 
+AUTO = "auto"  # in place of a draft: the one that is known for the target
+DRAFT_FOR = "llamaspec.draft_for"  # metadata of a draft made here: the identity of its target
 NGRAM = "ngram"  # in place of a draft: only copies of earlier text
 Find = Callable[[str | Path], Path]
 
@@ -140,10 +145,46 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
     ModelFileError
         `find` has no such target, or it is not a model.
     """
-    draft = find_draft(str(target))
-    if draft is None and may_have_heads(str(target)) and heads_in_file(find(target)).fault is None:
-        return MTP
-    return draft
+    name = str(target)
+    if (draft := find_draft(name)) is not None:
+        return draft
+    entry = None if is_path(name) else read_catalog().entries.get(name.partition(":")[0])
+    if entry is not None and entry.heads is False:  # so it need not be on this machine
+        return None
+    return MTP if heads_in_file(find(target)).fault is None else None
+
+
+def find_draft(target: str) -> str | None:
+    """The name of the draft for a target: the newest that was made here, else a listed one."""
+    try:
+        drafts = made_drafts(locate_model(target))
+    except ModelFileError:
+        drafts = []
+    return str(drafts[0].absolute()) if drafts else read_catalog().draft_of(target)
+
+
+def made_path(target: Path, label: str) -> Path:
+    """The path of a draft made here: beside its target, or in our cache folder if that is the hub's."""
+    in_hub = any(part.startswith("models--") for part in target.absolute().parts)
+    folder = cache_folder() / "drafts" if in_hub else target.parent
+    return folder / f"{_stem(target)}.draft-{label}.gguf"
+
+
+def made_drafts(target: Path) -> list[Path]:
+    """The drafts made for this target on this machine, newest first."""
+    pattern = f"{escape(_stem(target))}.draft-*.gguf"
+    folders = {target.parent.absolute(), (cache_folder() / "drafts").absolute()}
+    try:
+        found = [path for folder in folders for path in folder.glob(pattern) if path.is_file()]
+        wanted = file_identity(target) if found else ""
+        fitting = [path for path in found if read_gguf(path).text(DRAFT_FOR) == wanted]
+        return sorted(fitting, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    except (OSError, ValueError):  # ValueError: no path has such a name
+        return []
+
+
+def _stem(target: Path) -> str:
+    return re.sub("-[0-9]{5}-of-[0-9]{5}$", "", target.stem)
 
 
 @dataclass(eq=False, slots=True)

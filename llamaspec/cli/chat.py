@@ -29,9 +29,8 @@ from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_
 from llamaspec.engine.generation import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
-from llamaspec.hub import AUTO
 from llamaspec.pair import demo_target
-from llamaspec.plan import known_draft
+from llamaspec.plan import AUTO, known_draft
 
 _FILES: tuple[Decorator, ...] = (
     click.option("--save", metavar="FILE", help="Save the conversation to a new file after every answer."),

@@ -18,12 +18,12 @@ from llamaspec.draft_making.skip_layers import Made, make_draft
 from llamaspec.draft_making.trim import KEEP, trim_draft
 from llamaspec.draft_making.worth import Trial, TrialSettings
 from llamaspec.errors import LlamaspecError, printable
-from llamaspec.hub import made_path
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES
 from llamaspec.measure.compare import Spread
+from llamaspec.plan import made_path
 from llamaspec.sampling.filters import Sampling
 
 

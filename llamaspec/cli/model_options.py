@@ -11,11 +11,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from llamaspec.catalog import RemoteFile
+from llamaspec.catalog import locate_model, resolve_model
 from llamaspec.cli.grouped import Decorator, option_group
 from llamaspec.cli.options import Drafting, make_policy
 from llamaspec.cli.output import SlowProgress, say
-from llamaspec.hub import AUTO, locate_model, resolve_model
+from llamaspec.hub import RemoteFile
 from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama import runtime
@@ -25,7 +25,7 @@ from llamaspec.measure.doctor import OK, option_findings
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import keep_learnt, restore_reading_gain, stored
 from llamaspec.pair import Pair, demo_draft, demo_target, open_plan
-from llamaspec.plan import DraftPlan, Find, known_draft, make_plan
+from llamaspec.plan import AUTO, DraftPlan, Find, known_draft, make_plan
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Copying, Source
 

@@ -19,11 +19,13 @@ from rich.text import Text
 
 from llamaspec.catalog import (
     CACHE_TOKENS,
-    HUB,
     Entry,
     Quantization,
     add_own,
     expanded,
+    find_remote,
+    is_path,
+    locate_model,
     own_list,
     read_catalog,
     remove_own,
@@ -33,12 +35,12 @@ from llamaspec.cli.model_options import fetched_model
 from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import say, table_of
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub import find_remote, is_path, locate_model, made_drafts
-from llamaspec.hub_cache import find_here, remove
+from llamaspec.hub import HUB, find_here, remove
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import heads_in_file
 from llamaspec.measure.machine import Choice, Room, choices, expectation, look_at_machine, rooms_of
+from llamaspec.plan import made_drafts
 from llamaspec.values import MTP
 
 _SIZES = {  # sizes that `show` prints in GB: label, and units in a GB

@@ -26,9 +26,9 @@ from llamaspec.draft_making.student import Llama, Shape, copy_vocabulary, write_
 from llamaspec.draft_making.training import Plan, Progress, loss_of, train
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.files import file_identity, write_file
-from llamaspec.hub import DRAFT_FOR
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
+from llamaspec.plan import DRAFT_FOR
 from llamaspec.values import TARGET, ForwardRequest, Logits
 
 SHARE = 0.05  # maximum size of a draft, as a share of the target's parameters

@@ -16,13 +16,13 @@ from pathlib import Path
 from llamaspec.draft_making.worth import Machine, Trial, TrialSettings
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError
 from llamaspec.files import file_identity
-from llamaspec.hub import DRAFT_FOR, made_path
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.quantize import COPY, layer_influence, write_copy
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.reasons import best_length
 from llamaspec.pair import Pair
+from llamaspec.plan import DRAFT_FOR, made_path
 
 FIRST = (0.5, 0.75, 0.25, 0.875)  # shares of the layers removed in the first candidates
 SILENT = 1e-3  # a layer that changes less than this is removed in every first candidate

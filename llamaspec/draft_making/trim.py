@@ -21,11 +21,11 @@ import numpy.typing as npt
 from llamaspec.drafters.common_vocabulary import SAMPLE
 from llamaspec.errors import LlamaspecError, ModelFileError, PromptError
 from llamaspec.files import file_identity
-from llamaspec.hub import DRAFT_FOR
 from llamaspec.llama.gguf_file import check_gguf, read_gguf
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, rewrite, write_copy
 from llamaspec.llama.weights import Weights
+from llamaspec.plan import DRAFT_FOR
 from llamaspec.values import TokenArray
 
 if TYPE_CHECKING:

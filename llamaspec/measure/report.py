@@ -19,7 +19,7 @@ from typing import Any
 import llamaspec
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.files import parse_json, read_file
-from llamaspec.hub_cache import file_hash
+from llamaspec.hub import file_hash
 from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.llama import runtime

@@ -16,9 +16,9 @@ from command import invoke, run, said
 from llamaspec.draft_making.skip_layers import Candidate, Made, MeasuredCandidate
 from llamaspec.draft_making.worth import TrialSettings
 from llamaspec.files import file_identity
-from llamaspec.hub import DRAFT_FOR, find_draft, made_path
 from llamaspec.llama.quantize import write_copy
 from llamaspec.measure.compare import Spread
+from llamaspec.plan import DRAFT_FOR, find_draft, made_path
 from tiny_models import truncated
 
 

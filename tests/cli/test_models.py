@@ -14,8 +14,9 @@ from llama_cpp import llama_cpp as lib
 
 from command import ENTRY, environment, invoke, run, said
 from hub_server import ADDRESS
-from llamaspec.catalog import Catalog, Entry, RemoteFile, read_catalog
+from llamaspec.catalog import Catalog, Entry, read_catalog
 from llamaspec.errors import ModelFileError, printable
+from llamaspec.hub import RemoteFile
 from llamaspec.llama import runtime
 from llamaspec.llama.nextn import ONE_HEAD
 from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE

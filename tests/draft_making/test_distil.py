@@ -18,8 +18,8 @@ from llamaspec.draft_making.distil import Distillation, distil_draft, record  # 
 from llamaspec.draft_making.student import Llama, Shape, write_model  # noqa: E402
 from llamaspec.draft_making.training import loss_of  # noqa: E402
 from llamaspec.errors import LlamaspecError, PromptError  # noqa: E402
-from llamaspec.hub import made_drafts, made_path  # noqa: E402
 from llamaspec.measure.probe import TEXT, sample_tokens  # noqa: E402
+from llamaspec.plan import made_drafts, made_path  # noqa: E402
 from plain_llama import PlainLlama  # noqa: E402
 
 OPTIONS = ModelOptions(threads=1)

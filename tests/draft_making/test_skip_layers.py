@@ -20,13 +20,13 @@ from llamaspec.draft_making.skip_layers import Candidate, Made, MeasuredCandidat
 from llamaspec.draft_making.worth import Machine, TrialSettings
 from llamaspec.errors import LlamaspecError, ModelFileError
 from llamaspec.files import file_identity
-from llamaspec.hub import DRAFT_FOR, made_drafts, made_path
 from llamaspec.llama import quantize
 from llamaspec.llama.child import run_child
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.quantize import COPY, layer_influence, write_copy
 from llamaspec.measure.compare import Spread, Task
 from llamaspec.measure.probe import sample_tokens
+from llamaspec.plan import DRAFT_FOR, made_drafts, made_path
 from plain_llama import PlainLlama
 from tiny_models import HEAD_WRITERS, WRITERS, Recipe, write_llama
 from widen_gguf import Widening, write

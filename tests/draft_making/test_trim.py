@@ -15,8 +15,8 @@ from llamaspec import FixedLength, LlamaModel, ModelOptions, NoDrafter, Sampling
 from llamaspec.draft_making.trim import Tokenizer, Trimmed, trim_draft
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.files import file_identity
-from llamaspec.hub import DRAFT_FOR, made_drafts, made_path
 from llamaspec.llama.gguf_file import TOKENS, read_gguf
+from llamaspec.plan import DRAFT_FOR, made_drafts, made_path
 from model_store import ModelStore
 from plain_llama import PlainLlama
 from tiny_models import Recipe, truncated, write_gemma3, write_llama

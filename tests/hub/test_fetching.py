@@ -18,11 +18,10 @@ from huggingface_hub import constants
 
 from command import ENTRY, environment, run, said
 from hub_server import ADDRESS, BIG, LARGE, LARGE_ADDRESS, OWN_LIST, SMALL, Hub, serving
-from llamaspec import hub_cache
-from llamaspec.catalog import RemoteFile
+from llamaspec import hub as fetching
+from llamaspec.catalog import locate_model, resolve_model
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub import locate_model, resolve_model
-from llamaspec.hub_cache import fetch, file_hash, find_here, remove
+from llamaspec.hub import RemoteFile, fetch, file_hash, find_here, remove
 from patience import PATIENCE, until
 
 FILE = RemoteFile("acme/big-GGUF", "big-Q8_0.gguf")
@@ -248,7 +247,7 @@ def test_ctrl_c_while_content_is_checked_loses_nothing(
             raise KeyboardInterrupt
         return file_hash(path, *arguments)
 
-    monkeypatch.setattr(hub_cache, "file_hash", interrupted)
+    monkeypatch.setattr(fetching, "file_hash", interrupted)
     split = RemoteFile("acme/split-GGUF", split_files[0].name)
     with pytest.raises(KeyboardInterrupt):
         fetch(split)

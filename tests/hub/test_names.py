@@ -10,10 +10,10 @@ import pytest
 
 from command import invoke, said
 from hub_server import ADDRESS, BIG, SMALL, Hub
-from llamaspec.catalog import MAX_BYTES, Quantization, RemoteFile, is_plain, remote_file
+from llamaspec.catalog import Quantization, find_remote, locate_model, remote_file, resolve_model
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub import find_draft, find_remote, locate_model, resolve_model
-from llamaspec.hub_cache import find_here, remove
+from llamaspec.hub import MAX_BYTES, RemoteFile, find_here, is_plain, remove
+from llamaspec.plan import find_draft
 
 HOSTILE_FILES = (
     "../../x.gguf", "/etc/x.gguf", "a/../../x.gguf", "a//x.gguf", "./x.gguf", "a\\..\\x.gguf", "C:x.gguf",
