@@ -68,7 +68,6 @@ class Pair:
         drafts = () if draft is None else (draft, *stages)
         self.models = (target, *drafts)  # each draft proposes tokens to the previous model
         self.stages = stages_of(drafts, copies=copying is Copying.ON)
-        self.copying = copying
         self.common: CommonTokens | None = None  # if the draft's vocabulary is not the target's
         if draft is not None and difference(target.vocabulary, draft.vocabulary) is not None:
             self.common = CommonTokens(target.vocabulary, draft.vocabulary)
@@ -96,7 +95,7 @@ class Pair:
         found = {
             Source.STAGE if self.stages else Source.MODEL: self.draft is not None,
             Source.MTP: self.heads is not None,
-            Source.NGRAM: self.copying is not Copying.OFF,
+            Source.NGRAM: self._drafters.copying is not Copying.OFF,
         }
         return frozenset(source for source, drafts in found.items() if drafts)
 

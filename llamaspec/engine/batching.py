@@ -82,7 +82,7 @@ class Batching:
             has_ended = is_reading and not (last.goes_first or last.has_rounds)
             self._held_seconds = 0.0 if has_ended else self._held_seconds + seconds
 
-    def chunk(self, name: str, *, is_alone: bool) -> int:
+    def _chunk(self, name: str, *, is_alone: bool) -> int:
         """Positions of a prompt to evaluate at once: other sequences wait for that long.
 
         The number is fixed for a sequence that is alone, because the bits of its logits may depend on it.
@@ -100,7 +100,7 @@ class Batching:
         The target evaluates a prompt apart from the positions that need logits, because the width of their
         evaluation may be chosen so that the logits are exact.
         """
-        size, n_before = self.chunk(request.model, is_alone=is_alone), request.n_before
+        size, n_before = self._chunk(request.model, is_alone=is_alone), request.n_before
         is_exact = request.model != TARGET or not request.n_scored or n_cached == n_before
         if (request.n_tokens - n_cached <= size and is_exact) or n_cached >= n_before:
             return request

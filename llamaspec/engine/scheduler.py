@@ -45,12 +45,12 @@ class Scheduler:
         """Start a sequence: resume it to its first request."""
         slot = Slot(sequence, Stopwatch(self._clock))
         self._slots.append(slot)
-        self._sort()
         self._resume(slot)
 
     def step(self) -> bool:
         """Make one evaluation; False if no sequence can go on."""
         self.end_cancelled()
+        self._slots.sort(key=lambda each: each.last_step)  # those that have waited longest come first
         # Ask again: ending the first group may have unblocked others.
         group = self._batching.next_group(self._admit() or self._admit())
         if group is None:
@@ -58,8 +58,6 @@ class Scheduler:
         self._n_steps += 1
         for slot in group.slots:
             slot.last_step = self._n_steps
-        if len(group.slots) < len(self._slots):
-            self._sort()
         self._evaluate(group)
         return True
 
@@ -227,10 +225,6 @@ class Scheduler:
         slot.request = None
         slot.sequence.end(error)
 
-    def _sort(self) -> None:
-        """Put the sequence that has waited longest first."""
-        self._slots.sort(key=lambda each: each.last_step)
-
 
 def _headroom(slot: Slot) -> int:
     """Tokens that a sequence should be able to add before it is swapped in."""
@@ -256,12 +250,7 @@ def _prepared(model: Model, batch: Sequence[tuple[int, ForwardRequest, int]]) ->
     """For each request the number of cached tokens, or the reason why it cannot be evaluated."""
     try:
         return model.prepare(batch)
-    except BaseException:  # noqa: BLE001  # find out which request failed
-        return [_prepared_alone(model, entry) for entry in batch]
-
-
-def _prepared_alone(model: Model, entry: tuple[int, ForwardRequest, int]) -> int | Exception:
-    try:
-        return model.prepare([entry])[0]
     except BaseException as error:  # noqa: BLE001  # raised to the reader
-        return as_exception(error)
+        if len(batch) == 1:
+            return [as_exception(error)]
+        return [_prepared(model, [entry])[0] for entry in batch]  # find out which request failed
