@@ -173,13 +173,13 @@ class Pair:
         if prediction is not None and len(prediction):
             expected = self._tokens(prediction, add_special=False)
         config = Speculation(
-            self._tokens(prompt),
-            max_tokens,
-            self.target.context_size,
-            RULES[rule],
-            sampling,
-            SeededStreams(secrets.randbits(32) if seed is None else seed),
-            None if constraint is None else TimedConstraint(constraint.start_sequence()),
+            prompt=self._tokens(prompt),
+            max_tokens=max_tokens,
+            context_size=self.target.context_size,
+            rule=RULES[rule],
+            sampling=sampling,
+            streams=SeededStreams(secrets.randbits(32) if seed is None else seed),
+            constraint=None if constraint is None else TimedConstraint(constraint.start_sequence()),
             max_scored=self.target.max_scored,
             n_logprobs=logprobs,
         )

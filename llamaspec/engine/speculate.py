@@ -90,15 +90,16 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
     """One round behind `tokens`."""
     length, rule, costs = config.length, config.rule, prompt_reading(config.length)
 
-    # Draft what the policy wants, and verify the part of it that is worth an evaluation.
+    # Draft as many tokens as the policy wants, and verify those that are worth their time.
     n_most = config.limit - len(tokens) - 1  # the target adds a token of its own
-    at_most = SequenceAtMost(min(n_most, (config.max_scored or n_most + 1) - 1), length)
-    made = yield from drafting(config.drafter, tokens, at_most)
-    made = made.first(at_most.limit)  # a drafter may not have asked
+    if config.max_scored is not None:
+        n_most = min(n_most, config.max_scored - 1)
+    made = yield from drafting(config.drafter, tokens, SequenceAtMost(n_most, length))
+    made = made.first(n_most)  # a drafter may not have asked
     draft = made.first(max(length.n_verified(made), 0))
     draft = _evaluable(draft, length, config.context_size + 1 - len(tokens))
 
-    # Evaluate: logits after `tokens` and after each draft token.
+    # Evaluate the draft at once: logits after `tokens` and after each draft token.
     forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, parents=draft.parents)
 
     # Accept draft tokens, and draw the token after them.
