@@ -7,6 +7,7 @@ The least recently used leaves are dropped at a limit in bytes. Only the compute
 
 `PrefixFolder` saves stores. llama.cpp checks little of what it is given, so a hash runs on from the key of a
 file over all nodes: only what was written for the same model and settings reaches llama.cpp.
+tests/llama/test_prefix_store.py, tests/llama/test_prefix_file.py.
 """
 
 from __future__ import annotations
