@@ -13,7 +13,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from glob import escape
@@ -62,10 +62,20 @@ def read_beginning(path: Path, n: int) -> bytes:
 
 
 def file_identity(path: Path) -> str:
-    """Identify a large file, wherever it lies, by a hash of its size and its first MiB."""
+    """Identify a large file, wherever it is, by a hash of its size and its first MiB."""
     key = hashlib.sha256(str(path.stat().st_size).encode())
     key.update(read_beginning(path, 1 << 20))
     return key.hexdigest()[:32]
+
+
+def file_hash(path: Path, on_bytes: Callable[[int], object]) -> str:
+    """Hash a whole file: SHA-256 in hexadecimal digits. `on_bytes` is called with the size of each chunk."""
+    digest = hashlib.sha256()
+    with path.open("rb") as content:
+        while chunk := content.read(1 << 20):
+            digest.update(chunk)
+            on_bytes(len(chunk))
+    return digest.hexdigest()
 
 
 def part_names(name: str) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ if it fails), so transfers are ours.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import os
 import re
 import shutil
@@ -27,7 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from llamaspec.errors import ModelFileError, printable, quoted
-from llamaspec.files import part_names, read_file, write_file
+from llamaspec.files import file_hash, part_names, read_file, write_file
 from llamaspec.llama.gguf_file import check_gguf
 
 HUB = "hf:"
@@ -357,7 +356,7 @@ def _check(content: Path, part: _Part) -> None:
 
 
 def _bar_settings(label: str, n_bytes: int) -> dict[str, Any]:
-    """Options of progress bars; off without a stderr, for the library only checks for a terminal."""
+    """Options of progress bars; off if there is no stderr, which the library does not check."""
     is_off = True if sys.stderr is None else None
     return {"total": n_bytes, "unit": "B", "unit_scale": True, "desc": label, "disable": is_off}
 
@@ -372,16 +371,6 @@ def _sweep(blobs: Path, seconds: float) -> int:
                 left.unlink()
                 freed += facts.st_size
     return freed
-
-
-def file_hash(path: Path, on_bytes: Callable[[int], object]) -> str:
-    """SHA-256 in hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as content:
-        while chunk := content.read(1 << 20):
-            digest.update(chunk)
-            on_bytes(len(chunk))
-    return digest.hexdigest()
 
 
 def list_models(repo: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A child process for calls of llama.cpp that may crash, hang or take all memory, and cannot be interrupted.
+"""A child process for calls of llama.cpp that may crash, hang, take all memory, or ignore Ctrl-C.
 
 The child runs `main` of a module and writes one short answer. Its parent polls it, so that Ctrl-C and a time
 limit work. The child's stdin is a pipe from its parent: if the parent dies, the pipe closes and the child

@@ -88,7 +88,7 @@ def check_gguf(path: Path) -> None:
     _, version, n_tensors, n_entries = _HEAD.unpack(header)
     if version not in (2, 3) or n_entries < 0 or n_tensors < 0:
         raise ModelFileError(
-            f"{path} has GGUF version {version}, which llama.cpp does not read; convert it anew"
+            f"{path} has GGUF version {version}, which llama.cpp does not read; convert it again"
         )
     if n_tensors == 0:
         raise ModelFileError(f"{path} holds only a vocabulary and no weights; give the model itself")
@@ -152,9 +152,9 @@ def check_parts(path: Path) -> None:
 
 
 def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
-    """Elements of a key and of a value that each layer caches for one token: [n_layers].
+    """Numbers of elements of a key and of a value that each layer caches for one token: [n_layers].
 
-    By llama.cpp's own rules for the same metadata. Layers with a sliding window keep all tokens.
+    The rules are llama.cpp's own. Layers with a sliding window keep all tokens.
     """
     n_layers = max(1, found.number("block_count") - found.number("nextn_predict_layers"))
 

@@ -14,9 +14,9 @@ from llamaspec.llama.runtime import ggml_function
 MAX_DRAFT = 64  # draft tokens in one round
 DEFAULT_CONTEXT = 4096  # tokens of the smallest default context, unless the model was trained on fewer
 BATCH = 512  # largest number of positions that llama.cpp evaluates at once
-DRAFT_SCORED = 16  # positions that a draft scores at once: one for each row that drafts
-N_SEQUENCES = 64  # rows and cached prefixes that a context can tell apart
-N_BRANCHES = 32  # branches of draft trees in one evaluation, in addition to these
+DRAFT_SCORED = 16  # positions that a draft model scores at once: one for each row that drafts
+N_SEQUENCES = 64  # maximum number of rows and cached prefixes in a context
+N_BRANCHES = 32  # maximum number of branches of draft trees in one evaluation, in addition to these
 
 FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
@@ -39,16 +39,16 @@ CACHE_TYPES = {
 class ModelOptions:
     """How one model is loaded; ValueError if a field is outside its range."""
 
-    n_ctx: int | None = None  # tokens of the longest text; None = as trained, as far as memory allows
-    gpu_layers: int | None = None  # None = all that the backend takes
-    threads: int | None = None  # None = the full-speed physical cores that other programs leave
+    n_ctx: int | None = None  # tokens of the longest sequence; None = as trained, as far as memory allows
+    gpu_layers: int | None = None  # None = all that fit the backend
+    threads: int | None = None  # None = the full-speed physical cores that other programs leave idle
     flash_attention: str = "auto"  # on, off; auto = as llama.cpp chooses
     cache_type_k: str = "f16"  # of the keys in the KV cache
     cache_type_v: str = "f16"  # of the values in the KV cache
-    n_cells: int | None = None  # tokens that all rows together can cache; None = as n_ctx
+    n_cells: int | None = None  # KV cache shared by all rows, in tokens; None = as n_ctx
     max_scored: int = BATCH  # positions whose logits one evaluation can return
     repack: bool = True  # let llama.cpp rearrange weights for faster kernels
-    reads_apart: bool = True  # read long prompts without that, where it was measured to be faster
+    reads_apart: bool = True  # process long prompts without that, if it was measured to be faster
     devices: tuple[str, ...] | None = None  # llama.cpp's names; None = workers and all GPUs, () = none
     tensor_split: tuple[float, ...] = ()  # shares of the layers, device by device; () = by free memory
     workers: tuple[str, ...] = ()  # HOST:PORT of RPC workers, whose devices are RPC0, RPC1, ...
@@ -75,15 +75,15 @@ class ModelOptions:
 
     @property
     def needs_flash_attention(self) -> bool:
-        """Whether llama.cpp reads these values of the KV cache with flash attention only."""
+        """Whether llama.cpp can read these values of the KV cache only with flash attention."""
         return self.cache_type_v not in ("f32", "f16", "bf16")
 
     @property
     def has_one_attention(self) -> bool:
-        """Whether CPUs add up attention in one order, for all widths, depths and neighbours.
+        """Whether CPUs add up attention in the same order at all widths, depths and loads.
 
-        llama.cpp has several kernels for keys and values that both are f16, or f32, which it converts; and
-        without flash attention the order depends on the cells of other texts.
+        llama.cpp has several kernels for keys and values that are both f16, or f32, which it converts; and
+        without flash attention the order depends on the cells of other sequences.
         """
         has_several = {self.cache_type_k, self.cache_type_v} <= {"f16", "f32"}
         return self.flash_attention != "off" and not has_several
@@ -119,9 +119,9 @@ class ModelOptions:
 
 
 def exact(options: ModelOptions, *, chooses_values: bool = True) -> ModelOptions:
-    """Options with which CPUs compute a text's logits as if it were alone, as far as its weights allow.
+    """Options with which CPUs compute a sequence's logits as if it were alone, as far as the weights allow.
 
-    ValueError if the caller has chosen options with which attention cannot do that.
+    ValueError if the caller has chosen options that rule this out.
     """
     options = replace(options, reads_apart=False)  # with other kernels
     if options.has_one_attention or (options.offloads and (options.workers or runtime.can_offload())):

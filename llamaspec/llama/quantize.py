@@ -1,9 +1,8 @@
-"""Smaller copies of a model by llama.cpp's quantiser (fewer layers, fewer bits); which layers matter least.
+"""Writes smaller copies of a model with llama.cpp's quantiser, and finds the layers that matter least.
 
 The quantiser cannot be interrupted, and it aborts on unexpected input. So it runs in a child process
-(`main`), which Ctrl-C ends. The copy gets its name only when it is complete. A callback sees the output of
-each layer in one evaluation, which shows how much the layer changes its input; it works for every
-architecture that names those outputs as llama.cpp's own do.
+(`main`), which Ctrl-C ends. To see how much each layer changes its input, a callback receives the outputs of
+layers during one evaluation, for every architecture that names them as llama.cpp's own do.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from llamaspec.values import TokenArray
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-COPY = "copy"  # in place of a type: the tensors stay as they are
+COPY = "copy"  # in place of a type: tensors stay as they are
 FILE_TYPES = {
     "F16": lib.LLAMA_FTYPE_MOSTLY_F16,
     "Q8_0": lib.LLAMA_FTYPE_MOSTLY_Q8_0,
@@ -173,7 +172,7 @@ def rewrite(
 
 
 def _overrides(given: Mapping[str, str | int]) -> ctypes.Array[lib.llama_model_kv_override]:
-    """The entries that are added or replaced; an empty key ends them."""
+    """The entries to add or replace, ended by an empty key."""
     entries = (lib.llama_model_kv_override * (len(given) + 1))()
     for entry, (key, value) in zip(entries, given.items(), strict=False):
         entry.key = key.encode()
@@ -186,7 +185,7 @@ def _overrides(given: Mapping[str, str | int]) -> ctypes.Array[lib.llama_model_k
     return entries
 
 
-MOST_POSITIONS = 128  # that are looked at together
+MOST_POSITIONS = 128  # of the evaluation that is observed
 _OUTPUT = re.compile(rb"l_out-(\d+)$")
 _INPUTS = (b"embd", b"inp_embd", b"inp_scaled")  # what the first layer reads; a scale does not count
 
@@ -200,12 +199,11 @@ _get = ggml_function(
 
 
 def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray) -> list[float]:
-    """What each layer adds: [n_layers] 1 - the cosine of its input and output, averaged over positions.
+    """Measure how much each layer changes: [n_layers] 1 - the cosine of its input and output, averaged.
 
-    0 = the layer changes nothing; 1 if that is not known. Men et al., "ShortGPT", arXiv 2403.03853.
-
-    `tokens` are an ordinary text, of which at most the first 128 are read. Of the options, `threads` and
-    `flash_attention` count. MemoryFullError if there is no room, EvaluationError if llama.cpp fails.
+    0 = the layer changes nothing; 1 if that is not known. Only the first 128 tokens are evaluated. Of the
+    options, only `threads` and `flash_attention` matter. MemoryFullError if there is no room, EvaluationError
+    if llama.cpp fails. Men et al., "ShortGPT", arXiv 2403.03853.
     """
     tokens = tokens[:MOST_POSITIONS]
     look = _Look(len(tokens), weights.hidden_size)
@@ -239,7 +237,7 @@ class _Look:
         self.influence: dict[int, float] = {}
         self._n = n_positions
         self._width = width
-        self._before: tuple[int, Hidden] | None = None  # a layer, -1 = none yet, and what it handed on
+        self._before: tuple[int, Hidden] | None = None  # the latest layer, -1 = the input, and its output
         self.callback = lib.ggml_backend_sched_eval_callback(self._receive)
 
     def _receive(self, tensor: Any, ask: bool, _user_data: object) -> bool:

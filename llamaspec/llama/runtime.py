@@ -1,6 +1,6 @@
-"""What llama.cpp needs of a process: its start, its log, a way to abort, memory, and a number of threads.
+"""llama.cpp in this process: its start, its log, aborting, and the memory and cores that it may use.
 
-llama.cpp explains failures only in its log: its error lines are kept, so that exceptions can give the reason.
+llama.cpp explains failures only in its log, so error lines are kept for the messages of exceptions.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def set_verbose(verbose: bool) -> None:
 
 
 def clear_errors() -> None:
-    """Forget earlier errors, ahead of an attempt whose failure is to be explained."""
+    """Forget earlier errors, before an attempt whose failure is to be explained."""
     _log.errors.clear()
 
 
@@ -79,20 +79,20 @@ def failure_reason() -> str:
 
 
 def expect_flash_attention() -> None:
-    """A context is made next, which may say whether it has flash attention."""
+    """Forget what an earlier context said; the next one may say whether it has flash attention."""
     _log.flash_attention = None
 
 
 def flash_attention() -> bool | None:
-    """Whether the latest context has flash attention, if that was left to llama.cpp; None: not said."""
+    """Whether the latest context has flash attention, if llama.cpp chose; None if it did not say."""
     return _log.flash_attention
 
 
 @contextmanager
 def raising_callbacks() -> Iterator[None]:
-    """Raise what Python callbacks raise in a call of llama.cpp after it; ctypes would print it and go on.
+    """Raise exceptions of Python callbacks after the call of llama.cpp; ctypes would print them and go on.
 
-    Callbacks run in the thread that calls llama.cpp, so each thread gets what its own have raised. Blocks of
+    Callbacks run in the thread that calls llama.cpp, so each thread gets the exceptions of its own. Blocks of
     several threads may end in any order: a hook that stays behind passes everything on to the one before it.
     """
     raised: list[BaseException] = []
@@ -118,10 +118,10 @@ def raising_callbacks() -> Iterator[None]:
 
 
 class AbortFlag:
-    """Ends a running evaluation; from any thread.
+    """Ends a running evaluation, from any thread.
 
-    llama.cpp asks "abort?" at every node of its graph by calling a function with an address. Asking Python
-    would take the interpreter's lock each time, so the function is C's strlen: an empty string is no.
+    llama.cpp asks at every node of its graph whether to abort, by calling a function with an address. Python
+    would take the interpreter's lock each time, so the function is C's strlen: an empty string means no.
     """
 
     ASK = lib.ggml_abort_callback(ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value or 0)
@@ -135,7 +135,7 @@ class AbortFlag:
         self._text[0] = b"1"
 
     def clear(self) -> None:
-        """Evaluations go on."""
+        """Let evaluations run."""
         self._text[0] = b"\0"
 
 
@@ -143,8 +143,8 @@ class AbortFlag:
 def repacking_is_safe() -> bool:
     """Whether llama.cpp may rearrange weights.
 
-    Builds with AMX by GCC end the process at the first evaluation of rearranged weights
-    (ggml-org/llama.cpp#20824); without AMX they are sound.
+    A build with AMX made by GCC crashes at the first evaluation of rearranged weights
+    (ggml-org/llama.cpp#20824).
     """
     return b"AMX_INT8 = 1" not in lib.llama_print_system_info()
 
@@ -159,7 +159,7 @@ def backend_description() -> str:
 
 
 def ggml_function(name: str, result: type | None, *arguments: type) -> Any:
-    """A function of ggml's with these types; llama.h does not list devices, ggml does."""
+    """A function of ggml with these types; llama.h has none for devices and tensors."""
     found = libggml[name]  # by index: an object of our own, whose types nobody else changes
     found.restype, found.argtypes = result, arguments
     return found
@@ -168,7 +168,7 @@ def ggml_function(name: str, result: type | None, *arguments: type) -> Any:
 def can_offload() -> bool:
     """Whether this build of llama.cpp computes on a GPU of this machine.
 
-    llama.cpp's own answer is yes in every build that has RPC.
+    `llama_supports_gpu_offload` says yes in every build that has RPC.
     """
     start()
     by_kind = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
@@ -183,14 +183,14 @@ def available_bytes() -> int:
 
 
 def total_bytes(root: Path = Path("/")) -> int:
-    """Memory of the machine, or of the container around this process where that has less."""
+    """Memory of the machine, or of the container around this process if that has less."""
     return min([psutil.virtual_memory().total, *(limit for _, limit in _memory_limits(root))])
 
 
 def container_room(root: Path) -> int | None:
-    """Bytes that Linux control groups leave, as their files below `root` say; None: no limit.
+    """Bytes that Linux control groups leave, by their files below `root`; None if there is no limit.
 
-    Files that lie in memory because they were read count as free: the kernel drops them if it needs room.
+    The page cache counts as free: the kernel drops it if it needs room.
     """
     rooms = []
     for group, limit in _memory_limits(root):
@@ -213,7 +213,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Cores whose time Linux control groups allow, as their files below `root` say; None: all."""
+    """Cores whose time Linux control groups allow, by their files below `root`; None = all."""
     quotas = []
     for group in _control_groups(root, "cpu"):
         match _words(group / "cpu.max", group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us"):
@@ -225,15 +225,11 @@ def cpu_quota(root: Path) -> float | None:
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
     """The folders of this process's group and those around it, in either version of control groups."""
     for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, path = line.split(":", 2)
-        if number == "0":
-            top = root / "sys/fs/cgroup"
-        elif controller in controllers.split(","):
-            top = root / "sys/fs/cgroup" / controller
-        else:
-            continue
-        own = top / path.strip("/")
-        yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
+        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+        if not controllers or controller in controllers.split(","):
+            top = root / "sys/fs/cgroup" / (controller if controllers else "")
+            own = top / path.strip("/")
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
 
 
 def _words(*files: Path) -> list[str]:
@@ -255,7 +251,7 @@ def n_hardware_threads() -> int:
 
 @functools.cache
 def default_threads() -> int:
-    """Cores that do equal work at full speed: physical cores, on Apple Silicon the performance cores.
+    """Number of cores of equal speed: physical cores, on Apple Silicon the performance cores.
 
     Not more than a container may use at once.
     """
@@ -264,10 +260,10 @@ def default_threads() -> int:
 
 def _full_speed_cores() -> int:
     if sys.platform == "darwin":
-        for name in ("hw.perflevel0.physicalcpu", "hw.physicalcpu"):
-            answer = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
-            if answer.stdout.strip().isdigit():
-                return int(answer.stdout)
+        command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]  # unknown to Macs whose cores are all alike
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        if answer.stdout.strip().isdigit():
+            return int(answer.stdout)
     if hasattr(os, "sched_getaffinity"):
         topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings"
         cores = os.sched_getaffinity(0)
@@ -276,7 +272,7 @@ def _full_speed_cores() -> int:
 
 
 class Handle:
-    """Owns a pointer, which `free` frees; `needs` live as long as it."""
+    """Owns a pointer, which `free` frees; keeps `needs` alive until then."""
 
     def __init__(self, pointer: Any, free: Callable[[Any], object], *needs: object) -> None:
         self.pointer = pointer

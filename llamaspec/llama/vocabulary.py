@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the vocabulary inside a model file; whether two models have the same."""
+"""The vocabulary of a model: text to tokens and back, and whether two models have the same one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MAX_SIZE_DIFFERENCE = 128  # unused entries at the end of a vocabulary, as llama
 
 
 class FimTokens(NamedTuple):
-    """The control tokens with which a model is asked to fill in the middle of a text."""
+    """The control tokens of fill-in-the-middle."""
 
     prefix: int
     suffix: int
     middle: int
-    repository: int | None  # where the model knows several files, as the next
+    repository: int | None  # this and the next: None if the model does not know several files
     file: int | None
 
 
@@ -34,10 +34,10 @@ class LlamaVocabulary:
         self._model: Handle | None = model
         self._opened = lib.llama_model_get_vocab(model.pointer)
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
-        self.bos: int = lib.llama_vocab_bos(self._vocab)  # -1 where the model has none
+        self.bos: int = lib.llama_vocab_bos(self._vocab)  # -1 if the model has none
         self.eos: int = lib.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = lib.llama_vocab_get_add_bos(self._vocab)
-        self._pieces: dict[int, bytes] = {}  # not lru_cache, whose circle would keep the model alive
+        self._pieces: dict[int, bytes] = {}  # not lru_cache: its reference cycle would keep the model alive
         self._ends: dict[int, bool] = {}
 
     @property
@@ -56,7 +56,7 @@ class LlamaVocabulary:
 
     @functools.cached_property
     def specials(self) -> dict[int, bytes]:
-        """How the tokens are spelled that are no text: control tokens, and marks such as <tool_call>."""
+        """The spelling of tokens that are not text: control tokens, and marks such as <tool_call>."""
         vocab, spelled = self._vocab, dict[int, bytes]()
         for token in range(self.size):
             kind = lib.llama_vocab_get_attr(vocab, token)
@@ -70,7 +70,7 @@ class LlamaVocabulary:
 
     @functools.cached_property
     def fim(self) -> FimTokens | None:
-        """Of fill-in-the-middle; None where the model has not learnt it."""
+        """The tokens of fill-in-the-middle; None if the model was not trained for it."""
         names = ("pre", "suf", "mid", "rep", "sep")
         prefix, suffix, middle, *more = (
             int(getattr(lib, f"llama_vocab_fim_{name}")(self._vocab)) for name in names
@@ -81,12 +81,11 @@ class LlamaVocabulary:
         )
 
     def tokenize(self, text: bytes, *, add_special: bool = True, parse_special: bool = False) -> TokenArray:
-        """Token ids of a UTF-8 text: int32 [n]. PromptError if it is not UTF-8.
+        """Return the token ids of UTF-8 text: int32 [n]. PromptError if it is not UTF-8.
 
-        `add_special` adds the special tokens that the model wants at the start of a text; some vocabularies
-        put a space there in any case. `parse_special` reads what is spelled like a control token as that
-        token. It is only for text that is trusted: a user's or a file's could forge the turns of a
-        conversation.
+        `add_special` adds the special tokens that the model wants at the start; some vocabularies put a space
+        there in any case. `parse_special` turns text that is spelled like a control token into that token.
+        Use it only for trusted text: a user's or a file's could forge the turns of a conversation.
         """
         try:
             text.decode("utf-8")
@@ -109,23 +108,23 @@ class LlamaVocabulary:
         return tokens[:n].copy()
 
     def begun(self, tokens: TokenArray) -> TokenArray:
-        """Tokens of a whole text: with the token that begins one, unless a chat template has written it."""
+        """Return the tokens after BOS, if the model wants one and they do not start with it already."""
         if not self.adds_bos or self.bos < 0 or tokens[:1].tolist() == [self.bos]:
             return tokens
         return np.concatenate([np.array([self.bos], dtype=np.int32), tokens])
 
     def text(self, token: int) -> bytes:
-        """How the vocabulary itself spells a token."""
+        """The spelling of a token in the vocabulary itself."""
         return bytes(lib.llama_vocab_get_text(self._vocab, token) or b"")
 
     def close(self) -> None:
-        """Answer no more: the model is about to be freed, and the vocabulary with it."""
+        """Refuse further use: the model is about to be freed, and the vocabulary with it."""
         self._model = None
         self._pieces.clear()
         self._ends.clear()
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for control tokens."""
+        """The bytes that a token adds to the text; none for control tokens."""
         if token not in self._pieces:
             self._pieces[token] = self._piece(token)
         return self._pieces[token]
@@ -159,7 +158,7 @@ def check_pair(target: LlamaVocabulary, draft: LlamaVocabulary) -> None:
 
 
 def difference(target: LlamaVocabulary, draft: LlamaVocabulary) -> str | None:
-    """Where two vocabularies first differ; None if all ids mean the same."""
+    """Describe the first difference of two vocabularies; None if all ids mean the same."""
     if target is draft:
         return None
     for token in range(min(target.size, draft.size)):

@@ -18,8 +18,7 @@ from typing import Any
 
 import llamaspec
 from llamaspec.errors import LlamaspecError, printable
-from llamaspec.files import parse_json, read_file
-from llamaspec.hub import file_hash
+from llamaspec.files import file_hash, parse_json, read_file
 from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.llama import runtime

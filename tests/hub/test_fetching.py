@@ -21,7 +21,8 @@ from hub_server import ADDRESS, BIG, LARGE, LARGE_ADDRESS, OWN_LIST, SMALL, Hub,
 from llamaspec import hub as fetching
 from llamaspec.catalog import locate_model, resolve_model
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub import RemoteFile, fetch, file_hash, find_here, remove
+from llamaspec.files import file_hash
+from llamaspec.hub import RemoteFile, fetch, find_here, remove
 from patience import PATIENCE, until
 
 FILE = RemoteFile("acme/big-GGUF", "big-Q8_0.gguf")

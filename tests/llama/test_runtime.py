@@ -112,7 +112,7 @@ def test_free_memory_is_what_the_system_can_give() -> None:
 
 def test_cores_where_the_system_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Apple silicon only the fast cores count; older Macs do not name them."""
-    answers = {"hw.perflevel0.physicalcpu": "6\n", "hw.physicalcpu": "10\n"}
+    answers = {"hw.perflevel0.physicalcpu": "6\n"}
 
     def sysctl(command: list[str], **_: object) -> SimpleNamespace:
         return SimpleNamespace(stdout=answers.get(command[-1], ""))
@@ -120,10 +120,10 @@ def test_cores_where_the_system_is_another(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(runtime, "sys", SimpleNamespace(platform="darwin"))
     monkeypatch.setattr(runtime, "subprocess", SimpleNamespace(run=sysctl))
     assert runtime._full_speed_cores() == 6
-    del answers["hw.perflevel0.physicalcpu"]
-    assert runtime._full_speed_cores() == 10
     answers.clear()
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 10)
+    assert runtime._full_speed_cores() == 10
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert runtime._full_speed_cores() == 4  # half of the hardware threads
