@@ -10,6 +10,7 @@ tests/llama/test_heads.py, tests/llama/test_shared_head.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -195,19 +196,18 @@ class PredictionHeads:
         self.n_cells: int | None = None
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
         self._heads: list[Head | SharedHead] = []
-        self._weights: Weights | None = None
         self._abort = AbortFlag()
         try:
             if path is not None:
                 at_home = replace(options, workers=(), devices=None, tensor_split=())
-                self._weights = Weights(path, at_home, on_load)
-                check_pair(target.vocabulary, self._weights.vocabulary)
-                self._heads.append(SharedHead(self._weights, target, self._abort))
+                with closing(Weights(path, at_home, on_load)) as weights:  # the context keeps what it needs
+                    check_pair(target.vocabulary, weights.vocabulary)
+                    self._heads.append(SharedHead(weights, target, self._abort))
             # A context for each: its KV cache holds what this head has read.
             for i in range(n_heads if path is None else 0):
-                store, weights = PrefixStore(beside=target.store), target.weights
-                context = Context(weights, options, head=i, abort=self._abort, store=store)
-                self._heads.append(Head(context, weights))
+                store = PrefixStore(beside=target.store)
+                context = Context(target.weights, options, head=i, abort=self._abort, store=store)
+                self._heads.append(Head(context, target.weights))
         except BaseException:
             self.close()
             raise
@@ -272,8 +272,6 @@ class PredictionHeads:
         """Free the contexts; more than once is allowed."""
         for head in self._heads:
             head.context.close()
-        if self._weights is not None:
-            self._weights.close()
 
     def _reads(self, i: int, reading: Reading) -> bool:
         """Whether head `i` reads this: all heads read a prompt, one drafts."""

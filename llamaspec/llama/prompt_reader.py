@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError
@@ -57,13 +58,13 @@ class Trial:
 class PromptReader:
     """Decides which prompts are read apart, and reads them.
 
-    `main` is the context that decodes. `open_context` loads the weights as they are in the file and opens a
-    context over them; LlamaspecError if there is no room.
+    `main` is the context that decodes. `open_context` opens a context over the weights as they are in the
+    file; LlamaspecError if there is no room.
     """
 
-    def __init__(self, main: Context, open_context: Callable[[], tuple[Weights, Context]]) -> None:
+    def __init__(self, main: Context, open_context: Callable[[], Context]) -> None:
         self._main, self._open = main, open_context
-        self._opened: tuple[Weights, Context] | None = None
+        self._opened: Context | None = None
         self._has_failed = False  # it could not be opened
         self.gain: float | None = None  # times as fast as with repacked weights; None = not known yet
         self._ends: dict[int, int] = {}  # by row: tokens of its prompt that are read apart
@@ -120,13 +121,12 @@ class PromptReader:
     def forget(self) -> None:
         """Empty the KV cache."""
         if self._opened is not None:
-            self._context.clear()
+            self._opened.clear()
 
     def close(self) -> None:
         """Free the context and its weights."""
-        for each in reversed(self._opened or ()):
-            each.close()
-        self._opened = None
+        if self._opened is not None:
+            self._opened.close()
 
     def open_if_faster(self) -> bool:
         """Open the context that reads if it is known to be faster; return whether it is open."""
@@ -144,7 +144,7 @@ class PromptReader:
     @property
     def _context(self) -> Context:
         assert self._opened is not None
-        return self._opened[1]
+        return self._opened
 
     def _begin(self, row: int, n_cached: int, request: ForwardRequest) -> bool:
         """Whether the next tokens of a row are read apart; if so, store what is known of it."""
@@ -192,15 +192,11 @@ def make_reader(
         return None
     options = replace(options, repack=False, n_ctx=main.context_size, n_cells=None, max_scored=2)
 
-    def opened() -> tuple[Weights, Context]:
+    def opened() -> Context:
         if runtime.available_bytes() < weights.facts.weights_bytes:  # the file would not stay in memory
             raise MemoryFullError("no room to read prompts apart")
-        as_in_file = Weights(weights.path, options)
-        try:
-            return as_in_file, open_context(as_in_file, options)
-        except BaseException:
-            as_in_file.close()
-            raise
+        with closing(Weights(weights.path, options)) as as_in_file:  # the context keeps what it needs
+            return open_context(as_in_file, options)
 
     return PromptReader(main, opened)
 
