@@ -18,7 +18,15 @@ import numpy as np
 from llamaspec.drafters.fallback import NoDrafter, drafting
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import FixedLength, SequenceAtMost, prompt_reading
-from llamaspec.protocols import Closing, Drafter, RandomStreams, Rule, SequenceConstraint, SequenceLength
+from llamaspec.protocols import (
+    Closing,
+    Drafter,
+    PromptReading,
+    RandomStreams,
+    Rule,
+    SequenceConstraint,
+    SequenceLength,
+)
 from llamaspec.sampling.acceptance_rules import round_of
 from llamaspec.sampling.filters import LogitsTarget, Sampler, Sampling, round_logprobs
 from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, TokenArray
@@ -81,14 +89,17 @@ def speculate(config: Speculation) -> Speculating:
         To be sent the same round with its seconds. Each adds at least one token.
     """
     tokens, sampler = config.prompt, Sampler(config.sampling, len(config.prompt), config.constraint)
+    costs = prompt_reading(config.length)
     while len(tokens) < config.limit:
-        round_ = yield from _next_round(tokens, config, sampler)
+        round_ = yield from _next_round(tokens, config, sampler, costs)
         tokens = np.concatenate((tokens, round_.tokens))
 
 
-def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> NextRound:
+def _next_round(
+    tokens: TokenArray, config: Speculation, sampler: Sampler, costs: PromptReading | None
+) -> NextRound:
     """One round behind `tokens`."""
-    length, rule, costs = config.length, config.rule, prompt_reading(config.length)
+    length, rule = config.length, config.rule
 
     # Draft as many tokens as the policy wants, and verify those that are worth their time.
     n_most = config.limit - len(tokens) - 1  # the target adds a token of its own
