@@ -70,7 +70,7 @@ class Context:
         store: PrefixStore | None = None,
     ) -> None:
         self._path = weights.path
-        self._n_vocabulary, self._hidden_size = weights.vocabulary.size, weights.hidden_size
+        self._n_vocabulary, self.hidden_size = weights.vocabulary.size, weights.hidden_size  # V, E
         self._keeps_hidden = options.heads and head is None
         self.context_size = options.n_ctx or _free_context_size(weights, options)
         keeps_states = weights.facts.keeps_states and head is None  # heads keep keys and values
@@ -86,12 +86,13 @@ class Context:
             raise ModelFileError(f"{weights.path} is an embedding model; give a model that generates text")
         self.batch_size: int = min(lib.llama_n_batch(pointer), n_cells)
         lib.llama_set_abort_callback(pointer, AbortFlag.ASK, self._abort.address)
-        self._batch = Batch(self.batch_size, self._hidden_size if head is not None else 0)
+        self._batch = Batch(self.batch_size, self.hidden_size if head is not None else 0)
         if head is not None:
             nextn.choose_head(pointer, head)
+        # Whether there are hidden rows of scored positions only.
+        self.scored_only = head is not None and weights.facts.architecture in nextn.SCORED_ROWS_ONLY
         if options.heads:
-            scored_only = head is not None and weights.facts.architecture in nextn.SCORED_ROWS_ONLY
-            nextn.show_hidden_rows(pointer, scored_only=scored_only)
+            nextn.show_hidden_rows(pointer, scored_only=self.scored_only)
         self._governors: Sequence[ThreadGovernor] = governors() if options.threads is None else ()
         self._governor = self._governors[options.flash_attention != "off"] if self._governors else None
         self._n_threads = options.threads or runtime.default_threads()
@@ -190,7 +191,7 @@ class Context:
 
     def hidden_rows(self, n: int) -> Rows:
         """A view of hidden rows, of all positions or the scored ones: [n, E]."""
-        return self._view(nextn.hidden_rows(self.pointer), n, self._hidden_size)
+        return self._view(nextn.hidden_rows(self.pointer), n, self.hidden_size)
 
     def clear(self) -> None:
         """Forget everything, including what is in the store."""

@@ -21,7 +21,7 @@ from llamaspec.llama.batch import Segment
 from llamaspec.llama.context import Context, parts
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.nextn import SCORED_ROWS_ONLY, HiddenRows, Rows, check_heads
+from llamaspec.llama.nextn import HiddenRows, Rows, check_heads
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
@@ -67,9 +67,8 @@ class Reading:
 class Head:
     """A head with a KV cache of its own."""
 
-    def __init__(self, context: Context, weights: Weights) -> None:
-        self.context, self._hidden_size = context, weights.hidden_size
-        self._scored_only = weights.facts.architecture in SCORED_ROWS_ONLY
+    def __init__(self, context: Context) -> None:
+        self.context = context
 
     def prepare(self, batch: Sequence[Reading]) -> list[int | ContextFullError]:
         """Make room: for each how many of its tokens are read, or why it cannot be read."""
@@ -82,19 +81,19 @@ class Head:
         segments, new = [], []
         for each in batch:
             held = self.context.cache.of_row[each.row]
-            rows = each.rows(held.n, self._hidden_size)
+            rows = each.rows(held.n, self.context.hidden_size)
             segments.append(Segment(held.number, held.n, each.tokens[held.n :], each.n_scored, rows))
             new.append((each.row, each.keys[held.n :]))
         self.context.decode(segments)
         self.context.cache.commit(new)
         n_scored = [segment.n_scored for segment in segments]
-        n_rows = n_scored if self._scored_only else [len(segment.tokens) for segment in segments]
+        n_rows = n_scored if self.context.scored_only else [len(segment.tokens) for segment in segments]
         logits = parts(self.context.logits(sum(n_scored)), n_scored)
         hidden = parts(self.context.hidden_rows(sum(n_rows)), n_rows)
         return [(part, rows[len(rows) - len(part) :]) for part, rows in zip(logits, hidden, strict=True)]
 
     def lacks(self, reading: Reading) -> bool:
-        """Whether something of what has been prepared is still to be read."""
+        """Whether some prepared tokens are still to be read; EvaluationAbortedError if the text has changed."""
         held = self.context.cache.of_row[reading.row]
         if held.shared(reading.keys) < min(held.n, len(reading.tokens)):
             raise _forgotten()
@@ -118,8 +117,7 @@ class SharedHead:
     """
 
     def __init__(self, weights: Weights, target: LlamaModel, abort: AbortFlag) -> None:
-        self._hidden_size = target.weights.hidden_size
-        if weights.hidden_size != self._hidden_size or target.weights.facts.architecture != "gemma4":
+        if weights.hidden_size != target.weights.hidden_size or target.weights.facts.architecture != "gemma4":
             raise PairError(f"{weights.path} drafts for another target than {target.path}; name that")
         self.context = target.context_beside(weights, abort)
         self._target = target
@@ -129,19 +127,19 @@ class SharedHead:
         return [self._prepared(reading) if reading.n_scored else len(reading.tokens) for reading in batch]
 
     def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
-        """Logits [1, V] and the hidden row [1, E] behind the last token of each."""
+        """Read the last token of each: logits [1, V] and the hidden row [1, E]."""
         segments = []
         for reading in batch:
             cached = self._target.cached(reading.row)
             assert cached is not None  # prepared
-            rows = reading.rows(len(reading.tokens) - 1, self._hidden_size)
+            rows = reading.rows(len(reading.tokens) - 1, self.context.hidden_size)
             segments.append(Segment(cached.number, reading.n_text - 1, reading.tokens[-1:], 1, rows))
         self.context.decode(segments)
         logits, hidden = self.context.logits(len(batch)), self.context.hidden_rows(len(batch))
         return [(logits[i : i + 1], hidden[i : i + 1]) for i in range(len(batch))]
 
     def lacks(self, reading: Reading) -> bool:
-        """Whether there is something to read."""
+        """Whether there is something to read; EvaluationAbortedError if the target has forgotten the text."""
         cached = self._target.cached(reading.row)
         if cached is None or cached.n != reading.n_text - 1:
             raise _forgotten()
@@ -207,7 +205,7 @@ class PredictionHeads:
             for i in range(n_heads if path is None else 0):
                 store = PrefixStore(beside=target.store)
                 context = Context(target.weights, options, head=i, abort=self._abort, store=store)
-                self._heads.append(Head(context, target.weights))
+                self._heads.append(Head(context))
         except BaseException:
             self.close()
             raise

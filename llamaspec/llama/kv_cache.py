@@ -172,7 +172,7 @@ class KVCache:
         sequence = self.of_row[row]
         if not request.is_tree:
             return sequence.segment(request)
-        self._is_evaluating = True
+        self._is_evaluating = True  # branches are about to hold cells
         waiting = [sequence for other, sequence in self.of_row.items() if other not in rows]
         return self._trees.grow(sequence, request, waiting)
 
