@@ -93,7 +93,7 @@ class Head:
         return [(part, rows[len(rows) - len(part) :]) for part, rows in zip(logits, hidden, strict=True)]
 
     def lacks(self, reading: Reading) -> bool:
-        """Whether some prepared tokens are still to be read; EvaluationAbortedError if the text has changed."""
+        """Whether something prepared is still to be read; EvaluationAbortedError if the text has changed."""
         held = self.context.cache.of_row[reading.row]
         if held.shared(reading.keys) < min(held.n, len(reading.tokens)):
             raise _forgotten()
