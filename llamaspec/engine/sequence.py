@@ -84,18 +84,19 @@ class Stopwatch:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since = 0.0
+        self._is_drafting = False  # else the coroutine's time is overhead
         self.request_seconds = 0.0  # evaluations of the current request: a long prompt takes several
         self._begin_round()
 
-    def start(self) -> None:
+    def start(self, *, is_drafting: bool) -> None:
         """Start timing the coroutine: its request is answered."""
-        self.request_seconds = 0.0
+        self.request_seconds, self._is_drafting = 0.0, is_drafting
         self._since = self._clock()
 
-    def lap(self, *, is_drafting: bool) -> None:
+    def lap(self) -> None:
         """Count the seconds since the start, or since the last lap, as the coroutine's own."""
         now = self._clock()
-        if is_drafting:
+        if self._is_drafting:
             self._draft_seconds += now - self._since
         else:
             self._overhead_seconds += now - self._since
@@ -119,9 +120,9 @@ class Stopwatch:
             self._draft_seconds += seconds
             self._n_draft_steps += bool(request.n_scored)
 
-    def stamped(self, round_: Round, *, is_drafting: bool) -> Round:
-        """The round with its seconds; the next round starts here."""
-        self.lap(is_drafting=is_drafting)
+    def stamped(self, round_: Round) -> Round:
+        """Return the round with its seconds; the next round starts here."""
+        self.lap()
         stamped = replace(
             round_,
             n_draft_steps=self._n_draft_steps,
@@ -133,6 +134,7 @@ class Stopwatch:
         return stamped
 
     def _begin_round(self) -> None:
+        self._is_drafting = False
         self._draft_seconds = self._verify_seconds = self._overhead_seconds = 0.0
         self._n_draft_steps = 0
 
@@ -195,25 +197,22 @@ class Slot:
         any exception of the coroutine.
         """
         completion, stopwatch = self.sequence.completion, self.stopwatch
-        is_drafting = self.request is not None and self.request.model != TARGET
+        stopwatch.start(is_drafting=self.request is not None and self.request.model != TARGET)
         self.request = self.part = self.n_cached_before = None
         self.fault = self.fault if error is None else None  # a fault that came meanwhile is raised next
-        stopwatch.start()
         try:
             wanted = completion.send(answer) if error is None else completion.throw(error)
             while not isinstance(wanted, ForwardRequest):
                 if isinstance(wanted, Round):
-                    wanted = stopwatch.stamped(wanted, is_drafting=is_drafting)
-                    is_drafting, self.has_rounds = False, True
-                    wanted = completion.send(wanted)
+                    self.has_rounds = True
+                    wanted = completion.send(stopwatch.stamped(wanted))
                 else:
                     self.sequence.put(wanted)
                     if not self.has_rounds:
                         stopwatch.restart()
-                        is_drafting = False
                     wanted = completion.send(None)
             self.request = wanted
             if wanted.model == TARGET:
                 self.tokens = wanted.tokens
         finally:
-            stopwatch.lap(is_drafting=is_drafting)
+            stopwatch.lap()
