@@ -1,6 +1,6 @@
 """`llamaspec chat`: a conversation at the terminal, or one message per line from a pipe.
 
-`chat/session.py` holds the conversation, `typed.py` reads the input. Only answers go to stdout.
+`chat/session.py` keeps the conversation, `typed.py` reads the input. Only answers go to stdout.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def chat(
     with learning(find_plan(models), models, decoding) as (pair, policy):
         how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule, policy)
         settings = ChatSettings(*how, reasoning_budget)
-        if reasoning == "off":  # a model may ignore what its template is told
+        if reasoning == "off":  # a model may ignore its template, so the budget is 0, too
             settings = replace(settings, reasoning_budget=0, template_kwargs={"enable_thinking": False})
         thoughts = Thoughts(is_shown=reasoning == "show")
         session = Session(
@@ -201,7 +201,7 @@ class _Loop:
                 raise
             if isinstance(error, LlamaspecError):
                 say(message_of(error))
-            else:  # at the prompt there is nothing to stop
+            else:  # at the prompt there is nothing to interrupt
                 click.echo("\n/exit or Ctrl-D leaves", err=True)
         return True
 

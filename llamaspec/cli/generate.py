@@ -1,4 +1,4 @@
-"""`llamaspec generate`: completes a prompt. Text goes to stdout as it is verified, statistics to stderr."""
+"""`llamaspec generate`: complete a prompt. Text goes to stdout as it is verified, statistics to stderr."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _prompt(
 
 
 def _consume(stream: TextStream, output: GenerateOptions, progress: out.SlowProgress) -> bool:
-    """Write the text as it arrives; return whether Ctrl-C stopped it."""
+    """Write the text as it arrives; return whether Ctrl-C interrupted it."""
     coloured = output.show_drafts and not os.environ.get("NO_COLOR")
     try:
         for piece in stream:
@@ -259,7 +259,7 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
 
 
 def print_reasons(reasons: Reasons, known: str | None, console: Console) -> None:
-    """Print draft lengths, costs, acceptance and gain of a completion, and what the costs say of others."""
+    """Print draft lengths, costs, acceptance and gain of a completion, and conclusions from the costs."""
     n_rounds = sum(reasons.lengths.values()) or 1
     lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
     console.print(f"verified draft tokens per round: {', '.join(lengths)}")

@@ -1,4 +1,4 @@
-"""Groups of options: the help shows them together, the command receives them as one argument."""
+"""Option groups: shown together in the help, passed to the command as one argument."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def refusing_values() -> Iterator[None]:
 
 
 class _Ranged:
-    """A range of numbers whose error names the range; mixed into a range type of click."""
+    """Mixin for click's range types whose error message says which numbers are allowed."""
 
     noun: str
 
@@ -143,7 +143,7 @@ class _Ranged:
         """Convert an argument."""
         try:
             number = super().convert(value, param, ctx)  # type: ignore[misc]
-            if not isnan(number):  # no comparison refuses it
+            if not isnan(number):  # passes every comparison of click
                 return number
         except click.BadParameter:
             pass

@@ -1,4 +1,4 @@
-"""The `llamaspec` command: its subcommands, and the only place that turns an error into one line."""
+"""The `llamaspec` command: its subcommands, and the only place that turns errors into messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Commands(click.Group):
         super().__init__(**settings, commands=names)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; only then its module is loaded."""
+        """Import the module of a command and return the command."""
         if cmd_name not in _SUBCOMMANDS:
             return super().get_command(ctx, cmd_name)
         with interrupts_end_the_process():

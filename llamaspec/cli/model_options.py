@@ -1,4 +1,4 @@
-"""The models of a command: the options that name them and say how to load them, files, and opening."""
+"""Models of a command: the options for them, the plan with their files, and opening them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from llamaspec.plan import AUTO, DraftPlan, Find, known_draft, make_plan
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Copying, Source
 
-ALMOST = 0.99  # a model is loaded, but there may be others, and contexts to make
+ALMOST = 0.99  # progress after a model is loaded: others may follow, and contexts are created
 
 
 class _DraftName(click.types.StringParamType):
-    """A draft; the environment names only one, whose path may have spaces."""
+    """A draft. The environment variable holds only one, because its path may have spaces."""
 
     envvar_list_splitter = "\0"
 
@@ -91,11 +91,11 @@ _NO_DRAFT = click.option("--no-draft", is_flag=True, help="Plain decoding, for c
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """The models that a command was asked for, as named on the command line."""
+    """The models as given on the command line."""
 
     target: str
     drafts: tuple[str, ...]  # each drafts for the one before it
-    is_embedded: bool  # whether no target was named, so that the embedded pair is used
+    is_embedded: bool  # no target was given, so the embedded pair is used
     copying: Copying
     no_draft: bool
     target_options: ModelOptions
@@ -106,7 +106,7 @@ def _choice(
     *, target: str | None, draft: tuple[str, ...], pair: str | None, ngram: bool | None,
     verbose: bool, no_draft: bool = False, **given: Any,
 ) -> ModelChoice:  # fmt: skip
-    """Make a ModelChoice; names on the command line replace a pair named in the environment."""
+    """Make a ModelChoice; --pair overrides names in the environment."""
     if pair is not None:
         context = click.get_current_context()
         for name in ("target", "draft"):
@@ -149,7 +149,7 @@ def _choice(
 
 
 def device_names(text: str | None) -> tuple[str, ...] | None:
-    """Read the names of devices from a command line; None = llama.cpp's choice."""
+    """Parse the value of --device; None = llama.cpp's choice."""
     if text is None:
         return None
     return () if text == "none" else tuple(name.strip() for name in text.split(","))
@@ -164,13 +164,13 @@ def _shares(text: str | None) -> tuple[float, ...]:
         raise ValueError(f"--tensor-split needs numbers such as 3,1, not {text}") from None
 
 
-# The command gets a ModelChoice as `models`.
+# The command receives a ModelChoice as `models`.
 model_options = option_group("models", _choice, (*_NAMES, *_COMPUTING))
 model_or_plain_options = option_group("models", _choice, (*_NAMES, *_COMPUTING, _NO_DRAFT))
 
 
 def fetched_model(name: str | Path) -> Path:
-    """Return the file of a model, fetched if necessary; ModelFileError if that is impossible."""
+    """Return the file of a model, fetching it if necessary; ModelFileError if that fails."""
     return resolve_model(name, _say_fetching)
 
 
@@ -195,7 +195,7 @@ def find_plan(choice: ModelChoice, find: Find = fetched_model) -> DraftPlan:
 
 
 def find_plan_here(choice: ModelChoice) -> DraftPlan:
-    """Return the plan, but fetch nothing; ModelFileError if a model is not on this machine."""
+    """Return the plan without fetching; ModelFileError if a model is not on this machine."""
     plan = find_plan(choice, locate_model)
     for model in plan.models:
         check_gguf(model.path)
@@ -203,7 +203,7 @@ def find_plan_here(choice: ModelChoice) -> DraftPlan:
 
 
 def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = None) -> Pair:
-    """Load the models with a progress bar, and warn on stderr of what will surprise."""
+    """Load the models with a progress bar, and warn on stderr about surprising settings."""
     if choice.is_embedded:
         say("no --target given, using the small embedded pair")
     elif choice.no_draft:
@@ -227,9 +227,10 @@ def learning(
     *,
     quiet: bool = False,
 ) -> Iterator[tuple[Pair, LengthPolicy]]:
-    """Open a pair and make its policy; at the end keep what was learnt.
+    """Open a pair and make its policy; at the end, keep what the policy has learnt.
 
-    Unless `quiet`, the first run says that it has measured, and the run that first knows it what drafts gain.
+    Unless `quiet`, say once that the pair was measured, and once, as soon as it is known, how much faster
+    drafting is.
     """
     with open_models(plan, choice, cache_ram) as pair:
         with SlowProgress("measuring the speed of the pair"):

@@ -1,4 +1,4 @@
-"""`llamaspec models`: lists, fetches, names and removes models and pairs."""
+"""`llamaspec models`: list, fetch, name and remove models and pairs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def list_models(as_json: bool) -> None:
 
 
 def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Return the width at which a table breaks no word, and no line of a column with "!"."""
+    """Return the least width at which no word is broken, and no line of a column with "!"."""
     width = 2 * (len(columns) - 1)
     for title, *cells in zip(columns, *rows, strict=True):
         texts = [title.lstrip("<!"), *cells]
@@ -332,7 +332,7 @@ def _as_line(quantization: tuple[str, dict[str, Any]]) -> str:
 
 def _as_json(entry: Entry) -> dict[str, Any]:
     here = _path_here(entry)
-    try:  # as the file says if it is here, else as the list says
+    try:  # the file is right if it is here, else the list
         has_heads = bool(entry.heads) if here is None else heads_in_file(here).fault is None
     except ModelFileError:
         has_heads = False

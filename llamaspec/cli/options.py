@@ -1,4 +1,4 @@
-"""Options that several commands share: prompts, sampling, drafting, chats, statistics."""
+"""Options shared by several commands: prompt, sampling, drafting, chat, statistics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One line of 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """The prompt as named on the command line. Raises a ValueError if it is named twice."""
+    """The prompt as given on the command line. Raises a ValueError if it is given twice."""
 
     option: str | None
     file: str | None
@@ -49,14 +49,14 @@ class PromptSource:
 
     @property
     def is_named(self) -> bool:
-        """Whether the command line names a prompt."""
+        """Return whether the command line gives a prompt."""
         return bool(self.argument) or self.option is not None or self.file is not None
 
     def read(self, default: str | None = None) -> bytes:
         """Return the prompt, byte for byte.
 
-        If none is named, it is the default, else it comes from stdin or is typed at a terminal. Raises a
-        PromptError if it is empty or the file cannot be read.
+        Without one on the command line it is the default, else read from stdin or asked for at a terminal.
+        Raises a PromptError if it is empty or the file cannot be read.
         """
         text = " ".join(self.argument) if self.argument else self.option
         if not self.is_named:
@@ -75,7 +75,7 @@ class PromptSource:
 
 
 def read_input(path: Path, kind: str, remedy: str = "name a readable file") -> bytes:
-    """Read a file of the user, or raise a PromptError."""
+    """Read a file that the user named, or raise a PromptError."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -84,7 +84,7 @@ def read_input(path: Path, kind: str, remedy: str = "name a readable file") -> b
 
 
 def decoded(content: bytes, what: str) -> str:
-    """Decode UTF-8, or raise a PromptError that says what it was."""
+    """Decode UTF-8, or raise a PromptError that names the content."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -93,7 +93,7 @@ def decoded(content: bytes, what: str) -> str:
 
 
 def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[Command], Command]:
-    """Options that name the prompt; the command gets a PromptSource as `source`."""
+    """Add the options for the prompt; the command receives a PromptSource as `source`."""
     options = [
         click.option("--prompt", "-p", "option", metavar="TEXT", help=help_text),
         click.option("--file", "-f", metavar="PATH",
@@ -130,7 +130,7 @@ _DRAFTING: tuple[Decorator, ...] = (
                  help="Let drafts branch into trees if that is expected to be faster, which needs cheap "
                       "large batches and the coupled rule."),
     click.option("--exact", is_flag=True,
-                 help="The same text for a seed, to the bit, whatever ran before or beside it; on CPUs."),
+                 help="Bit-identical results for a seed, whatever ran before or beside it; CPUs only."),
 )  # fmt: skip
 _DECODING: tuple[Decorator, ...] = (
     click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
@@ -155,7 +155,7 @@ _DECODING: tuple[Decorator, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How much is drafted. Raises a ValueError for --exact with a fixed draft length."""
+    """Options for drafting. Raises a ValueError for --exact with a fixed draft length."""
 
     draft_length: int | None = None  # None = automatic
     exact: bool = False
@@ -196,8 +196,8 @@ def _none_if_off(name: str, value: Any) -> Any:
     return None if value == off else value
 
 
-# The command gets DecodingOptions as `decoding`; answers of a chat end by themselves. Servers and benchmarks
-# get only Drafting, as `drafting`.
+# The command receives DecodingOptions as `decoding`. Answers of a chat have no limit by default. Servers and
+# benchmarks receive only Drafting, as `drafting`.
 drafting_options = option_group("drafting", Drafting, _DRAFTING)
 _LIMIT = _limit(256, True, "Stop after this many tokens.")
 _ANSWER_LIMIT = _limit(UNLIMITED, "the rest of the context", "Stop an answer after this many tokens.")
@@ -225,7 +225,7 @@ def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOp
 
 
 def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
-    """Return the settings that can change between answers; None = off, or a random seed."""
+    """Return the settings that `/set` can change; None = off, or a random seed."""
     chain = {name: getattr(decoding.sampling, name) for name in _SAMPLING}
     return {**chain, "seed": decoding.seed, "max_tokens": decoding.max_tokens}
 
@@ -248,7 +248,7 @@ def make_policy(pair: Pair, drafting: Drafting, exactness: Exactness | None = No
 
 
 def make_constraint(pair: Pair, json_schema: str | None, grammar: str | None) -> Constraint | None:
-    """Compile a JSON schema or a grammar, given as a file or as text. Raises a PromptError if it is none."""
+    """Compile a JSON schema or a grammar, given as a file or as text; PromptError if it is invalid."""
     if json_schema is not None:
         is_text = json_schema.lstrip().startswith("{")
         return pair.json_schema(json_schema if is_text else _read_constraint(json_schema, "JSON schema"))
@@ -306,7 +306,7 @@ _CHAT: tuple[Decorator, ...] = (
 _WHETHER = click.option(
     "--chat", is_flag=True, help="Treat the prompt as a chat message, using the chat template."
 )
-# The command gets ChatOptions as `conversation`.
+# The command receives ChatOptions as `conversation`.
 chat_options = option_group("conversation", ChatOptions, _CHAT)
 optional_chat_options = option_group("conversation", ChatOptions, (_WHETHER, *_CHAT))
 

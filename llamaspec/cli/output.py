@@ -26,8 +26,8 @@ from llamaspec.measure.reasons import ACCEPTANCES, best_length, in_words, round_
 
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # faster work needs no bar
-LINE_SECONDS = 10.0  # between two lines of progress off a terminal
-REFRESH_SECONDS = 0.1  # between two states of a bar
+LINE_SECONDS = 10.0  # between two lines of progress in a pipe or a file
+REFRESH_SECONDS = 0.1  # between two updates of a bar
 NOTABLE = 0.1  # seconds; shorter delays are not mentioned
 _ENDS = {
     StopReason.END: "at end of text",
@@ -38,7 +38,7 @@ _ENDS = {
     StopReason.INTERRUPT: "by an interrupt",
 }
 
-# Options that remedy an error; the first matching class counts.
+# Options that help with an error; the first matching class counts.
 _REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
     (NoTemplateError, ("--target", "--chat-template")),
     (SystemPromptError, ("--system",)),
@@ -55,13 +55,13 @@ def say(message: str) -> None:
 
 
 def message_of(error: LlamaspecError) -> str:
-    """Return an error in one line, with the options that remedy it."""
+    """Return an error in one line, with the options that help."""
     options = options_of(error)
     return f"{error} ({', '.join(options)})" if options else str(error)
 
 
 def options_of(error: LlamaspecError) -> tuple[str, ...]:
-    """Return the options that remedy an error; none if the message already names one."""
+    """Return the options that help with an error; none if the message already names one."""
     options = next((options for kind, options in _REMEDIES if isinstance(error, kind)), ())
     return () if any(option in str(error) for option in options) else options
 
@@ -119,14 +119,14 @@ class Thoughts:
         click.echo(click.style(shown, dim=True) if is_terminal else shown, nl=False, err=True)
 
     def end(self) -> None:
-        """End the reasoning, because the answer begins or the sequence ends."""
+        """End the line of reasoning, because the answer begins or the sequence ends."""
         if self._is_open:
             click.echo(err=True)
         self._is_open = False
 
 
 class SlowProgress:
-    """A progress bar that appears if work takes longer than two seconds; off a terminal, plain lines.
+    """A progress bar that appears after two seconds; plain lines if stderr is not a terminal.
 
     Use as a context manager. Call it with the finished fraction, 0 to 1; at 1 the bar disappears.
     """
@@ -187,7 +187,7 @@ def check_writable(path: Path, what: str) -> None:
 
 
 def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[str]:
-    """Return the statistics of a completion: short for everyone, full with all figures and times."""
+    """Return the statistics of a completion; `full` adds all figures and times."""
     summary = completion.summary
     speed = f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
     if summary.tokens_per_second:
@@ -259,7 +259,7 @@ def _unused_draft(completion: Completion) -> list[str]:
 
 
 def print_costs(curve: CostCurve, console: Console, known: str | None = None) -> None:
-    """Print what a curve says of drafting: the end of `probe` and of `--explain`.
+    """Print the conclusions from a cost curve: the end of `probe` and of `--explain`.
 
     The last line is `known`, a verdict on the pair, or else the verdict of the curve alone.
     """

@@ -1,4 +1,4 @@
-"""`llamaspec serve`: the HTTP server; `llamaspec worker`: computes layers for another machine."""
+"""`llamaspec serve`: run the HTTP server; `llamaspec worker`: compute layers for another machine."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def check_installed() -> None:
 
 
 def _with_room(plan: DraftPlan, models: ModelChoice, per_request: int | None, parallel: int) -> DraftPlan:
-    """Return the plan with one KV cache for all requests."""
+    """Return the plan with one KV cache that all requests share."""
     n_ctx = models.target_options.n_ctx
     per_request = per_request or n_ctx
     n_cells = n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * parallel

@@ -1,4 +1,4 @@
-"""Handles signals while no command does.
+"""Signal handlers for the time before and after a command.
 
 Ctrl-C ends the process at once while modules are imported and after the command is done; otherwise Python
 would print a traceback, and a C extension may turn it into another error. SIGTERM and SIGHUP end the process
@@ -27,7 +27,7 @@ def end_the_process_on_interrupt() -> None:
 
 @contextmanager
 def interrupts_end_the_process() -> Iterator[None]:
-    """Do so within a block."""
+    """End the process at Ctrl-C within a block."""
     before = signal.getsignal(signal.SIGINT)
     end_the_process_on_interrupt()
     try:

@@ -1,6 +1,6 @@
-"""Reads the messages of a chat: single lines, lines continued with a backslash, or quoted blocks.
+"""Read the messages of a chat: single lines, lines continued with a backslash, or quoted blocks.
 
-A terminal has line editing and a history that is kept; a pipe is read line by line.
+A terminal has line editing and a history file; a pipe is read line by line.
 """
 
 from __future__ import annotations
