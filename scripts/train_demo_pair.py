@@ -4,17 +4,25 @@
     python scripts/train_demo_pair.py               # into build/demo-pair, about an hour and a half
     python scripts/train_demo_pair.py --evaluate    # only measure the files in --out
 
-The target learns the text; the draft is distilled from it as by `llamaspec draft distil`. A target that
+The corpus needs no download: the standard library, its docstrings, and those of numpy and torch. Ten modules
+are held out for the evaluation; a document that repeats them is dropped.
+
+The target learns the corpus; the draft is distilled from it as by `llamaspec draft distil`. A target that
 exists is not trained again, and after Ctrl-C the same command resumes. Progress goes to stderr, the table to
 stdout. It needs the ``train`` extra.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import random
 import sys
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import numpy as np
@@ -23,7 +31,6 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from demo_corpus import Document, collect
 from llamaspec import LlamaModel, ModelOptions, Sampling
 from llamaspec.draft_making.distil import Distillation, distil_draft
 from llamaspec.draft_making.student import Llama, Shape, write_model
@@ -39,6 +46,26 @@ MOST_TOKEN_CHARACTERS = 31  # llama-cpp-python's `detokenize` loses tokens of mo
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '\\n' }}{% endfor %}"
 ABOUT = "Learned from Python's standard library (PSF-2.0), docstrings of numpy and torch (BSD-3-Clause)."
 LICENCE = "weights: MIT; trained on text under PSF-2.0 (Python's standard library) and BSD-3-Clause"
+KEPT_OUT = (
+    "configparser.py", "csv.py", "heapq.py", "json/decoder.py", "queue.py", "shutil.py", "statistics.py",
+    "string.py", "textwrap.py", "zipfile.py",
+)  # fmt: skip
+_SKIPPED_FOLDERS = {
+    "site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pgen2", "_vendor",
+    "config", "__pycache__",
+}  # fmt: skip
+_SKIPPED_FILES = {"pydoc_data/topics.py", "html/entities.py", "stringprep.py", "turtledemo/__init__.py"}
+_PACKAGES = ("numpy", "torch")
+_LEAST_PROSE = 200  # characters of a docstring; a shorter one teaches little
+_LONG_LINE = 30  # characters
+_MOST_SHARED = 0.2  # share of a document's long lines that may occur in the kept-out modules
+
+
+class Document(NamedTuple):
+    """A text; its name is also its first line."""
+
+    name: str
+    text: str
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
@@ -145,6 +172,72 @@ def print_agreement(target_file: Path, draft_file: Path, modules: list[Document]
             print(f"{module.name:18s}  " + "  ".join(f"{each:6.3f}" for each in found))
             means.append(found)
     print(json.dumps(dict(zip(("greedy", "sampled"), np.mean(means, axis=0).round(3).tolist(), strict=True))))
+
+
+# The corpus
+
+
+def collect() -> tuple[list[Document], list[Document]]:
+    """Return the training documents, and the held-out modules."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    kept_out = [_code(stdlib, stdlib / name) for name in KEPT_OUT]
+    known = {line for document in kept_out for line in _long_lines(document.text)}
+    documents: dict[str, Document] = {}  # by their text without the name
+    for document in _candidates(stdlib):
+        body = document.text.split("\n", 1)[1]
+        lines = _long_lines(body)
+        if sum(line in known for line in lines) <= _MOST_SHARED * len(lines):
+            documents.setdefault(body, document)
+    return list(documents.values()), kept_out
+
+
+def _candidates(stdlib: Path) -> Iterator[Document]:
+    for path in sorted(stdlib.rglob("*.py")):
+        name = path.relative_to(stdlib).as_posix()
+        # _sysconfigdata holds the paths of the machine that built this interpreter.
+        is_skipped = name in KEPT_OUT or name in _SKIPPED_FILES or name.startswith("_sysconfigdata")
+        if not (is_skipped or _in_skipped_folder(path.relative_to(stdlib))):
+            yield _code(stdlib, path)
+            yield from _docstrings(stdlib, path)
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"the package {package} is not installed; install the 'train' extra")
+        root = Path(spec.origin).parent
+        for path in sorted(root.rglob("*.py")):
+            if not _in_skipped_folder(path.relative_to(root)):
+                yield from _docstrings(root.parent, path)
+
+
+def _in_skipped_folder(path: Path) -> bool:
+    return any(part in _SKIPPED_FOLDERS or part.startswith("config-") for part in path.parts)
+
+
+def _code(stdlib: Path, path: Path) -> Document:
+    name = path.relative_to(stdlib).as_posix()
+    return Document(name, f"# {name}\n{_read(path)}")
+
+
+def _docstrings(root: Path, path: Path) -> Iterator[Document]:
+    try:
+        tree = ast.parse(_read(path))
+    except SyntaxError:
+        return
+    module = path.relative_to(root).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            name = module if isinstance(node, ast.Module) else f"{module}.{node.name}"
+            if len(text) >= _LEAST_PROSE:
+                yield Document(name, f"{name}\n\n{text}\n")
+
+
+def _long_lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if len(line.strip()) >= _LONG_LINE]
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 if __name__ == "__main__":
