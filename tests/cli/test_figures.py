@@ -409,6 +409,7 @@ def test_the_table_of_a_comparison(models: list[Path], monkeypatch: pytest.Monke
     assert answer.stdout.splitlines()[-1] == "nothing was drafted, so any difference is noise"
 
 
+@pytest.mark.usefixtures("own_cache")  # no verdict that another test has kept
 def test_the_line_of_a_comparison(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     found = shown(compared(), monkeypatch, models, "--json").json
     both = found.pop("arms")[2]
