@@ -31,6 +31,7 @@ Unknown = Literal["forbid", "ignore"]  # how to treat keys that a dataclass lack
 
 STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that was killed
 _LONGEST_REASON = 200  # characters
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024  # that file systems take
 _PART = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
@@ -76,6 +77,21 @@ def file_hash(path: Path, on_bytes: Callable[[int], object]) -> str:
             digest.update(chunk)
             on_bytes(len(chunk))
     return digest.hexdigest()
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is a relative path that cannot lead out of its folder, on any system."""
+    try:
+        content = name.encode()
+    except UnicodeEncodeError:
+        return False
+    return (
+        printable(name) == name
+        and not set(name) & set('\\:*?"<>|')
+        and not any(part in ("", ".", "..") for part in name.split("/"))
+        and max(len(part) for part in content.split(b"/")) <= _MAX_NAME_BYTES
+        and len(content) <= _MAX_PATH_BYTES
+    )
 
 
 def part_names(name: str) -> tuple[str, ...]:

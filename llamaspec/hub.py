@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from llamaspec.errors import ModelFileError, printable, quoted
-from llamaspec.files import file_hash, part_names, read_file, write_file
+from llamaspec.errors import ModelFileError, quoted
+from llamaspec.files import file_hash, is_plain, part_names, read_file, write_file
 from llamaspec.llama.gguf_file import check_gguf
 
 HUB = "hf:"
@@ -34,7 +34,6 @@ MAX_BYTES = 1 << 50  # of a file; a larger size must be a mistake
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OWNER_OR_REPO = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
-_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024
 _MAX_EXTRA_BYTES = 32 << 20  # received beyond twice the announced size
 _STALE_SECONDS = 7 * 24 * 3600.0  # an interrupted transfer this old is deleted
 _IN_USE_SECONDS = 60.0  # another process may still be writing to a file that changed more recently
@@ -77,21 +76,6 @@ def is_repo(name: str) -> bool:
     """Whether a repository can have this name, owner/name; "--" separates the two in the hub's cache."""
     parts = name.split("/")
     return len(parts) == 2 and all(_OWNER_OR_REPO.fullmatch(part) for part in parts)
-
-
-def is_plain(name: str) -> bool:
-    """Whether a name is a relative path that cannot lead out of its folder, on any system."""
-    try:
-        content = name.encode()
-    except UnicodeEncodeError:
-        return False
-    return (
-        printable(name) == name
-        and not set(name) & set('\\:*?"<>|')
-        and not any(part in ("", ".", "..") for part in name.split("/"))
-        and max(len(part) for part in content.split(b"/")) <= _MAX_NAME_BYTES
-        and len(content) <= _MAX_PATH_BYTES
-    )
 
 
 # The cache folder

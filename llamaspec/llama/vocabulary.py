@@ -60,11 +60,9 @@ class LlamaVocabulary:
         vocab, spelled = self._vocab, dict[int, bytes]()
         for token in range(self.size):
             kind = lib.llama_vocab_get_attr(vocab, token)
-            if kind & _CONTROL:
-                spelled[token] = self.text(token)
-            elif kind & lib.LLAMA_TOKEN_ATTR_USER_DEFINED:
+            if kind & (_CONTROL | lib.LLAMA_TOKEN_ATTR_USER_DEFINED):
                 text = self.text(token)
-                if text.startswith(b"<") and text.endswith(b">"):
+                if kind & _CONTROL or (text.startswith(b"<") and text.endswith(b">")):
                     spelled[token] = text
         return spelled
 
@@ -72,13 +70,11 @@ class LlamaVocabulary:
     def fim(self) -> FimTokens | None:
         """The tokens of fill-in-the-middle; None if the model was not trained for it."""
         names = ("pre", "suf", "mid", "rep", "sep")
-        prefix, suffix, middle, *more = (
-            int(getattr(lib, f"llama_vocab_fim_{name}")(self._vocab)) for name in names
-        )
-        repository, file = (None if token < 0 else token for token in more)
-        return (
-            None if min(prefix, suffix, middle) < 0 else FimTokens(prefix, suffix, middle, repository, file)
-        )
+        found = (int(getattr(lib, f"llama_vocab_fim_{name}")(self._vocab)) for name in names)
+        prefix, suffix, middle, repository, file = (None if token < 0 else token for token in found)
+        if prefix is None or suffix is None or middle is None:
+            return None
+        return FimTokens(prefix, suffix, middle, repository, file)
 
     def tokenize(self, text: bytes, *, add_special: bool = True, parse_special: bool = False) -> TokenArray:
         """Return the token ids of UTF-8 text: int32 [n]. PromptError if it is not UTF-8.
@@ -126,7 +122,12 @@ class LlamaVocabulary:
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to the text; none for control tokens."""
         if token not in self._pieces:
-            self._pieces[token] = self._piece(token)
+            buffer = ctypes.create_string_buffer(64)
+            n = lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+            if n < 0:
+                buffer = ctypes.create_string_buffer(-n)
+                n = lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
+            self._pieces[token] = buffer.raw[:n]
         return self._pieces[token]
 
     @functools.cached_property
@@ -139,14 +140,6 @@ class LlamaVocabulary:
         if token not in self._ends:
             self._ends[token] = bool(lib.llama_vocab_is_eog(self._vocab, token))
         return self._ends[token]
-
-    def _piece(self, token: int) -> bytes:
-        buffer = ctypes.create_string_buffer(64)
-        n = lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
-        if n < 0:
-            buffer = ctypes.create_string_buffer(-n)
-            n = lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
-        return buffer.raw[:n]
 
 
 def check_pair(target: LlamaVocabulary, draft: LlamaVocabulary) -> None:

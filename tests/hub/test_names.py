@@ -12,7 +12,8 @@ from command import invoke, said
 from hub_server import ADDRESS, BIG, SMALL, Hub
 from llamaspec.catalog import Quantization, find_remote, locate_model, remote_file, resolve_model
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.hub import MAX_BYTES, RemoteFile, find_here, is_plain, remove
+from llamaspec.files import is_plain
+from llamaspec.hub import MAX_BYTES, RemoteFile, find_here, remove
 from llamaspec.plan import find_draft
 
 HOSTILE_FILES = (
