@@ -25,7 +25,6 @@ class Tree:
     n_old: int = 0
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
     parents: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
-    depths: list[int] = field(default_factory=list)  # [K] tokens of the tree before each
     owners: list[list[int]] = field(default_factory=list)  # [K] seq_ids that each was evaluated for
     tips: dict[int, int] = field(default_factory=dict)  # seq_id -> the last token of its branch; -1 = none
     cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # of the cached tokens, ascending
@@ -35,7 +34,7 @@ class Tree:
         path: list[int] = []
         while i >= 0:
             path.append(i)
-            i = int(self.parents[i])
+            i = self.parents.item(i)
         return path[::-1]
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
@@ -105,42 +104,36 @@ class TreeCells:
         `waiting` sequences may lose their trees for it.
         """
         assert request.parents is not None
-        parents: list[int] = request.parents.tolist()
         old, own, n = self.cached.get(sequence.number) or Tree(), sequence.number, sequence.n
-        n_old, tips = len(old.tokens), dict(old.tips) or {own: -1}
-        depths = list(old.depths)
-        for parent in parents[n_old:]:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        owners = [*old.owners, *([] for _ in parents[n_old:])]
-        ending_at = {tip: number for number, tip in tips.items()}
-        inner = set(parents)
-        for leaf in range(n_old, len(parents)):
+        n_old, n_text, n_nodes = len(old.tokens), len(request.tokens), len(request.draft)
+        owners = [*old.owners, *([] for _ in range(n_old, n_nodes))]
+        tree = Tree(n_old, request.draft, request.parents, owners, dict(old.tips) or {own: -1}, old.cells)
+        paths = [tree.path(i) for i in range(n_nodes)]
+        ending_at = {tip: number for number, tip in tree.tips.items()}
+        inner = set(request.parents.tolist())
+        for leaf in range(n_old, n_nodes):
             if leaf in inner:
                 continue
-            path = [leaf]
-            while parents[path[-1]] >= n_old:
-                path.append(parents[path[-1]])
-            before = parents[path[-1]]  # the last cached token of the branch
-            number = ending_at.pop(before, -1)
+            known = [i for i in paths[leaf] if i < n_old]  # the cached tokens of the branch
+            number = ending_at.pop(known[-1] if known else -1, -1)
             if number < 0:
                 number = self._free_number(waiting)
                 self._cells.share(own, number, 0, n)
-                if before >= 0:
-                    self._cells.share(old.owners[before][0], number, n, n + depths[before] + 1)
-            tips[number] = leaf
-            for i in path:
+                if known:
+                    self._cells.share(owners[known[-1]][0], number, n, n + len(known))
+            tree.tips[number] = leaf
+            for i in paths[leaf][len(known) :]:
                 owners[i].append(number)
-        self.growing[own] = Tree(n_old, request.draft, request.parents, depths, owners, tips, old.cells)
-        n_text = len(request.tokens)
-        places = [*range(n, n_text), *[n_text + depth for depth in depths[n_old:]]]
+        self.growing[own] = tree
+        places = [*range(n, n_text), *[n_text + len(path) - 1 for path in paths[n_old:]]]
         return Segment(
             own,
             n,
             np.concatenate((request.tokens[n:], request.draft[n_old:])),
             request.n_scored,
             positions=np.array(places, dtype=np.int32),
-            owners=[list(tips)] * (n_text - n) + owners[n_old:],
-            end=n_text + (depths[tips[own]] + 1 if tips[own] >= 0 else 0),
+            owners=[list(tree.tips)] * (n_text - n) + owners[n_old:],
+            end=n_text + len(tree.path(tree.tips[own])),
         )
 
     def commit(self, sequence: CachedSequence, tokens: TokenArray, cells: TokenArray) -> bool:
