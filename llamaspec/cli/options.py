@@ -117,6 +117,18 @@ class DraftLength(Integer):
         return None if value == "auto" else super().convert(value, param, ctx)
 
 
+class _OrOff(click.ParamType):  # type: ignore[type-arg]
+    """A number of which one value means off and becomes None."""
+
+    def __init__(self, kind: Any, off: float) -> None:
+        self.name, self._kind, self._off = kind.name, kind, off
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert an argument."""
+        number = self._kind.convert(value, param, ctx)
+        return None if number == self._off else number
+
+
 def _limit(default: int, shown: str | bool, text: str) -> Decorator:
     return click.option("--max-tokens", "-n", type=Integer(min=1), default=default,
                         show_default=shown, help=text)  # fmt: skip
@@ -135,15 +147,17 @@ _DRAFTING: tuple[Decorator, ...] = (
 _DECODING: tuple[Decorator, ...] = (
     click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
                  help="0 = always the most probable token."),
-    click.option("--top-k", type=int, default=40, show_default=True,
+    click.option("--top-k", type=_OrOff(click.INT, 0), default=40, show_default=True,
                  help="Sample from the k most probable tokens; 0 = all."),
-    click.option("--top-p", type=float, default=0.95, show_default=True,
+    click.option("--top-p", type=_OrOff(click.FLOAT, 1), default=0.95, show_default=True,
                  help="Sample from the most probable tokens that reach this total probability; 1 = all."),
-    click.option("--min-p", type=float, default=0.05, show_default=True,
+    click.option("--min-p", type=_OrOff(click.FLOAT, 0), default=0.05, show_default=True,
                  help="Drop tokens below this fraction of the best token's probability; 0 = none."),
-    click.option("--repeat-penalty", type=float, help="Divide the scores of recent tokens; 1 = off."),
-    click.option("--presence-penalty", type=float, help="Subtract from the scores of recent tokens."),
-    click.option("--frequency-penalty", type=float, help="The same, once per occurrence."),
+    click.option("--repeat-penalty", type=_OrOff(click.FLOAT, 1),
+                 help="Divide the scores of recent tokens; 1 = off."),
+    click.option("--presence-penalty", type=_OrOff(click.FLOAT, 0),
+                 help="Subtract from the scores of recent tokens."),
+    click.option("--frequency-penalty", type=_OrOff(click.FLOAT, 0), help="The same, once per occurrence."),
     click.option("--seed", type=int,
                  help="Random seed: the same seed gives the same text. Default: random, and reported."),
     click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
@@ -186,14 +200,8 @@ _SAMPLING = (
 
 
 def _decoding(**given: Any) -> DecodingOptions:
-    sampling = Sampling(**{name: _none_if_off(name, given.pop(name)) for name in _SAMPLING})
+    sampling = Sampling(**{name: given.pop(name) for name in _SAMPLING})
     return DecodingOptions(sampling=sampling, **given)
-
-
-def _none_if_off(name: str, value: Any) -> Any:
-    """Return None for a value that means off on the command line: 1 for some options, 0 for others."""
-    off = {"top_p": 1, "repeat_penalty": 1, "temperature": None}.get(name, 0)
-    return None if value == off else value
 
 
 # The command receives DecodingOptions as `decoding`. Answers of a chat have no limit by default. Servers and
@@ -217,7 +225,6 @@ def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOp
         changed = {field: option.type.convert(value, option, None)}
         if field not in _SAMPLING:
             return replace(decoding, **changed)
-        changed = {field: _none_if_off(field, changed[field])}
         return replace(decoding, sampling=replace(decoding.sampling, **changed))
     except (click.BadParameter, ValueError) as error:
         reason = error.message.rstrip(".") if isinstance(error, click.BadParameter) else str(error)
