@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
+from llamaspec import __version__
 from llamaspec.cli.signals import EXIT_INTERRUPTED, interrupts_end_the_process
 from llamaspec.errors import LlamaspecError, printable
 
@@ -130,7 +131,7 @@ def _fail(message: str, code: int = EXIT_ERROR) -> NoReturn:
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST_HELP},
 )
-@click.version_option(package_name="llamaspec")
+@click.version_option(__version__)
 def main() -> None:
     """Make a large GGUF model answer faster without changing what it says.
 
