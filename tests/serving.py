@@ -18,7 +18,8 @@ import pytest
 
 from command import ENTRY, environment
 from llamaspec import FixedLength, ModelOptions, Pair, Sampling, open_pair
-from llamaspec.chat.template import ChatTemplate, Message
+from llamaspec.chat.messages import Message
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, open_socket, serving, url_of

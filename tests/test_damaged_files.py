@@ -17,7 +17,7 @@ from hub_server import OWN_LIST
 from llamaspec import ModelOptions
 from llamaspec.catalog import Entry, add_own, own_list, read_catalog, remove_own
 from llamaspec.chat.conversation_files import load_conversation, save_conversation
-from llamaspec.chat.template import Message
+from llamaspec.chat.messages import Message
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve

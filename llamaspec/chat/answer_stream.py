@@ -14,9 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from llamaspec.chat.deltas import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, TokenLogprobs
+from llamaspec.chat.messages import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, TokenLogprobs
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.chat.transcript import tokenize_inside
 from llamaspec.engine.generation import Completion, Piece, Span, StopReason, summarize, take_characters
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError
@@ -48,7 +47,7 @@ class AnswerStream:
         self._parser, self._vocabulary, self._budget = parser, vocabulary, reasoning_budget
         self._origins = _Origins()
         self.n_thought = 0  # tokens of reasoning
-        self._is_over = False
+        self.is_over = False  # nothing follows what exists by now
         self._notify: Callable[[], object] | None = None
         self._before: Completion | None = None  # up to the end of the reasoning, if that was forced
         self._stream = open_stream(prompt, max_tokens)
@@ -57,7 +56,7 @@ class AnswerStream:
         return self
 
     def __next__(self) -> list[Delta]:
-        if self._is_over:
+        if self.is_over:
             raise StopIteration
         deltas = self._end_reasoning_if_due()
         return _joined(self._take(next(self._stream, None)) if deltas is None else deltas)
@@ -70,7 +69,7 @@ class AnswerStream:
     def ready(self) -> list[Delta]:
         """The deltas that exist by now, with neighbours joined; begins the answer, never waits."""
         found: list[Delta] = []
-        while not self._is_over:
+        while not self.is_over:
             deltas = self._end_reasoning_if_due()
             if deltas is None:
                 piece = self._stream.next_ready()
@@ -82,18 +81,13 @@ class AnswerStream:
 
     def close(self) -> None:
         """Stop generating; from any thread, within one evaluation."""
-        self._is_over = True
+        self.is_over = True
         self._stream.close()
 
     @property
     def is_swapped_out(self) -> bool:
         """As `TextStream.is_swapped_out`."""
         return self._stream.is_swapped_out
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing follows what exists by now."""
-        return self._is_over
 
     @property
     def rounds(self) -> Sequence[Round]:
@@ -125,7 +119,7 @@ class AnswerStream:
     def _take(self, piece: Piece | None) -> list[Delta]:
         """The deltas that a piece makes certain; None: the answer has ended."""
         if piece is None:
-            self._is_over = True
+            self.is_over = True
             is_cut = self._stream.completion.stop_reason not in (StopReason.END, StopReason.STOP)
             return self._origins.added(self._parser.finish(is_cut=is_cut))
         if self._before is not None:
@@ -148,7 +142,7 @@ class AnswerStream:
 
     def _end_thinking(self, cut: str) -> bool:
         """Continue behind the closing mark; return False if there is no room."""
-        tokens = tokenize_inside(self._vocabulary, cut, parse_special=True)
+        tokens = self._vocabulary.tokenize_inside(cut, parse_special=True)
         thought = self._stream.completion
         n_left = self._max_tokens - len(thought.tokens) - len(tokens)
         if n_left < 1:
@@ -220,9 +214,9 @@ def _joined(deltas: Iterable[Delta]) -> list[Delta]:
         last = joined[-1] if joined else None
         if isinstance(delta, ContentDelta) and isinstance(last, ContentDelta):
             spans, logprobs = _merged((*last.spans, *delta.spans)), last.logprobs + delta.logprobs
-            joined[-1] = ContentDelta(last.text + delta.text, spans, logprobs, end=delta.end)
+            joined[-1] = ContentDelta(last.text + delta.text, spans, logprobs)
         elif isinstance(delta, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            joined[-1] = ReasoningDelta(last.text + delta.text, end=delta.end)
+            joined[-1] = ReasoningDelta(last.text + delta.text)
         elif isinstance(delta, ArgumentsDelta) and isinstance(last, ArgumentsDelta):
             joined[-1] = ArgumentsDelta(delta.index, last.text + delta.text)
         else:

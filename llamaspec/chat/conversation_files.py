@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamaspec.chat.template import Message
+from llamaspec.chat.messages import Message
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.files import cache_folder, parse_json, read_file, write_file
 

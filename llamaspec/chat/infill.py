@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from llamaspec.chat.transcript import tokenize_inside
 from llamaspec.errors import PromptError
 from llamaspec.llama.vocabulary import FimTokens, LlamaVocabulary
 from llamaspec.values import TokenArray
@@ -43,7 +42,7 @@ def infill_prompt(vocabulary: LlamaVocabulary, prefix: str, suffix: str) -> Toke
         The model has no tokens for this.
     """
     marks = _marks(vocabulary)
-    return _joined(vocabulary, marks, (), *(tokenize_inside(vocabulary, text) for text in (prefix, suffix)))
+    return _joined(vocabulary, marks, (), *(vocabulary.tokenize_inside(text) for text in (prefix, suffix)))
 
 
 def fitting_infill_prompt(
@@ -59,8 +58,8 @@ def fitting_infill_prompt(
     n_after = around // 4
     # Text that cannot fit is not tokenized.
     prefix, suffix = _end(prefix, 2 * LONGEST * AROUND), suffix[: LONGEST * AROUND]
-    before = _end(tokenize_inside(vocabulary, prefix), around - n_after)
-    after = tokenize_inside(vocabulary, suffix)[:n_after]
+    before = _end(vocabulary.tokenize_inside(prefix), around - n_after)
+    after = vocabulary.tokenize_inside(suffix)[:n_after]
     others: list[TokenArray] = []
     left = room - N_MARKS - around
     for file in reversed(files):
@@ -85,7 +84,7 @@ def _marks(vocabulary: LlamaVocabulary) -> FimTokens:
 
 def _marked(vocabulary: LlamaVocabulary, text: str, mark: int | None) -> TokenArray:
     own = [] if mark is None else [mark]
-    return np.concatenate((np.array(own, dtype=np.int32), tokenize_inside(vocabulary, text)))
+    return np.concatenate((np.array(own, dtype=np.int32), vocabulary.tokenize_inside(text)))
 
 
 def _joined(

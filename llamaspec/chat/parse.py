@@ -14,11 +14,17 @@ import secrets
 import string
 from collections.abc import Iterable, Mapping, Sequence
 
-from llamaspec.chat.deltas import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
-from llamaspec.chat.escaping import Json
 from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning
 from llamaspec.chat.incoming import MAX_HEADER, MAX_SPACE, Incoming, Reading
-from llamaspec.chat.template import ToolCall
+from llamaspec.chat.messages import (
+    ArgumentsDelta,
+    CallDelta,
+    ContentDelta,
+    Delta,
+    Json,
+    ReasoningDelta,
+    ToolCall,
+)
 
 _FENCE = "```"
 _HARMONY_HEADER = re.compile(r"\s*(assistant)?\s*(to=|<\|channel\|>).*?<\|message\|>", re.DOTALL)
@@ -94,7 +100,7 @@ class AnswerParser:
         self._is_at_start = False
         text_end = self._incoming.n_fed - len(self._incoming.text)
         if self._space and text_end - len(text) != self._space_end:  # a mark lies between
-            self._deltas.append(kind(self._space, end=self._space_end))
+            self._add(kind, self._space, self._space_end)
             self._space = ""
         text = self._space + text
         may_be_dropped = kind is ReasoningDelta or (self.answer_format.calls is not None and self._schemas)
@@ -102,7 +108,10 @@ class AnswerParser:
         text, self._space = text[:end], text[end:]
         self._space_end, text_end = text_end, text_end - len(self._space)
         if text:
-            self._deltas.append(kind(text, end=text_end))
+            self._add(kind, text, text_end)
+
+    def _add(self, kind: type[ContentDelta] | type[ReasoningDelta], text: str, end: int) -> None:
+        self._deltas.append(ContentDelta(text, end=end) if kind is ContentDelta else ReasoningDelta(text))
 
     def _begin_text(self) -> None:
         """Begin another text; empty lines between the two belong to neither."""

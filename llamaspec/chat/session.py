@@ -1,8 +1,8 @@
 """A conversation with a model: its messages and the answer to the next one.
 
 The whole conversation is the prompt each time. The part in the KV cache costs nothing, and text that was read
-or generated before keeps its tokens (`chat/transcript.py`). This module knows no terminal: iterators return
-text, and a function receives remarks.
+or generated before keeps its tokens (`Transcript`). This module knows no terminal: iterators return text, and
+a function receives remarks.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.deltas import ContentDelta, ReasoningDelta
-from llamaspec.chat.escaping import Rendered
 from llamaspec.chat.families import recognize
+from llamaspec.chat.messages import ContentDelta, Message, ReasoningDelta
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.chat.template import ChatTemplate, Message
-from llamaspec.chat.transcript import Transcript, tokenize_inside
+from llamaspec.chat.template import ChatTemplate, Rendered, Span
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.errors import ContextFullError, PromptError
+from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.filters import Sampling
@@ -63,7 +62,7 @@ class Reply:
 
     completion: Completion
     seed: int
-    before: AnswerSoFar | None = None  # the answer that this one continues, if any
+    continues: bool = False  # continues the answer before
 
 
 @dataclass(slots=True)
@@ -190,7 +189,7 @@ class Session:
                         self._on_reasoning(delta.text)
         finally:
             stream.close()
-            reply = Reply(stream.completion, seed, before if more else None)
+            reply = Reply(stream.completion, seed, more)
             self._keep(turns, reply, before, "".join(said), attempt)
 
     def _stream(
@@ -289,7 +288,7 @@ class Session:
         tokens: list[int] = []
         text = ""
         for part, is_mark in self._format.begun(said, "", rendered.text):
-            tokens += tokenize_inside(self._vocabulary, part, parse_special=is_mark).tolist()
+            tokens += self._vocabulary.tokenize_inside(part, parse_special=is_mark).tolist()
             text += part
         return AnswerSoFar(tuple(tokens), text, said)
 
@@ -297,3 +296,83 @@ class Session:
 def _next_turn(turns: Turns, start: int) -> int | None:
     """Return where the turn after the one at `start` begins; None if there is none."""
     return next((i for i in range(start + 1, len(turns)) if turns[i].role == "user"), None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Segment:
+    """Text and its tokens; reused as a whole or not at all."""
+
+    text: bytes
+    tokens: TokenArray  # [n]
+    specials: tuple[Span, ...] = ()  # control tokens in the text
+
+
+class Transcript:
+    """The tokens of one growing text, as it was read and generated.
+
+    A tokenizer may split a generated text differently than the model wrote it, and nothing behind the first
+    token that differs can be reused. So known text is not tokenized again. tests/chat/test_cached_turns.py.
+    """
+
+    def __init__(self, vocabulary: LlamaVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._controls = {token: text.encode() for text, token in vocabulary.controls.items()}
+        self._segments: list[_Segment] = []
+        # SentencePiece vocabularies put a space before every text, even in the middle of one.
+        first = vocabulary.tokenize(b"a", add_special=False)[:1].tolist()
+        self._adds_space = any(vocabulary.piece(token).startswith(b" ") for token in first)
+
+    @property
+    def text(self) -> bytes:
+        """Everything that was read and generated."""
+        return b"".join(segment.text for segment in self._segments)
+
+    def read(self, rendered: Rendered) -> TokenArray:
+        """Tokenize a text, with the known tokens for as long as the text is known: int32 [n]."""
+        known = self._known(rendered)
+        n_known = sum(len(segment.text) for segment in known)
+        new = self._continuation(rendered.after(n_known)) if known else None
+        if new is None:
+            tokens = self._vocabulary.begun(rendered.tokenize(self._vocabulary))
+            known, new = [], _Segment(rendered.text, tokens, rendered.specials)
+        self._segments = [*known, new] if new.text else known
+        return np.concatenate([segment.tokens for segment in self._segments])
+
+    def wrote(self, tokens: Sequence[int]) -> None:
+        """Add tokens that the model generated behind the text last read."""
+        for token in tokens:
+            text = self._vocabulary.piece(token)
+            specials: tuple[Span, ...] = ()
+            if not text and (text := self._controls.get(token, b"")):  # templates spell it like this
+                specials = ((0, len(text)),)
+            self._segments.append(_Segment(text, np.array([token], dtype=np.int32), specials))
+
+    def _known(self, rendered: Rendered) -> list[_Segment]:
+        """Return the known segments with which a text begins."""
+        known: list[_Segment] = []
+        end = n_specials = 0
+        for segment in self._segments:
+            # A token without text, such as a control token, is not part of the text.
+            if not (segment.text and rendered.text.startswith(segment.text, end)):
+                break
+            after = end + len(segment.text)
+            # The same letters with control tokens elsewhere are another text.
+            specials = rendered.specials[n_specials:]
+            here = [span for span in specials[: len(segment.specials) + 1] if span[0] < after]
+            if here != [(a + end, b + end) for a, b in segment.specials]:
+                break
+            known.append(segment)
+            end, n_specials = after, n_specials + len(here)
+        while known and end < len(rendered.text) and rendered.text[end] & 0xC0 == 0x80:  # within a character
+            end -= len(known.pop().text)
+        return known
+
+    def _continuation(self, rendered: Rendered) -> _Segment | None:
+        """Tokenize a text that follows a known one; None if the tokenizer cannot begin there."""
+        tokens = rendered.tokenize(self._vocabulary)
+        first = self._vocabulary.piece(int(tokens[0])) if len(tokens) else b""
+        if self._adds_space and first.startswith(b" "):
+            if first != b" ":
+                return None
+            tokens = tokens[1:]
+        return _Segment(rendered.text, tokens, rendered.specials)

@@ -1,33 +1,41 @@
-"""Messages, and chat templates, which turn a conversation into the text that a model was trained to read.
+"""Chat templates, which turn a conversation into the text that a model was trained to read.
 
-A template is a Jinja program in a model's file. It runs in a sandboxed process (`chat/sandbox.py`), with text
-from users, tools and clients escaped (`chat/escaping.py`). Any error in it becomes one line.
+A template is a Jinja program in a model's file. It runs in a process of its own (`chat/sandbox.py`), and any
+error in it becomes one line. Only a template can write a control token, never a message: before rendering,
+any text from users, tools and clients that spells a control token, or could complete one, is replaced letter
+by letter with private-use characters, which survive trimming, slicing and splitting. All control tokens in
+the rendered text are then the template's own, and the letters are put back. A template that joins parts of a
+message itself is trusted. tests/chat/test_escaping.py attacks it.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pydantic_core import from_json
+import numpy as np
 
-from llamaspec.chat.escaping import Escaper, Json, Rendered, SpecialTokens, texts_in
+from llamaspec.chat.messages import Json, Message
 from llamaspec.chat.sandbox import PROCESS, RenderError, RenderTimeError
 from llamaspec.errors import ModelFileError, PromptError
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.values import NO_TOKENS, TokenArray
 
 KEY = "tokenizer.chat_template"
-RESERVED = frozenset(  # variables that `template_kwargs` may not replace
+RESERVED = frozenset(  # variables of a template that clients may not set
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception",
      "strftime_now"}
 )  # fmt: skip
-ROLES = ("system", "user", "assistant", "tool")
+_PRIVATE = range(0xF0000, 0xFFFFE)  # code points that Unicode leaves unassigned
+_NAMES = ("type", "required")  # JSON schema keywords whose values templates compare
+
+Span = tuple[int, int]  # [start, end) in bytes
 
 
 class NoTemplateError(ModelFileError):
@@ -40,36 +48,6 @@ class TemplateError(PromptError):
 
 class SystemPromptError(TemplateError):
     """A chat template refuses the system prompt."""
-
-
-class TemplateTimeError(TemplateError):
-    """A chat template takes too much time or memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A function that the assistant wants called."""
-
-    id: str
-    name: str
-    arguments: str  # JSON as the model wrote it; may be invalid
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A message of a conversation; ValueError if the role is unknown."""
-
-    role: str  # system, user, assistant or tool
-    text: str
-    name: str | None = None  # of the speaker, or of the tool whose result this is
-    tool_calls: tuple[ToolCall, ...] = ()  # only of the assistant
-    tool_call_id: str | None = None  # the call whose result this is
-    reasoning: str | None = None  # before the assistant's answer
-    place: str = field(default="", compare=False)  # in the request, such as messages.3, for errors
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ValueError(f"a message is from {', '.join(ROLES)}, got {self.role!r}")
 
 
 class ChatTemplate:
@@ -143,23 +121,22 @@ class ChatTemplate:
 
         Only the template can write control tokens, and with `parse_special` messages, too. Tools are in
         OpenAI's form, {"type": "function", "function": {…}}. `template_kwargs` are more variables for the
-        template, such as {"enable_thinking": False}.
+        template, such as {"enable_thinking": False}, and none that is RESERVED.
 
-        PromptError if these replace a reserved variable; TemplateError if the template takes too long or
-        refuses, as many do if user and assistant do not alternate.
+        TemplateError if the template takes too long or refuses, as many do if user and assistant do not
+        alternate.
         """
-        kwargs = template_kwargs or {}
-        if taken := RESERVED.intersection(kwargs):
-            raise PromptError(f"the template gets {', '.join(sorted(taken))} from llamaspec; leave that out")
-        special = SpecialTokens(()) if parse_special else self._special
-        said = conversation(messages)
+        escaped = SpecialTokens(()) if parse_special else self._special
+        more = tools, template_kwargs or {}, escaped
+        said = [message.as_dict() for message in messages]
         try:
-            return self._rendered(said, tools, kwargs, special)
+            return self._rendered(said, *more)
         except TemplateError as error:
-            in_text = conversation(messages, arguments_in_text=True)  # as some templates expect them
-            if in_text != said and not isinstance(error, TemplateTimeError):
+            # Some templates expect the arguments of calls as text.
+            in_text = [message.as_dict(arguments_in_text=True) for message in messages]
+            if in_text != said and not _is_out_of_time(error):
                 with suppress(TemplateError):
-                    return self._rendered(in_text, tools, kwargs, special)
+                    return self._rendered(in_text, *more)
             raise
 
     def _rendered(
@@ -167,11 +144,11 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Json]],
         tools: Sequence[Mapping[str, Json]] | None,
         kwargs: Mapping[str, Json],
-        special: SpecialTokens,
+        escaped: SpecialTokens,
     ) -> Rendered:
         """As `render`."""
         try:
-            escaper = Escaper(special, texts_in([self.source, messages, tools, kwargs]))
+            escaper = Escaper(escaped, texts_in([self.source, messages, tools, kwargs]))
             # Templates are written for plain dictionaries and lists.
             variables = {
                 **{key: escaper.escape_json(value) for key, value in kwargs.items()},
@@ -189,8 +166,7 @@ class ChatTemplate:
             refused = f"the model's chat template refuses: {reason}"
             if messages and messages[0]["role"] == "system" and "system" in reason.lower():
                 raise SystemPromptError(f"{refused}; leave the system prompt out") from error
-            kind = TemplateTimeError if isinstance(error, RenderTimeError) else TemplateError
-            raise kind(f"{refused}; give another template") from error
+            raise TemplateError(f"{refused}; give another template") from error
         if not rendered.text:
             raise TemplateError("the prompt is empty: the chat template writes nothing; give another one")
         return rendered
@@ -200,7 +176,7 @@ class ChatTemplate:
 
         `more` are the other arguments of `render`.
         """
-        if isinstance(error, TemplateTimeError) or self._refuses((), error, **more):
+        if _is_out_of_time(error) or self._refuses((), error, **more):
             return ""
         accepted = bisect_left(
             range(1, len(messages)), True, key=lambda n: self._refuses(messages[:n], error, **more)
@@ -216,61 +192,151 @@ class ChatTemplate:
         return False
 
 
-def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> list[Message]:
-    """Return a conversation for a template without tools: its first message lists them, calls are text."""
-    found: list[Message] = []
-    before = ""  # role
-    for message in messages:
-        functions = [_call_as_dict(call)["function"] for call in message.tool_calls]
-        calls = [json.dumps(function, ensure_ascii=False) for function in functions]
-        text = "\n".join(filter(None, (message.text, *calls)))
-        role = "user" if message.role == "tool" else message.role
-        if "tool" in (message.role, before) and found and found[-1].role == role == "user":
-            found[-1] = replace(found[-1], text=f"{found[-1].text}\n\n{text}")
-        else:
-            name = None if message.role == "tool" else message.name
-            found.append(Message(role, text, name, reasoning=message.reasoning, place=message.place))
-        before = message.role
-    if tools:
-        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        told = f'Call a tool: answer with JSON, {{"name": …, "arguments": {{…}}}}. The tools are:\n{listed}'
-        found[0] = replace(found[0], text=f"{told}\n\n{found[0].text}")
-    return found
+def _is_out_of_time(error: TemplateError) -> bool:
+    return isinstance(error.__cause__, RenderTimeError)
 
 
-def conversation(messages: Sequence[Message], *, arguments_in_text: bool = False) -> list[dict[str, Json]]:
-    """Return messages as in OpenAI's API, but with the arguments of calls as objects, for templates."""
-    return [_as_dict(message, arguments_in_text) for message in messages]
+class SpecialTokens:
+    """The spellings of a vocabulary's control tokens; empty ones are left out."""
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        self._spellings = sorted({text for text in spellings if text}, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, self._spellings)) or r"(?!)")
+        self._in_bytes = re.compile(self.pattern.pattern.encode())
+        self._longest = max(map(len, self._spellings), default=0)
+        self._beginnings = {text[:n] for text in self._spellings for n in range(1, len(text))}
+        self._ends = {text[n:] for text in self._spellings for n in range(1, len(text))}
+
+    def spans(self, text: bytes) -> list[Span]:
+        """Return where a text spells control tokens."""
+        return [found.span() for found in self._in_bytes.finditer(text)]
+
+    def is_inside(self, text: str) -> bool:
+        """Whether a text is part of a spelling."""
+        return any(text in spelling for spelling in self._spellings)
+
+    def may_begin_at_the_end_of(self, text: str) -> bool:
+        """Whether a text ends with the beginning of a spelling."""
+        return any(text[-n:] in self._beginnings for n in range(1, self._longest))
+
+    def may_end_at_the_start_of(self, text: str) -> bool:
+        """Whether a text begins with the end of a spelling."""
+        return any(text[:n] in self._ends for n in range(1, self._longest))
 
 
-def _as_dict(message: Message, arguments_in_text: bool) -> dict[str, Json]:
-    found: dict[str, Json] = {"role": message.role, "content": message.text}
-    if message.name is not None:
-        found["name"] = message.name
-    if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
-    if message.reasoning:
-        found["reasoning_content"] = message.reasoning
-        if not (message.text and message.tool_calls):  # gpt-oss accepts only one of both beside a call
-            found["thinking"] = message.reasoning
-    if message.tool_calls:
-        found["tool_calls"] = [_call_as_dict(call, arguments_in_text) for call in message.tool_calls]
-    return found
+class Escaper:
+    """Replaces characters while a template is rendered, each by one that does not occur in `texts`."""
+
+    def __init__(self, special: SpecialTokens, texts: Iterable[str]) -> None:
+        self._special = special
+        used = set().union(*texts)
+        self._free = (character for character in map(chr, _PRIVATE) if character not in used)
+        self._replacements: dict[str, str] = {}
+
+    def escape(self, text: str) -> str:
+        """Return a text that cannot become a control token; the template can still trim its spaces."""
+        text = self._escape_tokens(text)
+        core = text.strip()
+        if not core:
+            return text
+        start = text.index(core)
+        end = start + len(core)
+        if self._special.is_inside(core):
+            return text[:start] + self._replaced(core) + text[end:]
+        if self._special.may_begin_at_the_end_of(core):
+            text = text[: end - 1] + self._replaced(text[end - 1]) + text[end:]
+        if self._special.may_end_at_the_start_of(core):
+            text = text[:start] + self._replaced(text[start]) + text[start + 1 :]
+        return text
+
+    def escape_json(self, value: Json, *, is_name: bool = False) -> Json:
+        """Return JSON with all strings escaped; keys and names only if they contain a whole token."""
+        if isinstance(value, str):
+            return self._escape_tokens(value) if is_name else self.escape(value)
+        if isinstance(value, Mapping):
+            return {
+                self._escape_tokens(str(key)): self.escape_json(inner, is_name=key in _NAMES)
+                for key, inner in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.escape_json(inner, is_name=is_name) for inner in value]
+        return value
+
+    def unescape(self, text: str) -> str:
+        """Return a rendered text with the original characters."""
+        return text.translate({ord(new): old for old, new in self._replacements.items()})
+
+    def _escape_tokens(self, text: str) -> str:
+        return self._special.pattern.sub(lambda found: self._replaced(found[0]), text)
+
+    def _replaced(self, text: str) -> str:
+        for character in text:
+            if character not in self._replacements:
+                self._replacements[character] = next(self._free)
+        return "".join(self._replacements[character] for character in text)
 
 
-def _call_as_dict(call: ToolCall, arguments_in_text: bool = False) -> dict[str, Json]:
-    arguments = call.arguments if arguments_in_text else _as_object(call.arguments)
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+def texts_in(value: Json) -> Iterator[str]:
+    """Yield all strings and keys in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from texts_in([*map(str, value), *value.values()])
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts_in(inner)
 
 
-def _as_object(arguments: str) -> Mapping[str, Json]:
-    """Return the arguments of a call as an object, because templates iterate over them.
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A rendered conversation, with the places where the template wrote control tokens."""
 
-    Arguments that were cut off are closed, so that their beginning is found in the KV cache. Text behind the
-    object is left out. Anything but an object becomes a string in one.
-    """
-    try:
-        found = from_json(arguments.strip() or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"arguments": arguments}
+    text: bytes  # UTF-8
+    specials: tuple[Span, ...]  # ascending
+    known: SpecialTokens  # all that the tokenizer would recognise
+
+    @classmethod
+    def of(cls, escaped: str, known: SpecialTokens, escaper: Escaper) -> Rendered:
+        """Return the rendered text of escaped messages."""
+        text, specials, start = bytearray(), [], 0
+        for found in known.pattern.finditer(escaped):
+            text += escaper.unescape(escaped[start : found.start()]).encode()
+            specials.append((len(text), len(text) + len(found[0].encode())))
+            text += found[0].encode()
+            start = found.end()
+        text += escaper.unescape(escaped[start:]).encode()
+        return cls(bytes(text), tuple(specials), known)
+
+    def followed_by(self, text: str, *, parse_special: bool) -> Rendered:
+        """Return it with more text, which may hold control tokens or not."""
+        more, n = text.encode(), len(self.text)
+        spans = self.known.spans(more) if parse_special else []
+        return replace(
+            self, text=self.text + more, specials=(*self.specials, *((a + n, b + n) for a, b in spans))
+        )
+
+    def after(self, start: int) -> Rendered:
+        """Return the text from a place that is not inside a control token."""
+        specials = tuple((a - start, b - start) for a, b in self.specials if a >= start)
+        return replace(self, text=self.text[start:], specials=specials)
+
+    def tokenize(self, vocabulary: LlamaVocabulary) -> TokenArray:
+        """Return the tokens, without the one that begins a text: int32 [n]."""
+        parts = [
+            vocabulary.tokenize(text, add_special=False, parse_special=is_trusted)
+            for text, is_trusted in self.segments()
+            if text
+        ]
+        return np.concatenate(parts) if parts else NO_TOKENS
+
+    def segments(self) -> Iterator[tuple[bytes, bool]]:
+        """Yield the text in few long parts, each with whether control tokens are recognised in it."""
+        forged = set(self.known.spans(self.text)).difference(self.specials)
+        begin = end = 0
+        for start, stop in (*self.specials, (len(self.text), len(self.text))):
+            if any(a < start and end < b for a, b in forged):
+                yield self.text[begin:end], True
+                yield self.text[end:start], False
+                begin = start
+            end = stop
+        yield self.text[begin:], True

@@ -11,8 +11,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from llamaspec.chat.escaping import Json
 from llamaspec.chat.families import GEMMA4, HARMONY, NAME, QUOTED_NAME, QWEN_XML, AnswerFormat
+from llamaspec.chat.messages import Json
 from llamaspec.chat.parse import quoted
 
 _ANYTHING = r"/(?s:.*)/"

@@ -279,7 +279,7 @@ class _Loop:
             say("the context is full, so the answer ends here; raise --n-ctx for more")
         elif last.completion.stop_reason is StopReason.LIMIT:
             say(f"stopped after {len(last.completion.tokens)} tokens; /continue writes more")
-        elif last.before is not None and not last.completion.tokens:
+        elif last.continues and not last.completion.tokens:
             say("the answer was complete already; there is nothing to continue")
         if self.stats is not None:
             self._show_statistics(self.stats)

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from llamaspec.chat.template import ChatTemplate, Message
-from llamaspec.chat.transcript import Transcript
+from llamaspec.chat.messages import Message
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli.grouped import Command, Decorator, Integer, option_group
 from llamaspec.cli.output import Detail, say
 from llamaspec.errors import PromptError
@@ -302,7 +302,8 @@ class ChatOptions:
         message = Message("user", decoded(prompt, "the prompt"))
         messages = [Message("system", self.system), message] if self.system else [message]
         rendered = self.read_template(pair).render(messages, parse_special=parse_special)
-        return Transcript(pair.target.vocabulary).read(rendered)
+        vocabulary = pair.target.vocabulary
+        return vocabulary.begun(rendered.tokenize(vocabulary))
 
 
 _CHAT: tuple[Decorator, ...] = (

@@ -103,6 +103,12 @@ class LlamaVocabulary:
             raise PromptError(f"the tokenizer made more tokens than bytes of a prompt of {len(text)} bytes")
         return tokens[:n].copy()
 
+    def tokenize_inside(self, text: str, *, parse_special: bool = False) -> TokenArray:
+        """Token ids of a text that follows another, without SentencePiece's leading space: int32 [n]."""
+        tokens = self.tokenize(text.encode(), add_special=False, parse_special=parse_special)
+        has_space = len(tokens) > 0 and self.piece(int(tokens[0])) == b" " and not text.startswith(" ")
+        return tokens[1:] if has_space else tokens
+
     def begun(self, tokens: TokenArray) -> TokenArray:
         """Return the tokens after BOS, if the model wants one and they do not start with it already."""
         if not self.adds_bos or self.bos < 0 or tokens[:1].tolist() == [self.bos]:

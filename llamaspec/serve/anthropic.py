@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from llamaspec.chat.deltas import CallDelta, ContentDelta, Delta, ReasoningDelta
+from llamaspec.chat.messages import CallDelta, ContentDelta, Delta, ReasoningDelta
 from llamaspec.engine.generation import StopReason
 from llamaspec.serve.bodies import (
     AnswerOptions,

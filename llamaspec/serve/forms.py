@@ -14,8 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from llamaspec.chat.deltas import ContentDelta, Delta, TokenLogprobs, message_of
-from llamaspec.chat.template import Message
+from llamaspec.chat.messages import ContentDelta, Delta, Message, TokenLogprobs, message_of
 from llamaspec.engine.generation import Summary
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import SpeculativeFields, without_half_pairs

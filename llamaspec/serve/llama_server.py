@@ -14,8 +14,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from llamaspec.chat.deltas import ContentDelta, Delta, TokenLogprobs
 from llamaspec.chat.infill import File, fitting_infill_prompt
+from llamaspec.chat.messages import ContentDelta, Delta, TokenLogprobs
 from llamaspec.engine.generation import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from llamaspec.chat.template import Message, ToolCall
+from llamaspec.chat.messages import Message, ToolCall
 from llamaspec.serve.bodies import Fields, FieldsByType
 from llamaspec.serve.errors import bad_field, not_supported
 

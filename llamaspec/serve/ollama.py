@@ -19,8 +19,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from llamaspec.chat.deltas import ArgumentsDelta, CallDelta, Delta, ReasoningDelta
-from llamaspec.chat.template import Message
+from llamaspec.chat.messages import ArgumentsDelta, CallDelta, Delta, Message, ReasoningDelta
 from llamaspec.files import file_identity
 from llamaspec.serve.bodies import (
     AnswerOptions,

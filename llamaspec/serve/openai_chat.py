@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaspec.chat.deltas import CallDelta, ContentDelta, Delta, ReasoningDelta, TokenLogprobs
+from llamaspec.chat.messages import CallDelta, ContentDelta, Delta, ReasoningDelta, TokenLogprobs
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import (
     AnswerOptions,

@@ -13,7 +13,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llamaspec.chat.deltas import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from llamaspec.serve.bodies import (
     AnswerOptions,
     Count,

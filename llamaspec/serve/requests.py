@@ -14,19 +14,11 @@ import numpy as np
 from starlette.concurrency import run_in_threadpool
 
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.escaping import SpecialTokens, texts_in
 from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat, recognize
 from llamaspec.chat.infill import infill_prompt
+from llamaspec.chat.messages import Message, in_words
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.chat.template import (
-    RESERVED,
-    ChatTemplate,
-    Message,
-    TemplateError,
-    conversation,
-    in_words,
-)
-from llamaspec.chat.transcript import Transcript
+from llamaspec.chat.template import RESERVED, ChatTemplate, TemplateError, texts_in
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.generation import Completion
 from llamaspec.engine.stream import Progress, TextStream
@@ -132,7 +124,6 @@ class RequestBuilder:
         # Some files call <tool_call> a control token, others a user-defined one.
         marks = {text.decode(errors="replace"): i for i, text in self.vocabulary.specials.items()}
         self.constraints = Constraints(pair, marks)
-        self._special = SpecialTokens(self.vocabulary.controls)
         self._context_size = target.context_size
         longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
         self._max_bytes = self._context_size * longest_token  # longer text cannot fit
@@ -178,9 +169,8 @@ class RequestBuilder:
         kwargs = request.reasoning.template_kwargs
         if not self.takes_tools:
             messages, tools = in_words(messages, tools), ()
-        self.check_size(
-            "".join(texts_in([conversation(messages), tools, begun.text, begun.reasoning])), request.field
-        )
+        said = [message.as_dict() for message in messages]
+        self.check_size("".join(texts_in([said, tools, begun.text, begun.reasoning])), request.field)
         try:
             rendered = template.render(messages, tools or None, template_kwargs=kwargs)
         except TemplateError as error:
@@ -190,9 +180,9 @@ class RequestBuilder:
         if begun.text or begun.reasoning:
             parts = self.answer_format.begun(begun.text, begun.reasoning or "", rendered.text)
             for text, is_mark in parts:
-                rendered = rendered.followed_by(text, self._special if is_mark else None)
+                rendered = rendered.followed_by(text, parse_special=is_mark)
             is_thinking = not begun.text and len(parts) > 1
-        tokens = Transcript(self.vocabulary).read(rendered)
+        tokens = self.vocabulary.begun(rendered.tokenize(self.vocabulary))
         return self._checked(tokens, request.field) if must_fit else tokens, is_thinking
 
     def check_token_ids(self, tokens: Sequence[int], field: str) -> None:

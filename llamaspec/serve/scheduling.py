@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.deltas import Delta
+from llamaspec.chat.messages import Delta
 from llamaspec.engine.generation import Completion, StopReason
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy

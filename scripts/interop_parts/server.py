@@ -18,7 +18,7 @@ from unittest.mock import patch
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaspec import AutoLength, ModelOptions, open_pair
-from llamaspec.chat.deltas import Delta
+from llamaspec.chat.messages import Delta
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.engine.generation import Completion, StopReason, summarize

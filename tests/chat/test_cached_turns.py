@@ -9,9 +9,9 @@ import pytest
 from chat_models import ASCII, ENDING, PLAIN, SENTENCEPIECE, TEMPLATE, last, say, session, write_chat_model
 from forward_requests import Count
 from llamaspec import ModelOptions, Pair, StopReason, open_pair
-from llamaspec.chat.escaping import Rendered, SpecialTokens
-from llamaspec.chat.template import ChatTemplate, Message
-from llamaspec.chat.transcript import Transcript, tokenize
+from llamaspec.chat.messages import Message
+from llamaspec.chat.session import Transcript
+from llamaspec.chat.template import ChatTemplate, Rendered, SpecialTokens
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -114,7 +114,7 @@ def test_tokens_of_the_model_are_kept(chat_folder: Path, vocabulary: Vocabulary,
 
 def fresh(words: LlamaVocabulary, rendered: Rendered) -> list[int]:
     """Tokens of a conversation of which nothing is known."""
-    found: list[int] = words.begun(tokenize(rendered, words, SpecialTokens(words.controls))).tolist()
+    found: list[int] = words.begun(rendered.tokenize(words)).tolist()
     return found
 
 
@@ -150,7 +150,10 @@ def test_half_a_character_is_tokenized_anew(store: ModelStore) -> None:
     with open_pair(store.path("llama"), target_options=ModelOptions(threads=1)) as opened:
         words = opened.target.vocabulary
         transcript = Transcript(words)
-        transcript.read(Rendered(b"[user]a[assistant]", ()))
+        transcript.read(Rendered(b"[user]a[assistant]", (), SpecialTokens(())))
         transcript.wrote([token_of(b"o", opened), token_of(b"\xef", opened), token_of(b"\xbc", opened)])
         text = "[user]a[assistant]o\ufffd[user]".encode()
-        assert b"".join(map(words.piece, transcript.read(Rendered(text, ())).tolist())) == text
+        assert (
+            b"".join(map(words.piece, transcript.read(Rendered(text, (), SpecialTokens(()))).tolist()))
+            == text
+        )

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from chat_models import SENTENCEPIECE
 from llamaspec import LlamaModel, ModelOptions
-from llamaspec.chat.escaping import Rendered, SpecialTokens
-from llamaspec.chat.template import ChatTemplate, Message
-from llamaspec.chat.transcript import Transcript, tokenize
+from llamaspec.chat.messages import Message
+from llamaspec.chat.session import Transcript
+from llamaspec.chat.template import ChatTemplate, Rendered, SpecialTokens
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -73,7 +73,7 @@ def template(source: str, words: LlamaVocabulary) -> ChatTemplate:
 
 
 def tokens_of(rendered: Rendered, words: LlamaVocabulary) -> list[int]:
-    found: list[int] = tokenize(rendered, words, SpecialTokens(words.controls)).tolist()
+    found: list[int] = rendered.tokenize(words).tolist()
     return found
 
 
@@ -135,7 +135,7 @@ def test_a_message_takes_no_letter_of_a_control_token() -> None:
         [Message("user", "Go!")]
     )
     assert rendered.specials == ((3, 6), (6, 10))
-    assert [part for part in rendered.segments(special) if part[0]] == [(b"Go!", False), (b"<s></s>", True)]
+    assert [part for part in rendered.segments() if part[0]] == [(b"Go!", False), (b"<s></s>", True)]
 
 
 def test_a_control_token_of_one_letter(words: LlamaVocabulary) -> None:

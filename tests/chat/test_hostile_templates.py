@@ -13,8 +13,8 @@ import pytest
 
 from command import environment
 from llamaspec.chat import sandbox
+from llamaspec.chat.messages import Message
 from llamaspec.chat.sandbox import PROCESS, RenderError, TemplateProcess
-from llamaspec.chat.template import Message
 from patience import PATIENCE
 
 HELLO = Message("user", "hello")

@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamaspec.chat import families
-from llamaspec.chat.deltas import (
+from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning, recognize
+from llamaspec.chat.incoming import MAX_HEADER
+from llamaspec.chat.messages import (
     ArgumentsDelta,
     CallDelta,
     ContentDelta,
     Delta,
-    ReasoningDelta,
+    Message,
+    ToolCall,
     message_of,
 )
-from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning, recognize
-from llamaspec.chat.incoming import MAX_HEADER
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.chat.template import Message, ToolCall
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 EDIT = {
@@ -267,7 +267,7 @@ def test_whatever_a_model_writes(name: str, fragments: list[str], data: st.DataO
 def test_text_is_where_it_says_it_was_written(name: str, fragments: list[str], is_cut: bool) -> None:
     parser, text, end = AnswerParser(FORMATS[name], TOOLS), "".join(fragments), 0
     for delta in [*(d for piece in fragments for d in parser.feed(piece)), *parser.finish(is_cut=is_cut)]:
-        if isinstance(delta, ContentDelta | ReasoningDelta):
+        if isinstance(delta, ContentDelta):
             assert end + len(delta.text) <= delta.end
             end = delta.end
             assert text[:end].endswith(delta.text)

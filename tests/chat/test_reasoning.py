@@ -13,10 +13,10 @@ from command import invoke, naming
 from llamaspec import EvaluationError, FixedLength, ModelOptions, Pair, Sampling, StopReason, open_pair
 from llamaspec.chat import families
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.deltas import Delta, message_of
 from llamaspec.chat.families import AnswerFormat, Reasoning
+from llamaspec.chat.messages import Delta, Message, message_of
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.chat.template import ChatTemplate, Message
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.engine.stream import TextStream
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import TokenArray

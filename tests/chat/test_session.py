@@ -13,9 +13,9 @@ from chat_models import TEMPLATE, Remarks, last, say, session
 from command import generate, invoke, naming
 from llamaspec import ModelOptions, Pair, PromptError, StopReason, open_pair
 from llamaspec.chat.conversation_files import ConversationFiles, load_conversation
-from llamaspec.chat.escaping import Rendered
+from llamaspec.chat.messages import Message
 from llamaspec.chat.session import REGENERATION
-from llamaspec.chat.template import ChatTemplate, Message
+from llamaspec.chat.template import ChatTemplate, Rendered
 from llamaspec.errors import ContextFullError, LlamaspecError
 
 

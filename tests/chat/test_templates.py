@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from chat_models import TEMPLATE
 from command import invoke, naming
 from llamaspec import ModelFileError, Pair, PromptError, open_pair
-from llamaspec.chat.escaping import SpecialTokens
-from llamaspec.chat.template import RESERVED, ChatTemplate, Message, TemplateError, ToolCall, in_words
-from llamaspec.chat.transcript import Transcript
+from llamaspec.chat.messages import Message, ToolCall, in_words
+from llamaspec.chat.template import ChatTemplate, SpecialTokens, TemplateError
 
 
 def refusal(template: str, messages: list[Message]) -> str:
@@ -83,7 +82,7 @@ def test_a_template_that_writes_nothing_is_one_line(talker: list[Path], tmp_path
 def test_a_conversation_begins_once(pair: Pair, template: str) -> None:
     """Whether or not the template writes the token that begins a text."""
     words = pair.target.vocabulary
-    tokens = Transcript(words).read(ChatTemplate(template, "<s>", "</s>").render([HELLO])).tolist()
+    tokens = words.begun(ChatTemplate(template, "<s>", "</s>").render([HELLO]).tokenize(words)).tolist()
     assert tokens.count(words.bos) == 1
     assert tokens[0] == words.bos
 
@@ -144,12 +143,6 @@ def test_what_a_template_sees() -> None:
     ]  # fmt: skip
     assert seen["tools"] == [tool()]
     assert seen["kwargs"] == [["calm", {"x": 1}], False]
-
-
-@pytest.mark.parametrize("name", sorted(RESERVED))
-def test_what_a_client_may_not_replace(name: str) -> None:
-    with pytest.raises(PromptError, match=f"the template gets {name} from llamaspec"):
-        ChatTemplate(TURNS, "", "").render([], template_kwargs={name: "x"})
 
 
 PARTS = [

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from llamaspec.chat import families
-from llamaspec.chat.deltas import message_of
 from llamaspec.chat.families import AnswerFormat, Reasoning
+from llamaspec.chat.messages import message_of
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 

@@ -20,7 +20,7 @@ from llamaspec.chat.conversation_files import (
     load_last,
     save_conversation,
 )
-from llamaspec.chat.template import Message
+from llamaspec.chat.messages import Message
 from llamaspec.cli.typed import Typed, history_path, line_editing, read_typed
 from patience import PATIENCE, until_it_waits
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from llamaspec import Pair
-from llamaspec.chat.template import ChatTemplate, Message, ToolCall
+from llamaspec.chat.messages import Message, ToolCall
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.serve.bodies import without_half_pairs
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.forms import arguments_of

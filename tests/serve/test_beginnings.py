@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from llamaspec import Pair
-from llamaspec.chat.template import ChatTemplate, Message
+from llamaspec.chat.messages import Message
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.serve.openai_chat import ChatBody
 from serve_soak import SCHEMA
 from serve_soak import TEMPLATE as TALKER

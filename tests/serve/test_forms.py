@@ -23,14 +23,8 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from llamaspec.chat.deltas import (
-    ArgumentsDelta,
-    CallDelta,
-    ContentDelta,
-    ReasoningDelta,
-    TokenLogprobs,
-)
 from llamaspec.chat.families import HERMES, AnswerFormat
+from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta, TokenLogprobs
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.engine.generation import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm

@@ -18,7 +18,7 @@ import pytest
 
 from llamaspec import AutoLength, FixedLength, Pair, Sampling
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.deltas import ContentDelta
+from llamaspec.chat.messages import ContentDelta
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.errors import PromptError
 from llamaspec.length.costs import Costs

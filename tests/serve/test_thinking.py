@@ -8,10 +8,10 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.deltas import message_of
 from llamaspec.chat.families import recognize
+from llamaspec.chat.messages import Message, message_of
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.chat.template import ChatTemplate, Message
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.serve.bodies import ReasoningFields
 from serve_soak import TEMPLATE
 from serving import Served

@@ -1,0 +1,161 @@
+"""Messages of a conversation, and the deltas of an answer while it is generated.
+
+The parser (`chat/parse.py`) makes deltas, `chat/answer_stream.py` adds the log-probabilities and the origin
+of their tokens, and every API writes them as its own JSON. Templates get messages as in OpenAI's API.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
+
+from pydantic_core import from_json
+
+from llamaspec.engine.generation import Span
+from llamaspec.values import Logprobs
+
+Json = Any  # a result of json.loads
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the assistant wants called."""
+
+    id: str
+    name: str
+    arguments: str  # JSON as the model wrote it; may be invalid
+
+    def as_dict(self, *, arguments_in_text: bool = False) -> dict[str, Json]:
+        """Return the call as in OpenAI's API, but with the arguments as an object, because templates iterate.
+
+        Arguments that were cut off are closed, so that their beginning is found in the KV cache. Text behind
+        the object is left out. Anything but an object becomes a string in one.
+        """
+        arguments: Json = self.arguments
+        if not arguments_in_text:
+            try:
+                arguments = from_json(arguments.strip() or "{}", allow_partial="trailing-strings")
+            except ValueError:
+                arguments = None
+            if not isinstance(arguments, dict):
+                arguments = {"arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message of a conversation; ValueError if the role is unknown."""
+
+    role: str  # system, user, assistant or tool
+    text: str
+    name: str | None = None  # of the speaker, or of the tool whose result this is
+    tool_calls: tuple[ToolCall, ...] = ()  # only of the assistant
+    tool_call_id: str | None = None  # the call whose result this is
+    reasoning: str | None = None  # before the assistant's answer
+    place: str = field(default="", compare=False)  # in the request, such as messages.3, for errors
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"a message is from {', '.join(ROLES)}, got {self.role!r}")
+
+    def as_dict(self, *, arguments_in_text: bool = False) -> dict[str, Json]:
+        """Return the message as templates expect it; arguments of calls as in `ToolCall.as_dict`."""
+        found: dict[str, Json] = {"role": self.role, "content": self.text}
+        if self.name is not None:
+            found["name"] = self.name
+        if self.tool_call_id is not None:
+            found["tool_call_id"] = self.tool_call_id
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+            if not (self.text and self.tool_calls):  # gpt-oss accepts only one of both beside a call
+                found["thinking"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [
+                call.as_dict(arguments_in_text=arguments_in_text) for call in self.tool_calls
+            ]
+        return found
+
+
+def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> list[Message]:
+    """Return a conversation for a template without tools: its first message lists them, calls are text."""
+    found: list[Message] = []
+    before = ""  # role
+    for message in messages:
+        functions = [call.as_dict()["function"] for call in message.tool_calls]
+        calls = [json.dumps(function, ensure_ascii=False) for function in functions]
+        text = "\n".join(filter(None, (message.text, *calls)))
+        role = "user" if message.role == "tool" else message.role
+        if "tool" in (message.role, before) and found and found[-1].role == role == "user":
+            found[-1] = replace(found[-1], text=f"{found[-1].text}\n\n{text}")
+        else:
+            name = None if message.role == "tool" else message.name
+            found.append(Message(role, text, name, reasoning=message.reasoning, place=message.place))
+        before = message.role
+    if tools:
+        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        told = f'Call a tool: answer with JSON, {{"name": …, "arguments": {{…}}}}. The tools are:\n{listed}'
+        found[0] = replace(found[0], text=f"{told}\n\n{found[0].text}")
+    return found
+
+
+class TokenLogprobs(NamedTuple):
+    """How probable a token and its alternatives were."""
+
+    token: int
+    logprobs: Logprobs
+    begin: int = 0  # characters of the answer before its text
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More of the answer's text."""
+
+    text: str
+    spans: tuple[Span, ...] = field(default=(), repr=False)  # the same text, split by whether it was drafted
+    logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)  # of its tokens, if requested
+    end: int = field(default=0, kw_only=True, compare=False, repr=False)  # characters fed, up to its last
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A tool call begins."""
+
+    index: int  # of the call within the answer
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of a call's arguments, which together are JSON if the model made no mistake."""
+
+    index: int
+    text: str
+
+
+Delta: TypeAlias = "ContentDelta | ReasoningDelta | CallDelta | ArgumentsDelta"
+
+
+def message_of(deltas: Iterable[Delta]) -> Message:
+    """Return the whole answer as a message of a conversation."""
+    content, reasoning, calls = "", "", list[ToolCall]()
+    for delta in deltas:
+        if isinstance(delta, ContentDelta):
+            content += delta.text
+        elif isinstance(delta, ReasoningDelta):
+            reasoning += delta.text
+        elif isinstance(delta, CallDelta):
+            calls.append(ToolCall(delta.id, delta.name, ""))
+        else:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + delta.text)
+    return Message("assistant", content, tool_calls=tuple(calls), reasoning=reasoning or None)
