@@ -56,7 +56,7 @@ class RecurrentCache:
         ((row, request, _),) = batch
         n_before = request.n_before
         if row not in self.of_row:
-            self._begin(request.tokens[:n_before])
+            self._start_row(request.tokens[:n_before])
             self.of_row = {row: self._held}
         n_shared = self._held.shared(request.tokens)
         if n_shared == n_before == request.n_tokens:
@@ -128,7 +128,7 @@ class RecurrentCache:
         if state is not None:
             self._store.put_whole(held.tokens[: held.n], state, tuple(self._checkpoints))
 
-    def _begin(self, tokens: TokenArray) -> None:
+    def _start_row(self, tokens: TokenArray) -> None:
         """Let another row take this context: store what it would lose, and copy back what is known of it."""
         if not self.shares:
             self.forget()
