@@ -365,7 +365,7 @@ def _read(path: Path, *, is_own: bool) -> dict[str, Entry]:
     try:
         listed = yaml.safe_load(read_file(path, _MAX_LIST_BYTES)) or {}
         if not isinstance(listed, dict):
-            raise ValueError("it has to be a mapping from names to what is known of them")
+            raise ValueError("it must be a mapping from names to descriptions")
         return {str(name): _entry(str(name), what, is_own) for name, what in listed.items()}
     except (FileNotFoundError, NotADirectoryError):
         raise

@@ -1,7 +1,7 @@
-"""Small files that people and llamaspec keep: read whole or refused, validated, written in one step.
+"""Small files that users and llamaspec write: read whole or refused, validated, replaced in one step.
 
-Only a regular file below a size is read, so no pipe, device or huge file keeps anybody waiting. Content is
-validated by pydantic against a dataclass, strictly: no numbers in quotes, nothing unknown, no NaN.
+Only regular files up to a size limit are read, so pipes, devices and huge files cannot block. pydantic
+validates content strictly against a dataclass: no numbers in quotes, no unknown keys, no NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PART = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def cache_folder() -> Path:
-    """Where llamaspec keeps what it can find out again: $LLAMASPEC_CACHE, or the user's cache folder."""
+    """The folder of files that llamaspec can make again: $LLAMASPEC_CACHE, or the user's cache folder."""
     from platformdirs import user_cache_dir
 
     return Path(os.environ.get("LLAMASPEC_CACHE") or user_cache_dir("llamaspec", appauthor=False))
@@ -124,7 +124,7 @@ def write_file(path: Path, content: str | bytes, *, private: bool = False) -> No
 
 @contextmanager
 def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `path` at the end of the block: as `write_file`."""
+    """Open a file that replaces `path` at the end of the block, as `write_file` does."""
     real = Path(os.path.realpath(path))
     path = real if real.is_file() else path
     prefix = f".{path.name[:40]}."
@@ -147,7 +147,7 @@ def parse_json(kind: type[T], content: str | bytes, unknown: Unknown = "forbid")
     Raises
     ------
     ValueError
-        The content is something else; the message is one line.
+        The content does not fit; the message is one line.
     """
     from pydantic import ValidationError  # takes a while, and most commands read no such file
 
@@ -173,7 +173,7 @@ def _adapter(kind: Any, unknown: Unknown) -> TypeAdapter[Any]:
 
 
 def _sweep(folder: Path, prefix: str) -> None:
-    """Remove what killed processes left."""
+    """Delete temporary files of killed processes."""
     for left in folder.glob(f"{escape(prefix)}*.tmp"):
         with suppress(OSError):  # another process was faster
             if time.time() - left.stat().st_mtime > STALE_SECONDS:

@@ -92,7 +92,7 @@ def end_with_answer(answer: str) -> NoReturn:
 
 def limit_memory(n_bytes: int) -> None:
     """Allow so many more bytes of data, if the system can limit them; mapped weights do not count."""
-    n_bytes += getattr(psutil.Process().memory_info(), "data", 0)  # allocated already; Linux alone says it
+    n_bytes += getattr(psutil.Process().memory_info(), "data", 0)  # allocated already; only Linux reports it
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_DATA, n_bytes)
 

@@ -1,8 +1,8 @@
 """The devices that compute a model: those of this machine, and those of RPC workers on other machines.
 
-A worker has no authentication: whoever reaches it can make it compute, read what it holds and crash it. Use
-workers on private networks only. A worker serves one client at a time. llama.cpp's client ends the process
-when it loses a worker; all that can be done is to say so in one line (`_report_abort`).
+A worker has no authentication: any client that reaches it can make it compute, read its data and crash it.
+Use workers on private networks only. A worker serves one client at a time. llama.cpp's client ends the
+process when it loses a worker; all that can be done is to say so in one line (`_report_abort`).
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ def rewrite(
 ) -> None:
     """Write the file of a reader to another path with some changes, one tensor after the other.
 
-    `entries` are metadata with other values; None = without this entry. New ones are texts. `rows` says which
-    rows are kept of the tensors that do not keep all.
+    `entries` are new values of metadata; None removes an entry, and entries that the file lacks must be
+    strings. `rows` are the rows to keep of tensors that do not keep all.
     """
     import gguf
 
@@ -187,7 +187,7 @@ def _overrides(given: Mapping[str, str | int]) -> ctypes.Array[lib.llama_model_k
 
 MOST_POSITIONS = 128  # of the evaluation that is observed
 _OUTPUT = re.compile(rb"l_out-(\d+)$")
-_INPUTS = (b"embd", b"inp_embd", b"inp_scaled")  # what the first layer reads; a scale does not count
+_INPUTS = (b"embd", b"inp_embd", b"inp_scaled")  # input of the first layer; a scale does not count
 
 Hidden = npt.NDArray[np.float32]  # [n, E]
 
