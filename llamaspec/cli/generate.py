@@ -89,7 +89,7 @@ Examples:
 @shared.decoding_options
 @option_group("output", _output, _OPTIONS)
 def generate(
-    source: shared.PromptSource,
+    prompt: shared.PromptSource,
     conversation: shared.ChatOptions,
     models: ModelChoice,
     decoding: shared.DecodingOptions,
@@ -98,7 +98,7 @@ def generate(
     """Continue PROMPT. Without --target, a small embedded pair is used."""
     if output.timeline is not None:
         out.check_writable(Path(output.timeline), "timeline")
-    text = source.read()
+    text = prompt.read()
     seed = decoding.seed_or_random()
     quiet = output.stats is None or output.as_json
     with learning(find_plan(models), models, decoding, quiet=quiet) as (pair, policy):

@@ -90,11 +90,8 @@ _HELP_ALL = click.Option(
 def section(title: str, options: Sequence[Decorator]) -> Callable[[Command], Command]:
     """Add options to a command, shown under one title in its help."""
 
-    def decorate(command: Any) -> Any:
-        before = len(getattr(command, "__click_params__", ()))
-        for option in reversed(options):
-            command = option(command)
-        _SECTIONS.update(dict.fromkeys(command.__click_params__[before:], title))
+    def decorate(command: Command) -> Command:
+        _add(command, options, title)
         return command
 
     return decorate
@@ -109,8 +106,6 @@ def option_group(
     """
 
     def decorate(command: Command) -> Command:
-        before = len(getattr(command, "__click_params__", ()))
-
         @functools.wraps(command)
         def grouped(**values: Any) -> Any:
             own = {option: values.pop(option) for option in names}
@@ -118,11 +113,20 @@ def option_group(
                 values[name] = make(**own)
             return command(**values)
 
-        section("Prompt" if name == "source" else name.capitalize(), options)(grouped)
-        names = [parameter.name for parameter in cast(Any, grouped).__click_params__[before:]]
+        names = _add(grouped, options, name.capitalize())
         return cast(Command, grouped)
 
     return decorate
+
+
+def _add(command: Callable[..., Any], options: Sequence[Decorator], title: str) -> list[str]:
+    """Add options to a command under a title, and return the names of their parameters."""
+    before = len(getattr(command, "__click_params__", ()))
+    for option in reversed(options):
+        option(command)
+    added: list[click.Parameter] = cast(Any, command).__click_params__[before:]
+    _SECTIONS.update(dict.fromkeys(added, title))
+    return [str(parameter.name) for parameter in added]
 
 
 @contextmanager

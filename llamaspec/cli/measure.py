@@ -77,14 +77,14 @@ Examples:
 @shared.decoding_options
 @shared.JSON_OPTION
 def compare(
-    source: shared.PromptSource,
+    prompt: shared.PromptSource,
     models: ModelChoice,
     decoding: shared.DecodingOptions,
     num_runs: int,
     as_json: bool,
 ) -> None:
     """Compare the target alone, the draft alone and both together."""
-    text = source.read() if source.is_named else None
+    text = prompt.read() if prompt.is_named else None
     plan = plan_with_draft(models, "compare")
     if text is None and models.is_embedded:
         text = PREDICTABLE_PROMPT.encode()
@@ -330,13 +330,13 @@ Examples:
 @shared.decoding_options
 @shared.JSON_OPTION
 def audit(
-    source: shared.PromptSource, models: ModelChoice, decoding: shared.DecodingOptions, as_json: bool
+    prompt: shared.PromptSource, models: ModelChoice, decoding: shared.DecodingOptions, as_json: bool
 ) -> None:
     """Check that the text with draft tokens is the text without. Exit code 1 if it is not.
 
     Rules other than coupled draw another text; with them, every token is checked to be possible.
     """
-    text, plan = source.read(AUDIT_PROMPT), plan_with_draft(models, "audit")
+    text, plan = prompt.read(AUDIT_PROMPT), plan_with_draft(models, "audit")
     seed = decoding.seed or 0
     with open_models(plan, models) as pair, out.SlowProgress("auditing") as progress:
         task = task_of(pair, text, decoding, seed)

@@ -93,7 +93,7 @@ def decoded(content: bytes, what: str) -> str:
 
 
 def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[Command], Command]:
-    """Add the options for the prompt; the command receives a PromptSource as `source`."""
+    """Add the options for the prompt; the command receives a PromptSource as `prompt`."""
     options = [
         click.option("--prompt", "-p", "option", metavar="TEXT", help=help_text),
         click.option("--file", "-f", metavar="PATH",
@@ -101,7 +101,7 @@ def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[
     ]  # fmt: skip
     if with_argument:
         options.insert(0, click.argument("argument", metavar="[PROMPT]...", nargs=-1))
-    return option_group("source", PromptSource, options)
+    return option_group("prompt", PromptSource, options)
 
 
 # Sampling and drafting
