@@ -36,7 +36,7 @@ from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import say, table_of
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import HUB, find_here, remove
-from llamaspec.llama import runtime
+from llamaspec.llama import resources
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.nextn import heads_in_file
 from llamaspec.measure.machine import Choice, Room, choices, expectation, look_at_machine, rooms_of
@@ -123,7 +123,7 @@ Examples:
 def recommend(memory: int | None, as_json: bool) -> None:
     """Recommend a pair for this machine. Nothing is fetched."""
     machine = look_at_machine() if memory is None else None
-    rooms = [Room(memory or 0)] if machine is None else rooms_of(machine, runtime.total_bytes())
+    rooms = [Room(memory or 0)] if machine is None else rooms_of(machine, resources.total_bytes())
     catalog = read_catalog()
     room, found = next(((room, some) for room in rooms if (some := choices(catalog, room))), (rooms[-1], []))
     where = f"{room.n_bytes / 1e9:.1f} GB"

@@ -23,7 +23,7 @@ from llamaspec.errors import (
     ModelFileError,
     ScoresError,
 )
-from llamaspec.llama import nextn, runtime
+from llamaspec.llama import nextn, resources, runtime
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.devices import device_of, find_devices
@@ -40,8 +40,8 @@ from llamaspec.llama.options import (
 )
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.recurrent import RecurrentCache
+from llamaspec.llama.resources import ThreadGovernor, governors
 from llamaspec.llama.runtime import AbortFlag, Handle
-from llamaspec.llama.threads import ThreadGovernor, governors
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits
@@ -95,7 +95,7 @@ class Context:
             nextn.show_hidden_rows(pointer, scored_only=self.scored_only)
         self._governors: Sequence[ThreadGovernor] = governors() if options.threads is None else ()
         self._governor = self._governors[options.flash_attention != "off"] if self._governors else None
-        self._n_threads = options.threads or runtime.default_threads()
+        self._n_threads = options.threads or resources.default_threads()
         self.cache: KVCache | RecurrentCache
         store = store or PrefixStore()
         if keeps_states:
@@ -246,7 +246,7 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
     parameters.kv_unified = True
     parameters.swa_full = True
     parameters.n_rs_seq = STATES_BACK if keeps_states and _can_restore_states(weights) else 0
-    parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
+    parameters.n_threads = parameters.n_threads_batch = options.threads or resources.default_threads()
     parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
     parameters.type_k = CACHE_TYPES[options.cache_type_k]
     parameters.type_v = CACHE_TYPES[options.cache_type_v]
@@ -279,7 +279,7 @@ def _can_restore_states(weights: Weights) -> bool:
 
 def _free_context_size(weights: Weights, options: ModelOptions) -> int:
     """The default size: by free main memory, or by that of the devices that compute the model."""
-    n_bytes, room = int(lib.llama_model_size(weights.pointer)), runtime.available_bytes()
+    n_bytes, room = int(lib.llama_model_size(weights.pointer)), resources.available_bytes()
     if weights.devices:
         free = sum(device_of(handle).free_bytes for handle in weights.devices)
         room = max(0, free - n_bytes) if options.workers else free  # CPUs report all they have
@@ -310,7 +310,7 @@ def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
     """Refuse a KV cache larger than the machine: the system would end the process, not the call."""
     if leaves_main_memory(weights, options):
         return
-    n_bytes, room = weights.kv_bytes_per_token(options) * n_cells, runtime.available_bytes()
+    n_bytes, room = weights.kv_bytes_per_token(options) * n_cells, resources.available_bytes()
     if n_bytes > room:
         raise MemoryFullError(
             f"a context of {n_cells} tokens needs {n_bytes / 2**30:.1f} GiB, this machine has "

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llamaspec.errors import DeviceError, WorkerError, printable
-from llamaspec.llama import runtime
+from llamaspec.llama import resources, runtime
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.runtime import ggml_function
 
@@ -154,7 +154,7 @@ def serve_worker(
     array = (ctypes.c_void_p * len(handles))(*handles)
     folder = os.fsencode(cache) if cache is not None else None
     ready()
-    start(f"{address}:{port}".encode(), folder, threads or runtime.default_threads(), len(handles), array)
+    start(f"{address}:{port}".encode(), folder, threads or resources.default_threads(), len(handles), array)
     raise WorkerError(f"the worker on {host}:{port} has ended; choose another --port or --device")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError, ModelFileError
-from llamaspec.llama import runtime
+from llamaspec.llama import resources
 from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import Prepared
@@ -313,7 +313,7 @@ class LlamaModel:
 
 def default_store_bytes(weights_bytes: int) -> int:
     """Default size of the store: a quarter of the memory that the weights leave, at most 8 GiB."""
-    return min(max(0, runtime.available_bytes() - weights_bytes) // STORE_SHARE, MOST_STORED)
+    return min(max(0, resources.available_bytes() - weights_bytes) // STORE_SHARE, MOST_STORED)
 
 
 def _max_chunked_prefill(weights: Weights, options: ModelOptions, context: Context) -> int:

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError
-from llamaspec.llama import runtime
+from llamaspec.llama import resources, runtime
 from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import ModelOptions
@@ -193,7 +193,7 @@ def make_reader(
     options = replace(options, repack=False, n_ctx=main.context_size, n_cells=None, max_scored=2)
 
     def opened() -> Context:
-        if runtime.available_bytes() < weights.facts.weights_bytes:  # the file would not stay in memory
+        if resources.available_bytes() < weights.facts.weights_bytes:  # the file would not stay in memory
             raise MemoryFullError("no room to read prompts apart")
         with closing(Weights(weights.path, options)) as as_in_file:  # the context keeps what it needs
             return open_context(as_in_file, options)

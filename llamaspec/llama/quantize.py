@@ -21,7 +21,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError, printable
-from llamaspec.llama import runtime
+from llamaspec.llama import resources, runtime
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.child import end_with_answer, end_with_parent, run_child
 from llamaspec.llama.gguf_file import read_gguf
@@ -210,7 +210,7 @@ def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray)
     parameters = lib.llama_context_default_params()
     parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = MOST_POSITIONS
     parameters.n_outputs_max = MOST_POSITIONS  # the last layer computes scored positions only
-    parameters.n_threads = parameters.n_threads_batch = options.threads or runtime.default_threads()
+    parameters.n_threads = parameters.n_threads_batch = options.threads or resources.default_threads()
     parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
     parameters.cb_eval = look.callback
     runtime.clear_errors()

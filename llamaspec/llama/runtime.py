@@ -1,4 +1,4 @@
-"""llama.cpp in this process: its start, its log, aborting, and the memory and cores that it may use.
+"""llama.cpp in this process: its start, log and build; aborting evaluations; freeing its objects.
 
 llama.cpp explains failures only in its log, so error lines are kept for the messages of exceptions.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -16,10 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import psutil
 from llama_cpp import llama_cpp as lib
 from llama_cpp._ggml import libggml
 
@@ -173,102 +170,6 @@ def can_offload() -> bool:
     start()
     by_kind = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
     return any(by_kind(kind) for kind in _GPU_KINDS)
-
-
-def available_bytes() -> int:
-    """Memory that the machine, and the container around this process, can still give."""
-    free = psutil.virtual_memory().available
-    room = container_room(Path("/"))
-    return free if room is None else min(free, room)
-
-
-def total_bytes(root: Path = Path("/")) -> int:
-    """Memory of the machine, or of the container around this process if that has less."""
-    return min([psutil.virtual_memory().total, *(limit for _, limit in _memory_limits(root))])
-
-
-def container_room(root: Path) -> int | None:
-    """Bytes that Linux control groups leave, by their files below `root`; None if there is no limit.
-
-    The page cache counts as free: the kernel drops it if it needs room.
-    """
-    rooms = []
-    for group, limit in _memory_limits(root):
-        used = _words(group / "memory.current", group / "memory.usage_in_bytes")
-        if used:
-            words = _words(group / "memory.stat")
-            facts = dict(zip(words[::2], map(int, words[1::2]), strict=False))
-            n_cached = facts.get("total_cache", facts.get("file", 0))
-            n_pinned = facts.get("total_shmem", facts.get("shmem", 0))
-            rooms.append(limit - int(used[0]) + n_cached - n_pinned)
-    return max(0, min(rooms)) if rooms else None
-
-
-def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
-    """The control groups that limit the memory of this process, and their limits in bytes."""
-    for group in _control_groups(root, "memory"):
-        limit = _words(group / "memory.max", group / "memory.limit_in_bytes")
-        if limit and limit[0].isdigit():
-            yield group, int(limit[0])
-
-
-def cpu_quota(root: Path) -> float | None:
-    """Cores whose time Linux control groups allow, by their files below `root`; None = all."""
-    quotas = []
-    for group in _control_groups(root, "cpu"):
-        match _words(group / "cpu.max", group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us"):
-            case [quota, period] if quota.isdigit() and period.isdigit():
-                quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)
-
-
-def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's group and those around it, in either version of control groups."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
-        if not controllers or controller in controllers.split(","):
-            top = root / "sys/fs/cgroup" / (controller if controllers else "")
-            own = top / path.strip("/")
-            yield from (group for group in (own, *own.parents) if group.is_relative_to(top))
-
-
-def _words(*files: Path) -> list[str]:
-    """The words in the first of some files that has any."""
-    return next((words for file in files if (words := " ".join(_lines(file)).split())), [])
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def n_hardware_threads() -> int:
-    """Hardware threads that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@functools.cache
-def default_threads() -> int:
-    """Number of cores of equal speed: physical cores, on Apple Silicon the performance cores.
-
-    Not more than a container may use at once.
-    """
-    return max(1, min(_full_speed_cores(), int(cpu_quota(Path("/")) or 1 << 16)))
-
-
-def _full_speed_cores() -> int:
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]  # unknown to Macs whose cores are all alike
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-        if answer.stdout.strip().isdigit():
-            return int(answer.stdout)
-    if hasattr(os, "sched_getaffinity"):
-        topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings"
-        cores = os.sched_getaffinity(0)
-        return len({"".join(_lines(Path(topology.format(core)))) or core for core in cores})
-    return psutil.cpu_count(logical=False) or max(1, n_hardware_threads() // 2)
 
 
 class Handle:

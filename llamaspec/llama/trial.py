@@ -38,7 +38,7 @@ from llamaspec.llama.child import (
 from llamaspec.llama.gguf_file import check_metadata, file_parts, read_gguf
 from llamaspec.llama.nextn import PARTS, heads_in_file
 from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions
-from llamaspec.llama.runtime import available_bytes
+from llamaspec.llama.resources import available_bytes
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.values import MTP, TARGET, ForwardRequest, TokenArray
 

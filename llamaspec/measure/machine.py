@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from llamaspec.catalog import Catalog, Entry
 from llamaspec.errors import ModelFileError
-from llamaspec.llama import runtime
+from llamaspec.llama import resources, runtime
 from llamaspec.llama.devices import Device, find_devices
 from llamaspec.llama.options import ModelOptions
-from llamaspec.llama.threads import usage
+from llamaspec.llama.resources import usage
 from llamaspec.values import MTP
 
 CROWDED = 0.9  # of the free memory; evaluation needs more than weights and contexts
@@ -58,9 +58,9 @@ def look_at_machine() -> MachineFacts:
         can_offload=runtime.can_offload(),
         has_nvidia=shutil.which("nvidia-smi") is not None,
         repacking_is_safe=runtime.repacking_is_safe(),
-        free_bytes=runtime.available_bytes(),
-        n_physical=runtime.default_threads(),
-        n_logical=runtime.n_hardware_threads(),
+        free_bytes=resources.available_bytes(),
+        n_physical=resources.default_threads(),
+        n_logical=resources.n_hardware_threads(),
         n_taken=_taken_cores(),
     )
 
@@ -72,7 +72,7 @@ def _taken_cores() -> float:
     after = usage()
     wall = after.wall - before.wall
     idle, own = (after.idle - before.idle) / wall, (after.own - before.own) / wall
-    return max(0.0, runtime.n_hardware_threads() - idle - own)
+    return max(0.0, resources.n_hardware_threads() - idle - own)
 
 
 # Pairs that fit

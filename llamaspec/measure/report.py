@@ -21,7 +21,7 @@ from llamaspec.errors import LlamaspecError, printable
 from llamaspec.files import file_hash, parse_json, read_file
 from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
-from llamaspec.llama import runtime
+from llamaspec.llama import resources
 from llamaspec.llama.gguf_file import file_parts, read_gguf
 from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION
 from llamaspec.measure.bench import (
@@ -177,7 +177,7 @@ def make_report(
             system=f"{platform.system()} {platform.machine()}",
             devices=tuple(device.description for device in machine.devices),
             cores=machine.n_physical,
-            memory_bytes=runtime.total_bytes(),
+            memory_bytes=resources.total_bytes(),
             backend=machine.backend,
         ),
         versions={**versions, "python": platform.python_version(), **peer},

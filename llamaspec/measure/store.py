@@ -20,7 +20,7 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
 from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.policy import AutoLength
-from llamaspec.llama import runtime
+from llamaspec.llama import resources, runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.exactness import Exactness, find_exactness
 from llamaspec.measure.probe import Probe, time_draft_step
@@ -180,6 +180,6 @@ def _path(pair: Models, kind: type[object]) -> Path:
 def _model_key(model: ModelFile | LlamaModel) -> list[object]:
     """Return what identifies a model file and where it computes."""
     options = model.options
-    threads = options.threads or runtime.default_threads()
+    threads = options.threads or resources.default_threads()
     placement = [options.gpu_layers, threads, options.repack, *options.placement]
     return [file_identity(model.path), *placement]

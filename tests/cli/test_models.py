@@ -17,7 +17,7 @@ from hub_server import ADDRESS
 from llamaspec.catalog import Catalog, Entry, read_catalog
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import RemoteFile
-from llamaspec.llama import runtime
+from llamaspec.llama import resources
 from llamaspec.llama.nextn import ONE_HEAD
 from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE
 from llamaspec.measure.machine import Room, choices
@@ -431,11 +431,11 @@ def test_a_pair_is_recommended_for_another_machine() -> None:
 
 @pytest.mark.usefixtures("own_list")
 def test_a_pair_is_recommended_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "total_bytes", lambda: 17 * 10**9)
+    monkeypatch.setattr(resources, "total_bytes", lambda: 17 * 10**9)
     told = invoke("models", "recommend", "--json").json
     assert (told["pairs"][0]["memory_gb"], told["pairs"][0]["name"]) == (16, "qwen3.5-9b")
     assert told["run"] == "llamaspec chat --pair qwen3.5-9b"
-    assert f"{runtime.default_threads()} cores" in " ".join(invoke("models", "recommend").stdout.split())
+    assert f"{resources.default_threads()} cores" in " ".join(invoke("models", "recommend").stdout.split())
 
 
 def test_drafts_are_found_by_name_address_and_file(catalog: Catalog) -> None:

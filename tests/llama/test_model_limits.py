@@ -37,7 +37,7 @@ from llamaspec import (
     open_pair,
 )
 from llamaspec.errors import ClosedError, ContextFullError, EvaluationAbortedError
-from llamaspec.llama import runtime
+from llamaspec.llama import resources, runtime
 from llamaspec.llama.context import default_context_size
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TARGET, ForwardRequest
@@ -177,7 +177,7 @@ def test_every_row_has_a_context_of_one_size(opened: OpenModel, monkeypatch: pyt
     """Also where less memory is free when the second one begins."""
     model = opened("jamba", Recipe(n_context=6000))
     model.forward(request(3), row=0)
-    monkeypatch.setattr(runtime, "available_bytes", lambda: 2 << 20)
+    monkeypatch.setattr(resources, "available_bytes", lambda: 2 << 20)
     model.forward(request(3), row=1)
     assert model.cache_use()[1] == 2 * model.context_size == 12_000
 

@@ -7,7 +7,7 @@ import pytest
 
 from forward_requests import EXACT, Count, RandomRows, assert_same, evaluate, fresh, request, text
 from llamaspec import LlamaModel
-from llamaspec.llama import prompt_reader, runtime
+from llamaspec.llama import prompt_reader, resources
 from llamaspec.llama.prompt_reader import MIN_TOKENS, PART, PromptReader, Trial
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
@@ -87,7 +87,7 @@ def test_what_is_never_read_apart(
 def test_without_room_for_the_second_model_all_is_read_as_usual(
     model: LlamaModel, other: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "available_bytes", lambda: 0)
+    monkeypatch.setattr(resources, "available_bytes", lambda: 0)
     answer = evaluate(model, [(0, request(300))])[0]
     assert_same(answer, fresh(other, request(300)))
 
