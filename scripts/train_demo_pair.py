@@ -32,9 +32,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from llamaspec import LlamaModel, ModelOptions, Sampling
-from llamaspec.draft_making.distil import Distillation, distil_draft
-from llamaspec.draft_making.student import Llama, Shape, write_model
-from llamaspec.draft_making.training import Plan, loss_of, train
+from llamaspec.draft_making.distil import BATCH, Distillation, distil_draft
+from llamaspec.draft_making.student import Llama, Shape, loss_of, train, write_model
 from llamaspec.draft_making.worth import TrialSettings, acceptance, write_texts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,11 +119,10 @@ def train_target(path: Path, texts: list[str], minutes: float, seed: int) -> Non
     ids = np.array([i for text in texts for i in (BOS_ID, *tokenizer.encode(text).ids, EOS_ID)])
     log(f"the corpus has {len(ids)} tokens")
     model, chance = Llama(TARGET), np.random.default_rng(seed)
-    plan = Plan(minutes, rate=5e-3)
 
     def batch_loss(done: float) -> Tensor:
         length = SHORT if done < LONG_FROM else TARGET.n_context
-        starts = chance.integers(0, len(ids) - length - 1, size=plan.batch_tokens // length)
+        starts = chance.integers(0, len(ids) - length - 1, size=BATCH // length)
         batch = torch.from_numpy(np.stack([ids[start : start + length + 1] for start in starts]))
         with torch.autocast("cpu", torch.bfloat16):
             features = model.hidden(batch[:, :-1]).flatten(0, 1)
@@ -132,7 +130,15 @@ def train_target(path: Path, texts: list[str], minutes: float, seed: int) -> Non
         return loss_of(features, model.embedding.weight, wanted, torch.zeros(len(wanted), 1))
 
     checkpoint = path.with_suffix(".checkpoint")
-    train(model, plan, batch_loss, lambda progress: log(f"target {progress}"), checkpoint)
+    train(
+        model,
+        batch_loss,
+        lambda progress: log(f"target {progress}"),
+        checkpoint,
+        minutes=minutes,
+        rate=5e-3,
+        batch_tokens=BATCH,
+    )
     write_model(path, model, lambda writer: describe(writer, tokenizer))
     checkpoint.unlink(missing_ok=True)
 

@@ -22,8 +22,15 @@ from gguf import GGUFWriter
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llamaspec.draft_making.student import Llama, Shape, copy_vocabulary, write_model
-from llamaspec.draft_making.training import Plan, Progress, loss_of, train
+from llamaspec.draft_making.student import (
+    Llama,
+    Progress,
+    Shape,
+    copy_vocabulary,
+    loss_of,
+    train,
+    write_model,
+)
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.files import file_identity, write_file
 from llamaspec.llama.model import LlamaModel
@@ -159,7 +166,6 @@ def _train(
 ) -> None:
     device = draft.embedding.weight.device
     rows = max(1, wish.batch // wish.length)
-    plan = Plan(wish.minutes, RATE, rows * wish.length, report_seconds=min(30.0, 60 * wish.minutes / 4))
     chance = np.random.default_rng((wish.seed, checkpoint.exists()))  # a resumed run draws other windows
 
     def batch_loss(done: float) -> Tensor:
@@ -177,7 +183,16 @@ def _train(
         passes = left / recorded.tokens.size
         tell(f"{progress}; time left for {passes:.1f} passes over the text")
 
-    train(draft, plan, batch_loss, report_progress, checkpoint)
+    train(
+        draft,
+        batch_loss,
+        report_progress,
+        checkpoint,
+        minutes=wish.minutes,
+        rate=RATE,
+        batch_tokens=rows * wish.length,
+        report_seconds=min(30.0, 60 * wish.minutes / 4),
+    )
 
 
 def _device() -> torch.device:

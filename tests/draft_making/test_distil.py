@@ -13,10 +13,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="the extra `train` is not installed")
 
 from llamaspec import LlamaModel, ModelOptions, open_pair  # noqa: E402
-from llamaspec.draft_making import training  # noqa: E402
+from llamaspec.draft_making import student  # noqa: E402
 from llamaspec.draft_making.distil import Distillation, distil_draft, record  # noqa: E402
-from llamaspec.draft_making.student import Llama, Shape, write_model  # noqa: E402
-from llamaspec.draft_making.training import loss_of  # noqa: E402
+from llamaspec.draft_making.student import Llama, Shape, loss_of, write_model  # noqa: E402
 from llamaspec.errors import LlamaspecError, PromptError  # noqa: E402
 from llamaspec.measure.probe import TEXT, sample_tokens  # noqa: E402
 from llamaspec.plan import made_drafts, made_path  # noqa: E402
@@ -68,14 +67,14 @@ def test_what_is_interrupted_goes_on(target: Path, monkeypatch: pytest.MonkeyPat
         distil_draft(target, OPTIONS, [b"x" * 999], SMALL, output, lambda line: None)
 
     starts = []
-    restore = training._restore
+    restore = student._restore
 
     def noted(*given: Any) -> tuple[float, int]:
         done, steps = restore(*given)
         starts.append(steps)
         return done, steps
 
-    monkeypatch.setattr(training, "_restore", noted)
+    monkeypatch.setattr(student, "_restore", noted)
     distil_draft(target, OPTIONS, texts, SMALL, output, lambda line: None)
     assert starts == [left["steps"]]
     assert output.exists()
