@@ -96,11 +96,10 @@ class OllamaBody(Fields):
     @property
     def reasoning(self) -> ReasoningOptions:
         """How the model reasons."""
-        switches = {"true": True, "false": False}  # some clients send words
-        think = switches.get(self.think, self.think) if isinstance(self.think, str) else self.think
-        effort = think if isinstance(think, str) else None
+        words: dict[object, bool] = {"true": True, "false": False}  # some clients send them
+        think = words.get(self.think, self.think)
         fields = ReasoningFields(enable_thinking=None if think is None else bool(think))
-        return fields.reasoning_options(effort)
+        return fields.reasoning_options(think if isinstance(think, str) else None)
 
 
 class OllamaMessage(MessageFields):

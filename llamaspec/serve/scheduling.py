@@ -7,6 +7,7 @@ wait. A fault of one sequence ends only that sequence. tests/serve/test_load.py,
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -94,15 +95,16 @@ class Submission:
             "cancelled": self.is_cancelled,
         }
 
-    async def events(self, deadline: float | None, keep_alive: float) -> Events:
+    async def events(self, timeout: float | None, keep_alive: float) -> Events:
         """All events; a PromptProgress without numbers after `keep_alive` seconds without one.
 
-        Raises RequestError 504 after the deadline (`time.monotonic`), and the error that ended a sequence.
+        Raises RequestError 504 after `timeout` seconds, and the error that ended a sequence.
         """
         last, running = time.monotonic(), dict(enumerate(self.states))
+        deadline = last + (math.inf if timeout is None else timeout)
         while running:
             now = time.monotonic()
-            if deadline is not None and now >= deadline:
+            if now >= deadline:
                 raise RequestError(504, "the answer took too long; see --request-timeout", code="timeout")
             # Counted from the last event, not the last token: text may be held back, as in a call.
             if now - last >= keep_alive:
@@ -119,8 +121,7 @@ class Submission:
                     del running[index]
                     yield index, state.last
             if running:
-                ends = last + keep_alive if deadline is None else min(last + keep_alive, deadline)
-                await self._wait(ends - time.monotonic())
+                await self._wait(min(last + keep_alive, deadline) - time.monotonic())
 
     async def _wait(self, timeout: float) -> None:
         """Wait for news, at most `timeout` seconds."""

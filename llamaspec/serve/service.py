@@ -126,11 +126,10 @@ class Service:
             return Response(status_code=CLIENT_LEFT)
         submission, timeout = self.queue.submit(jobs), self.settings.request_timeout
         http.scope[WORK] = submission.work
-        deadline = None if timeout is None else time.monotonic() + timeout
-        events = submission.events(deadline, self.settings.keep_alive_seconds)
+        events = submission.events(timeout, self.settings.keep_alive_seconds)
         if body.stream:
             parts = form.stream(events, self.log_fault)
-            return EventStream(parts, form.media_type, submission.cancel, deadline)
+            return EventStream(parts, form.media_type, submission.cancel, timeout)
         try:
             answers = await _while_connected(collected(events, len(jobs)), http.receive)
         finally:
@@ -139,7 +138,7 @@ class Service:
 
 
 class EventStream(StreamingResponse):
-    """Sends events until they end, the client leaves, or the deadline (`time.monotonic`) has passed.
+    """Sends events until they end, the client leaves, or `timeout` seconds have passed.
 
     `cancel` is called at the end in every case.
     """
@@ -149,16 +148,16 @@ class EventStream(StreamingResponse):
         events: AsyncIterator[bytes],
         media_type: str,
         cancel: Callable[[], None],
-        deadline: float | None,
+        timeout: float | None,
     ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type=media_type)
-        self._cancel, self._deadline = cancel, deadline
+        self._cancel, self._timeout = cancel, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
-        # The events end at the deadline; a second later also for a client that does not read.
-        left = None if self._deadline is None else max(0.0, self._deadline - time.monotonic()) + 1.0
+        # The events end in time by themselves; a second later also for a client that does not read.
+        left = None if self._timeout is None else self._timeout + 1.0
         try:
             with suppress(OSError, ClientDisconnect, asyncio.TimeoutError):
                 await asyncio.wait_for(super().__call__(scope, receive, send), left)
