@@ -116,11 +116,10 @@ class Constraints:
         try:
             return await run_in_threadpool(self._compile, wanted.kind, wanted.text)
         except ConstraintError as error:
-            place = wanted.place
+            path = ""
             if wanted.kind == "json_schema":
                 path = await run_in_threadpool(self._fault, json.loads(wanted.text))
-                place = _path(place, path)
-            raise bad_field(place, str(error)) from error
+            raise bad_field(_path(wanted.place, path), str(error)) from error
 
     async def with_format(self, prompt: Prompt, wanted: ResponseFormat) -> Prompt:
         """Constrain the text that follows the reasoning."""
@@ -159,13 +158,11 @@ class Constraints:
         if answer_format.calls is HARMONY:
             # Cutting the reasoning would lead to the final channel, past the call.
             calls = await compiled(answer_format, False)
-            return replace(prompt, constraint=calls.constraint, not_held=calls.not_held,
-                           reasoning_budget=None)  # fmt: skip
+            return replace(prompt, **calls._asdict(), reasoning_budget=None)
         calls = after_cut = await compiled(replace(answer_format, reasoning=None), False)
         if prompt.reasoning_budget != 0:
             calls = await compiled(answer_format, prompt.starts_in_reasoning)
-        return replace(prompt, constraint=calls.constraint, not_held=calls.not_held,
-                       constraint_after_cut=after_cut.constraint)  # fmt: skip
+        return replace(prompt, **calls._asdict(), constraint_after_cut=after_cut.constraint)
 
     def _compile_calls(
         self,
