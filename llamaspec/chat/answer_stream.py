@@ -1,9 +1,9 @@
 """An answer while it is generated: tokens in, deltas out, with the reasoning ended if it exceeds its budget.
 
-Reasoning is ended by a second request: the prompt, the reasoning so far, and the mark that closes it. Both
-parts look like one stream from outside. A delta of content carries the log-probabilities of its tokens and
-which of it was drafted; a token comes with the first content that has text of it. A token without such
-content is left out. tests/chat/test_reasoning.py, tests/chat/test_origins.py.
+A second request ends the reasoning: its prompt is the first one, the reasoning so far, and the mark that
+closes it. Both parts look like one stream from outside. A delta of content carries the log-probabilities of its
+tokens and says which of its text was drafted. A token comes with the first content that has text of it, or not
+at all. tests/chat/test_reasoning.py, tests/chat/test_origins.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AnswerStream:
         self._stream.begin(notify)
 
     def ready(self) -> list[Delta]:
-        """The deltas that exist by now, with neighbours joined; begins the answer, never waits."""
+        """Return the deltas that exist by now, neighbours joined; starts generating, never waits."""
         found: list[Delta] = []
         while not self.is_over:
             deltas = self._end_reasoning_if_due()
@@ -96,7 +96,7 @@ class AnswerStream:
 
     @property
     def completion(self) -> Completion:
-        """What has been generated up to now, reasoning and marks included."""
+        """The completion so far, reasoning and marks included."""
         last = self._stream.completion
         before = self._before
         if before is None:
@@ -117,7 +117,7 @@ class AnswerStream:
         )
 
     def _take(self, piece: Piece | None) -> list[Delta]:
-        """The deltas that a piece makes certain; None: the answer has ended."""
+        """Return the deltas that a piece makes certain; None ends the answer."""
         if piece is None:
             self.is_over = True
             is_cut = self._stream.completion.stop_reason not in (StopReason.END, StopReason.STOP)
@@ -129,7 +129,7 @@ class AnswerStream:
         return self._origins.added(self._parser.feed(piece.text))
 
     def _end_reasoning_if_due(self) -> list[Delta] | None:
-        """End the reasoning if it has used its budget and an answer still fits; None: not now."""
+        """End the reasoning if its budget is used up and an answer still fits; None if not."""
         reasoning, budget = self._parser.answer_format.reasoning, self._budget
         is_too_long = self._parser.is_thinking and budget is not None and self.n_thought >= budget
         if reasoning is None or not is_too_long:
@@ -174,21 +174,21 @@ class _Origins:
         self._begin = 0  # characters of the answer before the first span
 
     def note(self, piece: Piece) -> None:
-        """A token was generated."""
+        """Add a generated token."""
         self._spans += piece.spans
         if piece.logprobs is not None:
             self._tokens.append(TokenLogprobs(piece.token, piece.logprobs, piece.begin))
 
     def note_text(self, text: str) -> None:
-        """Text was inserted that the model did not write."""
+        """Add text that the model did not write."""
         self._spans.append(Span(text, False))
 
     def added(self, deltas: Iterable[Delta]) -> list[Delta]:
-        """The deltas, with the origin of their content."""
+        """Return the deltas, with the origin of their content."""
         return [self._content(each) if isinstance(each, ContentDelta) else each for each in deltas]
 
     def _content(self, delta: ContentDelta) -> ContentDelta:
-        """Content with its spans and tokens; skips the marks, reasoning and calls before it."""
+        """Return content with its spans and tokens; skip the marks, reasoning and calls before it."""
         begin = delta.end - len(delta.text)
         take_characters(self._spans, begin - self._begin)
         spans = take_characters(self._spans, len(delta.text))
@@ -208,7 +208,7 @@ class _Origins:
 
 
 def _joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """The same deltas, with neighbours of one kind joined; each call begins with a `CallDelta`."""
+    """Join neighbours of one kind; each call begins with a `CallDelta`."""
     joined: list[Delta] = []
     for delta in deltas:
         last = joined[-1] if joined else None
@@ -225,7 +225,7 @@ def _joined(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """The same text, with neighbours of one kind joined."""
+    """Join neighbours of one kind."""
     merged: list[Span] = []
     for span in spans:
         if merged and span.text and merged[-1].drafted == span.drafted:

@@ -96,8 +96,8 @@ def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -
         before = message.role
     if tools:
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        told = f'Call a tool: answer with JSON, {{"name": …, "arguments": {{…}}}}. The tools are:\n{listed}'
-        found[0] = replace(found[0], text=f"{told}\n\n{found[0].text}")
+        offer = f'Call a tool: answer with JSON, {{"name": …, "arguments": {{…}}}}. The tools are:\n{listed}'
+        found[0] = replace(found[0], text=f"{offer}\n\n{found[0].text}")
     return found
 
 

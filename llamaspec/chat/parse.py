@@ -99,7 +99,7 @@ class AnswerParser:
             return
         self._is_at_start = False
         text_end = self._incoming.n_fed - len(self._incoming.text)
-        if self._space and text_end - len(text) != self._space_end:  # a mark lies between
+        if self._space and text_end - len(text) != self._space_end:  # a mark is between
             self._add(kind, self._space, self._space_end)
             self._space = ""
         text = self._space + text

@@ -76,9 +76,12 @@ class ChatTemplate:
                 f"{model.path} has no chat template: it was trained to continue text, not to chat; choose "
                 f"an instruction-tuned model, or give a template"
             )
-        words = model.vocabulary
-        ends = [words.text(i).decode(errors="replace") if i >= 0 else "" for i in (words.bos, words.eos)]
-        return cls(source, ends[0], ends[1], SpecialTokens(words.controls))
+        vocabulary = model.vocabulary
+        bos, eos = (
+            vocabulary.text(token).decode(errors="replace") if token >= 0 else ""
+            for token in (vocabulary.bos, vocabulary.eos)
+        )
+        return cls(source, bos, eos, SpecialTokens(vocabulary.controls))
 
     @property
     def takes_tools(self) -> bool:
