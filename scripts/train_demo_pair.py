@@ -133,7 +133,7 @@ def train_target(path: Path, texts: list[str], minutes: float, seed: int) -> Non
     train(
         model,
         batch_loss,
-        lambda progress: log(f"target {progress}"),
+        lambda line, _: log(f"target {line}"),
         checkpoint,
         minutes=minutes,
         rate=5e-3,

@@ -1,9 +1,9 @@
 """An answer while it is generated: tokens in, deltas out, with the reasoning ended if it exceeds its budget.
 
 A second request ends the reasoning: its prompt is the first one, the reasoning so far, and the mark that
-closes it. Both parts look like one stream from outside. A delta of content carries the log-probabilities of its
-tokens and says which of its text was drafted. A token comes with the first content that has text of it, or not
-at all. tests/chat/test_reasoning.py, tests/chat/test_origins.py.
+closes it. Both parts look like one stream from outside. A delta of content carries the log-probabilities of
+its tokens and says which of its text was drafted. A token comes with the first content that has text of it,
+or not at all. tests/chat/test_reasoning.py, tests/chat/test_origins.py.
 """
 
 from __future__ import annotations

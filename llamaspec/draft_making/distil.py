@@ -24,7 +24,6 @@ from torch import Tensor
 
 from llamaspec.draft_making.student import (
     Llama,
-    Progress,
     Shape,
     copy_vocabulary,
     loss_of,
@@ -178,10 +177,8 @@ def _train(
             features = draft.hidden(tokens).flatten(0, 1)
         return loss_of(features, draft.embedding.weight, best.flatten(0, 1), log_p.flatten(0, 1))
 
-    def report_progress(progress: Progress) -> None:
-        left = (1 - progress.done) * 60 * wish.minutes * progress.tokens_per_second
-        passes = left / recorded.tokens.size
-        tell(f"{progress}; time left for {passes:.1f} passes over the text")
+    def report_progress(line: str, n_left: float) -> None:
+        tell(f"{line}; time left for {n_left / recorded.tokens.size:.1f} passes over the text")
 
     train(
         draft,

@@ -206,26 +206,10 @@ def _block(logits: Tensor, ids: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
     return loss, gradient.to(torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """One progress report."""
-
-    done: float  # share of the training time
-    steps: int
-    loss: float  # mean since the last report
-    tokens_per_second: float
-
-    def __str__(self) -> str:
-        return (
-            f"{100 * self.done:5.1f}%  step {self.steps:5d}  loss {self.loss:.4f}"
-            f"  {self.tokens_per_second:.0f} tok/s"
-        )
-
-
 def train(
     model: nn.Module,
     batch_loss: Callable[[float], Tensor],
-    report: Callable[[Progress], None],
+    report: Callable[[str, float], None],
     checkpoint: Path,
     *,
     minutes: float,
@@ -239,6 +223,8 @@ def train(
     ----------
     batch_loss : callable
         Draws a batch and returns its loss; receives the elapsed share of the time.
+    report : callable
+        Receives a line of progress, and how many more tokens are read in the time left.
     rate
         The peak learning rate of the matrices, in AdamW's units.
     """
@@ -266,7 +252,9 @@ def train(
             if now - reported > report_seconds:
                 speed = len(losses) * batch_tokens / (now - reported)
                 _save(checkpoint, model, optimizers, done, steps)
-                report(Progress(done, steps, math.fsum(losses) / len(losses), speed))
+                loss_mean = math.fsum(losses) / len(losses)
+                line = f"{100 * done:5.1f}%  step {steps:5d}  loss {loss_mean:.4f}  {speed:.0f} tok/s"
+                report(line, (1 - done) * 60 * minutes * speed)
                 reported, losses = time.monotonic(), []
     except KeyboardInterrupt:
         if steps:
