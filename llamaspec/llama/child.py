@@ -36,7 +36,7 @@ class Outcome:
 def run_child(
     module: str,
     arguments: Sequence[str],
-    on_wait: Callable[[], None],
+    on_wait: Callable[[], None] | None = None,
     seconds: float = math.inf,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome | None:
@@ -62,7 +62,8 @@ def run_child(
                 with suppress(subprocess.TimeoutExpired):
                     code = child.wait(_POLL_SECONDS)
                     return Outcome(code, child.stdout.read())
-                on_wait()
+                if on_wait is not None:
+                    on_wait()
         except BaseException:
             child.kill()
             raise

@@ -72,7 +72,7 @@ def write_copy(
     }
     try:
         try:
-            outcome = run_child(__name__, [json.dumps(task)], on_wait=lambda: None)
+            outcome = run_child(__name__, [json.dumps(task)])
         except OSError as error:
             raise LlamaspecError(f"cannot start a process: {error.strerror}; close programs") from error
         assert outcome is not None  # no time limit

@@ -111,7 +111,7 @@ def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
     }
-    wait = (lambda: None) if on_wait is None else partial(on_wait, 0.0)
+    wait = None if on_wait is None else partial(on_wait, 0.0)
     seconds = WALL_SECONDS + n_bytes / BYTES_PER_SECOND
     try:
         outcome = run_child(__name__, [*map(str, settings)], wait, seconds, environment)

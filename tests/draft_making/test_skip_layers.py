@@ -184,7 +184,7 @@ def test_an_interrupted_copy_leaves_nothing(
     def stop() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quantize, "run_child", lambda module, task, on_wait: run_child(module, task, stop))
+    monkeypatch.setattr(quantize, "run_child", lambda module, task: run_child(module, task, stop))
     with pytest.raises(KeyboardInterrupt):
         write_copy(widened, tmp_path / "copy.gguf", file_type="Q8_0", threads=1)
     assert list(tmp_path.iterdir()) == []

@@ -27,7 +27,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ended(code: str, seconds: float = 60.0) -> Outcome | None:
-    return run_child("some_child", [code], lambda: None, seconds)
+    return run_child("some_child", [code], seconds=seconds)
 
 
 def test_an_answer() -> None:
