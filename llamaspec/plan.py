@@ -18,14 +18,14 @@ from llamaspec.catalog import is_path, locate_model, read_catalog, resolve_model
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
-from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.model import ModelDrafter, TreeDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
-from llamaspec.drafters.tree import TreeDrafter, TreeLength
 from llamaspec.engine.speculate import Speculation
 from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity
 from llamaspec.length.fixed import prompt_reading
 from llamaspec.length.policy import AutoLength
+from llamaspec.length.tree import TreeLength
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel

@@ -26,9 +26,8 @@ from fakes import (
 from fixed_tree import FixedTree
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
-from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.model import ModelDrafter, TreeDrafter
 from llamaspec.drafters.ngram import NgramDrafter
-from llamaspec.drafters.tree import TreeDrafter
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.protocols import (
     Drafter,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamaspec.drafters.tree import CONTEXT, CandidateTree, Growth
-from llamaspec.length.tree import TreePlan
+from llamaspec.length.tree import CONTEXT, CandidateTree
 from llamaspec.values import Draft, Round
 
 
@@ -25,7 +24,7 @@ class FixedTree:
         """Itself: it has no state."""
         return self
 
-    def tree(self, grow: Callable[[TreePlan], Growth]) -> FixedTree:
+    def tree(self) -> FixedTree:
         """Itself."""
         return self
 

@@ -12,7 +12,7 @@ import pytest
 from forward_requests import fresh
 from llamaspec import FixedLength, LlamaModel, ModelOptions, NoDrafter, Pair, Piece, Sampling, open_pair
 from llamaspec.pair import MAX_LOGPROBS
-from llamaspec.sampling.filters import logprobs
+from llamaspec.sampling.sampler import logprobs
 from llamaspec.values import TARGET, ForwardRequest, TokenArray
 
 CPU = ModelOptions(threads=1, gpu_layers=0)

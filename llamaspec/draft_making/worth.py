@@ -23,8 +23,9 @@ from llamaspec.measure.reasons import round_seconds
 from llamaspec.pair import Pair
 from llamaspec.protocols import Stream
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.sampling.filters import Sampler, Sampling
+from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import TARGET, Forward, ForwardRequest, TokenArray
 
 N_PROMPTS, PROMPT = 4, 64  # texts; tokens of each prompt

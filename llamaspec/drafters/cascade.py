@@ -17,8 +17,9 @@ from llamaspec.errors import EVALUATION_FAULTS
 from llamaspec.length.fixed import SequenceAtMost
 from llamaspec.protocols import Closing, Drafter, Drafting, Preparing, SequenceLength
 from llamaspec.sampling.acceptance_rules import round_of
-from llamaspec.sampling.filters import LogitsTarget, Sampler, confidence
+from llamaspec.sampling.filters import confidence
 from llamaspec.sampling.random_streams import CascadeStreams
+from llamaspec.sampling.sampler import LogitsTarget, Sampler
 from llamaspec.values import Draft, ForwardRequest, Round, Source, TokenArray
 
 

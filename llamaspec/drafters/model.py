@@ -7,13 +7,14 @@ output would change. tests/drafters/test_model.py counts the evaluations.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError
+from llamaspec.length.tree import CONTEXT, CandidateTree, Growth, TreeLength
 from llamaspec.protocols import (
     Drafting,
     Preparing,
@@ -23,8 +24,12 @@ from llamaspec.protocols import (
     SequenceConstraint,
     SequenceLength,
 )
-from llamaspec.sampling.filters import Sampler, Sampling, confidence
+from llamaspec.sampling.filters import Sampling, confidence
+from llamaspec.sampling.sampler import Sampler, candidates
 from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
+
+N_CANDIDATES = 4  # for each position of a tree
+DEEPEST = 64  # maximum depth of a tree
 
 
 @dataclass(slots=True)
@@ -137,3 +142,44 @@ class ModelDrafter:
     @property
     def _tokens(self) -> CommonTokens | SameTokens:
         return self.tokens or SameTokens(self.vocabulary_size, self.n_tokens or self.vocabulary_size)
+
+
+@dataclass(slots=True)
+class TreeDrafter(ModelDrafter):
+    """Drafts trees if the length policy allows them, else chains. Only the coupled rule verifies trees.
+
+    The model evaluates a whole level in one step. The candidates of a position have the greatest log q + g,
+    with the noise g that the target will sample with; the first is the token that a chain would draft.
+    """
+
+    trees: TreeLength = field(kw_only=True)
+
+    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
+        """Draft a tree or a chain."""
+        has_room = len(context) + DEEPEST <= self.context_size
+        can_grow = has_room and self.fault is None and self.tokens is None and self.constraint is None
+        growth = self.trees.tree() if can_grow else None
+        return ModelDrafter.propose(self, context, length) if growth is None else self._grow(context, growth)
+
+    def _grow(self, context: TokenArray, growth: Growth) -> Drafting:
+        known, tree = self.known(context), CandidateTree()
+        sampler = Sampler(self.sampling, self.n_prompt)
+        while nodes := growth.expand(tree):
+            try:
+                forward = yield self._level(known, tree, nodes)
+            except EVALUATION_FAULTS as error:
+                self.note_fault(error)
+                break
+            for node, logits in zip(nodes, forward.logits[:, : self.n_drawn], strict=True):
+                path = np.concatenate([known, tree.path(node)])
+                tree.add(node, *candidates(logits, sampler, path, self.streams, N_CANDIDATES))
+        return tree.draft(growth.keep(tree), self.source)
+
+    def _level(self, context: TokenArray, tree: CandidateTree, nodes: Sequence[int]) -> ForwardRequest:
+        """Request the evaluation of some nodes, each after its ancestors."""
+        if nodes[0] == CONTEXT:
+            return ForwardRequest(self.model, context)
+        n_read = len(tree.read)
+        tree.read += nodes
+        read = tree.listed(tree.read)
+        return ForwardRequest(self.model, context, 0, read.tokens, read.parents, n_read)

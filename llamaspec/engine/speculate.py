@@ -28,7 +28,8 @@ from llamaspec.protocols import (
     SequenceLength,
 )
 from llamaspec.sampling.acceptance_rules import round_of
-from llamaspec.sampling.filters import LogitsTarget, Sampler, Sampling, round_logprobs
+from llamaspec.sampling.filters import Sampling
+from llamaspec.sampling.sampler import LogitsTarget, Sampler, round_logprobs
 from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, TokenArray
 
 Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round

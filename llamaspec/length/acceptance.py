@@ -108,6 +108,14 @@ class Exploration:
         """Whether enough rounds have passed."""
         return self.n_since >= self.distance
 
+    def begin(self) -> None:
+        """Try now."""
+        self.n_since = 0
+
+    def reset(self) -> None:
+        """What was tried wins."""
+        self.distance = NEAREST
+
     def learn(self, *, paid: bool) -> None:
         """Note the result of a try."""
         self.distance = max(NEAREST, self.distance // 2) if paid else min(2 * self.distance, FARTHEST)

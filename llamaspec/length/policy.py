@@ -1,34 +1,26 @@
-"""Drafts as many tokens as speed things up: what all completions of a pair share.
+"""Drafts as many tokens as speed things up: what all completions of a pair share and learn.
 
-A round is planned before anything is drawn: the length with the most expected tokens per second, and that
-rate, which prices all time of the round. A draft that could win but does not is explored now and then. Knows
-no model and no clock: the same rounds give the same decisions. tests/simulator.py.
+Each completion plans its rounds from that (`AutoSequence`). A draft that could win but does not is explored
+now and then. Knows no model and no clock: the same rounds give the same decisions. tests/simulator.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
-
 from llamaspec.length.acceptance import (
     FARTHEST,
     MOST,
-    NEAREST,
     SETTLED,
     Acceptance,
     Exploration,
     LearnedPrior,
-    expected_accepted,
 )
 from llamaspec.length.costs import CostCurve, Costs
-from llamaspec.length.sequence import FREE, AutoSequence, RoundPlan
+from llamaspec.length.sequence import FREE, TIMED, AutoSequence, RoundPlan
 from llamaspec.length.tree import TreeAcceptance
-from llamaspec.values import CHUNK, COPIES, LONGEST_COPY, WAIT_SECONDS, Round, Source
+from llamaspec.values import COPIES, Round, Source
 
-REACH = 4  # positions of an evaluation at first; later at most 1.5 times the widest that was timed
-TIMED = 2  # timings of plain decoding before anything is drafted
-SURE = 0.95  # acceptance: if not even that would win, no draft is explored
 SHARE, CREDIT = 0.015, 2.0  # budget of timings and exploring: share of all time; plain tokens at first
 CHANGED = 0.1  # relative change of plain decoding that is worth timing again soon
 USUAL = 256.0  # tokens of a completion, before any has ended
@@ -166,63 +158,3 @@ class AutoLength:
             self.plain.learn(paid=abs(self.costs.seconds(round_.width) / before - 1.0) > CHANGED)
         elif self.costs.is_surprised:  # does plain decoding take longer, too?
             self.plain.n_since = FARTHEST
-
-    def plan_round(self, sequence: AutoSequence) -> RoundPlan:
-        """Plan the next round of a completion."""
-        costs = self.costs
-        others = [each for each in self.running() if each is not sequence]
-        n_sequences = min(1 + len(others), costs.widest_allowed)  # more are not evaluated together
-        n_drafting = min(1 + sum(each.is_drafting for each in others), n_sequences)
-        # Texts that draft take as many each: where the curve has steps, one position never pays for all.
-        n, n_copies = (
-            min(longest, max((max(REACH, widest * 3 // 2) - n_sequences) // n_drafting, 1))
-            for longest, widest in ((self.longest, costs.widest_narrow), (LONGEST_COPY, costs.widest))
-        )
-        n_copies = max(n, n_copies) if self.sources & COPIES else n
-        seconds = costs.padded_seconds(n_sequences, n_sequences + n_copies * n_drafting, n_drafting)
-        if len(self.sequences) > 1:  # others wait while a copy is verified, also those that read a prompt
-            n_short = int((seconds - seconds[0] <= WAIT_SECONDS).sum()) - 1
-            seconds = seconds[: max(n_short, CHUNK) + 1]
-        plan = RoundPlan(plain=float(seconds[0]) / n_sequences, step=costs.step_seconds / n_drafting)
-        if sum(average.n for average in costs.averages.values()) < TIMED:
-            return plan
-        plan.copy_prices, plan.rate = (seconds - seconds[0]) / n_drafting, 1.0 / plan.plain
-        plan.prices = plan.copy_prices[: n + 1]
-        wanted = costs.next_untimed() if self.sources and n_sequences == 1 else None
-        if wanted is not None and wanted[1] <= self.credit:
-            plan.timed_width = wanted[0]
-        elif self.drafting in self.sources and sequence.n_written:  # a draft reads the prompt after a token
-            self._plan_draft(plan, sequence, n_sequences)
-        return plan
-
-    def _plan_draft(self, plan: RoundPlan, sequence: AutoSequence, n_sequences: int) -> None:
-        """Decide whether the draft model drafts, is explored, or makes way for timing plain decoding."""
-        costs, reading, source = self.costs, sequence.reading, self.drafting
-        n = len(plan.prices) - 1
-        spent = plan.prices + plan.step * np.arange(n + 1)
-        usual = sequence.acceptance[source].probability()
-        rates = (1.0 + expected_accepted(usual, n)) / (plan.plain + spent)
-        known = costs.widest_narrow  # what wider evaluations cost is a guess: they are timed without a draft
-        if n_sequences == 1 < known and costs.next_untimed() is not None and not rates[:known].argmax():
-            rates, spent, plan.prices = rates[:known], spent[:known], plan.prices[:known]
-            n = len(rates) - 1
-        could_pay = bool((expected_accepted(SURE, n)[1:] > plan.rate * spent[1:]).any())
-        limit = n if costs.knows_step else 1
-        if rates.argmax():
-            self.drafts.distance, plan.rate = NEAREST, float(rates.max())
-            if not sequence.should_read(plan):
-                plan.rate = 1.0 / plan.plain
-            elif self.plain.is_due() and costs.allows(n_sequences):
-                plan.times_plain = True
-            else:
-                plan.limits[source] = limit
-        elif reading.is_waking or (
-            could_pay
-            and self.drafts.is_due()
-            and costs.drafting_seconds(1, reading.n_unread if reading.unused else 0) <= self.credit
-        ):
-            self.drafts.n_since = 0
-            plan.explored, plan.limits[source] = source, limit if sequence.drops else 1
-        reading.is_waking = bool(plan.limits) and reading.is_asleep
-        if reading.is_waking:
-            plan.n_to_read = reading.wake(plan.plain)

@@ -1,47 +1,53 @@
-"""What trees of draft tokens are worth: how likely candidates are, and what a round's tree may cost.
+"""Trees of draft tokens: what their tokens are worth, and how they grow.
 
-How a tree grows is the drafter's affair; the policy calls `plan_tree`. Knows no model and no clock.
+The value of a token is its probability of acceptance: the product of calibrated probabilities along its path.
+The target verifies the most valuable tokens while each is worth its cost; the draft model reads tokens while
+the expected gain exceeds the cost of the step. Knows no model and no clock. tests/length/test_tree.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from llamaspec.length.acceptance import Acceptance
 from llamaspec.length.costs import Array, Costs
-from llamaspec.values import Round
+from llamaspec.protocols import SequenceLength
+from llamaspec.values import Draft, Round, Source, TokenArray
 
+CONTEXT = -1  # in place of the index of a draft token: the text before the draft
 SHARES = (0.45, 0.13, 0.06)  # of positions that the first candidate misses: the second's, third's, fourth's
-LEARNT = 0.02  # of the way to what was seen, with each such position
-DEPTHS = (1, 2, 4, 8)  # steps that are looked ahead
+LEARNT = 0.02  # weight of one such position in these shares
+DEPTHS = (1, 2, 4, 8)  # draft steps to look ahead
 WIDEST = 8  # tokens that the draft reads in one step
 SUREST = 0.02  # a confidence below is worth proportionally less; no chance is closer to 1 than a tenth of it
-EDGE = 1.1  # what a tree must promise, next to the best chain
+EDGE = 1.1  # expected rate of a tree over that of the best chain, at least
 
 
 @dataclass(slots=True)
 class TreeAcceptance:
-    """How likely the candidates of a position are: what all rows have learnt of one draft."""
+    """How likely the candidates of a position are: what all completions have learnt of one draft."""
 
     first: Acceptance = field(default_factory=Acceptance)  # the draft's; the policy teaches it
     others: Acceptance = field(default_factory=lambda: Acceptance(level=0.0, slope=1.0))
     shares: list[float] = field(default_factory=lambda: list(SHARES))
 
     def chance(self, rank: int, confidence: float) -> float:
-        """That the target draws a candidate, where it comes as far."""
+        """The chance that the target draws a candidate, if it draws the token before it."""
         chance = (self.others if rank else self.first).probability(confidence)
         return min(chance * min(confidence / SUREST, 1.0), 1.0 - SUREST / 10)
 
     def usual(self, acceptance: float) -> tuple[float, ...]:
-        """Of candidates that are not known yet, to two digits; `acceptance`: of the first."""
+        """The chances of candidates that are not known yet, to two digits; `acceptance`: of the first."""
         return tuple(round(each, 2) for each in (acceptance, *((1 - acceptance) * s for s in self.shares)))
 
     def learn(self, round_: Round) -> None:
         """Learn from a round which of the other candidates the target drew."""
-        for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
+        for node, drawn in zip((CONTEXT, *round_.path), (*round_.path, None), strict=True):
             children = round_.draft.children(node)
             for i, child in enumerate(children[1:]):
                 self.others.learn(child == drawn, round_.confidences[child])
@@ -49,15 +55,135 @@ class TreeAcceptance:
                     self.shares[i] += LEARNT * ((child == drawn) - self.shares[i])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
+class CandidateTree:
+    """All candidates of a round; siblings are in order, the best first."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # index of the parent; -1 = the context
+    confidences: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)  # among its siblings, from 0
+    read: list[int] = field(default_factory=list)  # those that the draft model has evaluated, in this order
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, parent: int, tokens: Sequence[int], confidences: Sequence[float]) -> None:
+        """Add candidates that follow a token, or the context."""
+        self.tokens += tokens
+        self.confidences += confidences
+        self.parents += [parent] * len(tokens)
+        self.ranks += range(len(tokens))
+
+    def path(self, node: int) -> TokenArray:
+        """The tokens from the context to a node: int32 [n]."""
+        path: list[int] = []
+        while node != CONTEXT:
+            path.append(self.tokens[node])
+            node = self.parents[node]
+        return np.array(path[::-1], dtype=np.int32)
+
+    def draft(self, kept: Sequence[int], source: Source = Source.MODEL) -> Draft:
+        """A draft of some nodes and their ancestors: depth first, the best branch first.
+
+        In this order accepted tokens are mostly adjacent in the KV cache.
+        """
+        below: dict[int, list[int]] = {}
+        for i in sorted(kept, reverse=True):
+            below.setdefault(self.parents[i], []).append(i)
+        order, stack = list[int](), below.get(CONTEXT, [])
+        while stack:
+            order.append(stack.pop())
+            stack += below.get(order[-1], ())
+        return self.listed(order, source)
+
+    def listed(self, order: Sequence[int], source: Source = Source.MODEL) -> Draft:
+        """A draft of exactly these nodes, each after its parent."""
+        place = {i: n for n, i in enumerate(order)}
+        return Draft(
+            np.array([self.tokens[i] for i in order], dtype=np.int32),
+            (),
+            tuple(self.confidences[i] for i in order),
+            source,
+            np.array([place.get(self.parents[i], CONTEXT) for i in order], dtype=np.int32),
+        )
+
+
+class Growth(Protocol):
+    """Decides how the tree of one round grows."""
+
+    def expand(self, tree: CandidateTree) -> Sequence[int]:
+        """The nodes that the draft model evaluates next, in one step; first the context; none = stop."""
+
+    def keep(self, tree: CandidateTree) -> Sequence[int]:
+        """The nodes that the target verifies; each with its ancestors."""
+
+
+@runtime_checkable
+class TreeLength(SequenceLength, Protocol):
+    """A sequence's length that also lets trees grow."""
+
+    def tree(self) -> Growth | None:
+        """How the next round's tree grows; None if a chain is as good."""
+
+
+@dataclass(slots=True, eq=False)
 class TreePlan:
-    """What the tree of one round of one row may cost, and what it can gain."""
+    """Grows the tree of one round of one sequence by expected gains and costs."""
 
     acceptance: TreeAcceptance
     usual: tuple[float, ...]  # chances of candidates that are not known yet
     prices: Array  # [1 + N] what 0, 1, ... verified tokens cost, in tokens
     steps: Array  # [1 + WIDEST] what a step of the draft costs that reads 0, 1, ... tokens, in tokens
-    rate: float  # tokens per second that this time is worth
+    _values: list[float] = field(default_factory=list, init=False)  # of the candidates up to now
+
+    def expand(self, tree: CandidateTree) -> list[int]:
+        """The nodes whose descendants, some levels ahead, promise the largest net gain."""
+        if not len(tree):
+            return [CONTEXT]
+        values = self._valued(tree)
+        is_open = np.ones(len(values), dtype=bool)
+        is_open[tree.read] = False
+        unread = is_open.nonzero()[0]
+        unread = unread[(-values[unread]).argsort(kind="stable")][:WIDEST]
+        _, best = self._best(-np.sort(-values))
+        chosen: list[int] = []
+        for depth in DEPTHS:
+            ahead = np.outer(values[unread], looked_ahead(self.usual, depth)).ravel()
+            pool = -np.sort(-np.concatenate([values, ahead]))
+            n, worth = self._best(pool)
+            if not n:
+                continue
+            nodes = unread[values[unread] * self.usual[0] >= pool[n - 1]]
+            worth -= depth * float(self.steps[len(nodes)])
+            if len(nodes) and worth > best:
+                best, chosen = worth, nodes.tolist()
+        return chosen
+
+    def keep(self, tree: CandidateTree) -> list[int]:
+        """The most valuable nodes, as many as are worth their cost."""
+        values = self._valued(tree)
+        order = (-values).argsort(kind="stable")
+        n, _ = self._best(values[order])
+        return sorted(order[:n].tolist())
+
+    def _valued(self, tree: CandidateTree) -> Array:
+        """Each candidate's probability of acceptance, which is below its parent's."""
+        values = self._values
+        for i in range(len(values), len(tree)):
+            chance = self.acceptance.chance(tree.ranks[i], tree.confidences[i])
+            before = values[tree.parents[i]] if tree.parents[i] != CONTEXT else 1.0
+            if tree.ranks[i]:  # not above its better sibling's
+                chance = min(chance, values[i - 1] / max(before, 1e-12))
+            values.append(chance * before)
+        return np.array(values)
+
+    def _best(self, values: Array) -> tuple[int, float]:
+        """The number of tokens to verify, of values in descending order, and the net gain."""
+        values = values[: len(self.prices) - 1]
+        worth = values.cumsum() - self.prices[1 : len(values) + 1]
+        n = int(worth.argmax()) if len(worth) else 0
+        return (n + 1, float(worth[n])) if len(worth) and worth[n] > 0 else (0, 0.0)
 
 
 def plan_tree(
@@ -69,7 +195,7 @@ def plan_tree(
     rate: float,
     plain: float,
 ) -> TreePlan | None:
-    """A tree instead of the best chain, where that promises a tenth more.
+    """Return a plan if a tree promises a tenth more than the best chain.
 
     `chance`: that a first candidate is accepted. `prices`: seconds of 0, 1, ... verified tokens, [1 + N].
     `step`, `plain`: seconds of a draft step, of a plain token. `rate`: tokens per second of the chain.
@@ -84,12 +210,12 @@ def plan_tree(
         n = np.arange(1, len(values) + 1)
         stepping = depth * np.interp(np.clip(n / depth, 1, WIDEST), np.arange(len(steps)), steps)
         best = max(best, float(((1.0 + values.cumsum()) / (plain + prices[n] + stepping)).max()))
-    return TreePlan(acceptance, usual, best * prices, best * steps, best) if best >= EDGE * rate else None
+    return TreePlan(acceptance, usual, best * prices, best * steps) if best >= EDGE * rate else None
 
 
 @lru_cache(maxsize=256)
 def looked_ahead(usual: tuple[float, ...], depth: int) -> Array:
-    """The most valuable tokens of a tree of so many levels, where nothing is known yet, best first."""
+    """The values of the best tokens of a tree of so many levels, if no candidate is known yet, descending."""
     level, found = np.ones(1), np.empty(0)
     for _ in range(depth):
         level = -np.sort(-np.outer(level, usual).ravel())[:32]

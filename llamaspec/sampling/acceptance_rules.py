@@ -54,11 +54,17 @@ class Coupled:
         return float(token == drawn)
 
 
-class _Drawing:
-    """The common part of `Rejection` and `Block`: draft tokens with noise of their own."""
+class Rejection:
+    """Accept x with probability min(1, p(x) / q(x)); in place of the first rejected one draw from p - q.
 
-    name: str
-    drops = False
+    References
+    ----------
+    Algorithm 2 of Chen et al., arXiv 2302.01318 (which swaps the letters); Algorithm 1 of Leviathan et
+    al., arXiv 2211.17192.
+    """
+
+    name = "rejection"
+    drops = False  # draft tokens have noise of their own, so dropping some for what they are changes the law
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
         """Draw draft token `i` independently of the target's draws."""
@@ -85,23 +91,6 @@ class _Drawing:
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> tuple[int, float]:
         """How many draft tokens are accepted, and the weight of p in the residual."""
-        raise NotImplementedError
-
-
-class Rejection(_Drawing):
-    """Accept x with probability min(1, p(x) / q(x)); in place of the first rejected one draw from p - q.
-
-    References
-    ----------
-    Algorithm 2 of Chen et al., arXiv 2302.01318 (which swaps the letters); Algorithm 1 of Leviathan et
-    al., arXiv 2211.17192.
-    """
-
-    name = "rejection"
-
-    def _accepted(
-        self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
-    ) -> tuple[int, float]:
         for i, (x, q) in enumerate(zip(draft.tokens.tolist(), draft.distributions, strict=True)):
             chance = self.acceptance(x, q, target.after(i - 1), x)
             if chance < 1.0 and not streams.chance(chance, Stream.ACCEPT, start + i, attempt=start):
@@ -109,7 +98,7 @@ class Rejection(_Drawing):
         return len(draft), 1.0
 
 
-class Block(_Drawing):
+class Block(Rejection):
     """Verify the draft tokens together: never fewer accepted tokens than by rejection one by one.
 
     References

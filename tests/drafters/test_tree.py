@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from fakes import FakeModel, Length, answer_alone, tokens
 from fixed_tree import FixedTree
-from llamaspec.drafters.tree import CONTEXT, CandidateTree, Growth, TreeDrafter, TreeGrowth, TreeLength
+from llamaspec.drafters.model import TreeDrafter
 from llamaspec.errors import ContextFullError, EvaluationError, LlamaspecError, MemoryFullError, ScoresError
-from llamaspec.length.tree import WIDEST, TreeAcceptance, TreePlan, looked_ahead
+from llamaspec.length.tree import (
+    CONTEXT,
+    WIDEST,
+    CandidateTree,
+    TreeAcceptance,
+    TreeLength,
+    TreePlan,
+    looked_ahead,
+)
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
@@ -25,7 +31,7 @@ WARM = Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None)
 class NoTree(Length):
     """Lets no tree grow: a chain is as good."""
 
-    def tree(self, grow: Callable[[TreePlan], Growth]) -> None:
+    def tree(self) -> None:
         pass
 
 
@@ -115,15 +121,15 @@ def test_a_fault_ends_all_drafting(fault: type[LlamaspecError]) -> None:
 CONFIDENCES = (0.55, 0.2, 0.08, 0.04)
 
 
-def growth(position: float, step: float, longest: int = 16) -> TreeGrowth:
+def growth(position: float, step: float, longest: int = 16) -> TreePlan:
     """With linear prices, in tokens."""
     acceptance = TreeAcceptance()
     prices, steps = np.linspace(0.0, position * longest, longest + 1), np.full(WIDEST + 1, step)
     steps[0] = 0.0
-    return TreeGrowth(TreePlan(acceptance, acceptance.usual(0.6), prices, steps, rate=1.0))
+    return TreePlan(acceptance, acceptance.usual(0.6), prices, steps)
 
 
-def grow(rule: TreeGrowth) -> tuple[Draft, list[int]]:
+def grow(rule: TreePlan) -> tuple[Draft, list[int]]:
     """A tree whose candidates are equally sure everywhere, and how wide its steps were."""
     tree, widths = CandidateTree(), list[int]()
     while nodes := rule.expand(tree):
@@ -191,11 +197,11 @@ def test_trees_grow_as_plain_search_lets_them(seed: int) -> None:
     steps[0] = 0.0
     prices = np.cumsum(rng.choice([0.001, 0.02, 0.3], 17, p=[0.3, 0.6, 0.1]))
     prices[0] = 0.0
-    plan = TreePlan(acceptance, acceptance.usual(float(rng.uniform(0.3, 0.9))), prices, steps, rate=1.0)
-    rule, tree, n_levels = TreeGrowth(plan), CandidateTree(), 0
-    assert rule.expand(tree) == [CONTEXT]
+    plan = TreePlan(acceptance, acceptance.usual(float(rng.uniform(0.3, 0.9))), prices, steps)
+    tree, n_levels = CandidateTree(), 0
+    assert plan.expand(tree) == [CONTEXT]
     tree.add(CONTEXT, range(4), np.sort(rng.dirichlet([0.7] * 5))[::-1][:4].tolist())
-    while nodes := rule.expand(tree):
+    while nodes := plan.expand(tree):
         n_levels += 1
         assert nodes == read_next(plan, tree)
         tree.read += nodes
@@ -205,7 +211,7 @@ def test_trees_grow_as_plain_search_lets_them(seed: int) -> None:
     values = values_of(acceptance, tree)
     n, _ = most_worth(values, prices.tolist())
     best = sorted(range(len(values)), key=lambda i: (-values[i], i))[:n]
-    assert rule.keep(tree) == sorted(best)
+    assert plan.keep(tree) == sorted(best)
     assert n_levels or seed
 
 
@@ -213,7 +219,7 @@ def test_the_draft_reads_on_where_no_token_pays_yet() -> None:
     """All positions together cost as much as the first, which is not worth it."""
     acceptance = TreeAcceptance()
     prices, steps = np.array([0.0, *[0.9] * 16]), np.array([0.0, *[0.02] * WIDEST])
-    rule = TreeGrowth(TreePlan(acceptance, acceptance.usual(0.6), prices, steps, rate=1.0))
+    rule = TreePlan(acceptance, acceptance.usual(0.6), prices, steps)
     tree = CandidateTree()
     tree.add(CONTEXT, [7, 5], [0.45, 0.15])
     assert rule.keep(tree) == []

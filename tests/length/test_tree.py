@@ -30,7 +30,6 @@ def planned(curve: CostCurve, chance: float) -> TreePlan | None:
 def test_a_tree_is_planned_only_where_positions_are_cheap_and_first_candidates_miss() -> None:
     plan = planned(FLAT, 0.5)
     assert plan is not None
-    assert plan.rate > 1.1 * 1.75 / 0.017
     assert plan.usual == pytest.approx((0.5, 0.225, 0.065, 0.03), abs=0.006)
     assert planned(STEEP, 0.5) is None
     assert planned(FLAT, 0.97) is None
@@ -60,8 +59,7 @@ def test_trees_are_off_unless_asked_for(trees: bool, curve: CostCurve, grows: bo
         row.wants_more(NO_DRAFT)
         width = row.width(1) or 1
         row.observe(Round(NO_DRAFT, (), 0, width, evaluation=i, verify_seconds=policy.costs.seconds(width)))
-    plan = row.tree(lambda plan: plan)
-    assert (plan is not None) == grows
+    assert (row.tree() is not None) == grows
     assert row.n_verified(BRANCHED) == 4  # the tree has chosen
     row.observe(replace(Round(BRANCHED, (0,), 0, 5), verify_seconds=0.011, n_draft_steps=2))
     assert policy.costs.step_seconds == pytest.approx(curve.draft_step_seconds, rel=0.2)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from llamaspec.protocols import Stream
-from llamaspec.sampling.filters import Sampler, Sampling, candidates
+from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sampling.sampler import Sampler, candidates
 from llamaspec.values import Distribution
 
 PATH = np.array([1, 2, 3], dtype=np.int32)
