@@ -220,12 +220,20 @@ class Constraints:
                 return str(error)
             return None
 
+        def fails(parts: Sequence[Schema]) -> bool:
+            """Whether one of the parts causes the error; others may refer to missing definitions."""
+            properties = {str(i): part for i, part in enumerate(parts)}
+            return error_of({**shared, "type": "object", "properties": properties}) == wrong
+
         def path(part: Schema) -> str:
-            for name, inner in subschemas(part):
-                alone = {**shared, "type": "object", "properties": {"part": inner}}
-                if error_of(alone) == wrong:  # others may refer to missing definitions
-                    return _path(name, path(inner))
-            return ""
+            found = list(subschemas(part))
+            while len(found) > 1:  # halved, because a client can send thousands
+                half = found[: len(found) // 2]
+                found = half if fails([inner for _, inner in half]) else found[len(half) :]
+            if not (found and fails([found[0][1]])):
+                return ""
+            name, inner = found[0]
+            return _path(name, path(inner))
 
         wrong = error_of(schema)
         return "" if wrong is None else path(schema)

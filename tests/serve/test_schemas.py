@@ -63,6 +63,23 @@ def test_the_wrong_part_of_a_schema_is_named(server: Served, path: str, body: An
     assert answer.json()["error"]["param"] == place
 
 
+def test_a_schema_with_many_parts_is_searched_in_few_steps(
+    server: Served, demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took a compilation for each part, which was seconds for a schema within the limits."""
+    properties = {**{f"p{i}": {"type": "boolean"} for i in range(1000)}, "bad": BAD}
+    compiled, compile_schema = list[object](), demo.json_schema
+
+    def counted(schema: Any) -> Any:
+        compiled.append(schema)
+        return compile_schema(schema)
+
+    monkeypatch.setattr(demo, "json_schema", counted)
+    answer = server.post(TEXT, {"prompt": "a", "json_schema": {"properties": properties}})
+    assert answer.json()["error"]["param"] == "json_schema.properties.bad"
+    assert len(compiled) < 20
+
+
 @pytest.mark.parametrize("template", [TALKER, QWEN], ids=["hermes", "qwen-xml"])
 def test_one_schema_that_cannot_be_compiled_frees_no_other(demo: Pair, template: str) -> None:
     """It freed all of them, and nobody was told."""
