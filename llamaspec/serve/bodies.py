@@ -76,11 +76,14 @@ async def parse_body(http: Request, kind: type[_Body], settings: ServeSettings) 
 
 
 async def _read(http: Request, limit: int) -> bytes:
-    body = bytearray()
+    too_large = RequestError(413, f"the body is larger than {limit} bytes")
+    length, body = http.headers.get("content-length", "0"), bytearray()
+    if length.isascii() and length.isdigit() and int(length) > limit:  # without waiting for it
+        raise too_large
     async for chunk in http.stream():
         body += chunk
         if len(body) > limit:
-            raise RequestError(413, f"the body is larger than {limit} bytes")
+            raise too_large
     return bytes(body)
 
 

@@ -159,13 +159,19 @@ def test_a_body_that_is_as_deep_as_allowed(talker: Served) -> None:
         assert answer.status_code in (200, 400), answer.text
 
 
-def test_a_body_that_never_comes(demo: Pair) -> None:
-    with served(demo, body_seconds=0.1) as server:
+@pytest.mark.parametrize(
+    ("length", "more", "status"),
+    [(99, "", 408), (99_999_999, "", 413), (99_999_999, "Expect: 100-continue\r\n", 413)],
+)
+def test_a_body_that_never_comes(demo: Pair, length: int, more: str, status: int) -> None:
+    """It is not waited for if it is announced as too large."""
+    seconds = 0.1 if status == 408 else PATIENCE_SECONDS
+    with served(demo, body_seconds=seconds) as server:
         address = urlsplit(server.url)
         with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
-            head = f"POST {TEXT} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: 99\r\n\r\n{{"
-            connection.sendall(head.encode())
-            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
+            head = f"POST {TEXT} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {length}\r\n{more}\r\n"
+            connection.sendall(f"{head}{'' if more else '{'}".encode())
+            assert connection.recv(1 << 16).startswith(f"HTTP/1.1 {status}".encode())
 
 
 def test_errors_do_not_repeat_what_was_sent(server: Served) -> None:
