@@ -151,14 +151,16 @@ async def _complete(service: Service, http: Request, body: CompletionBody) -> Re
     builder = service.builder
     if (body.best_of or 1) > (body.n or 1):
         raise not_supported("best_of", "completions are not ranked here; ask for as many as you want with n")
-    texts = await run_in_threadpool(_texts, builder, body.prompt, body.suffix)
+    given = body.prompt
+    several = [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
+    service.queue.check_number(len(several) * (body.n or 1))  # before the work for that many
+    texts = await run_in_threadpool(_texts, builder, several, body.suffix)
     prompts = await builder.continued(texts, body.wanted_format())
     form = CompletionForm(service.model_name, body, builder.vocabulary)
     return await service.respond(http, body, prompts, form)
 
 
-def _texts(builder: RequestBuilder, prompt: str | list[Any], suffix: str | None) -> list[TokenArray]:
-    several = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
+def _texts(builder: RequestBuilder, several: Sequence[Any], suffix: str | None) -> list[TokenArray]:
     if suffix:
         texts = [each for each in several if isinstance(each, str)]
         if len(texts) < len(several):

@@ -162,15 +162,19 @@ class RequestQueue:
         self.is_stopping = False  # no more requests are taken
         self.is_ending = False  # running ones end, too
 
+    def check_number(self, n: int) -> None:
+        """RequestError 400 if one request may not have `n` sequences."""
+        if n > self._parallel:
+            asked = f"{n} sequences at once, this server runs {self._parallel}"
+            raise bad_field("n", f"{asked}; ask for fewer, or start it with --parallel")
+
     def submit(self, jobs: Sequence[Job]) -> Submission:
         """Queue sequences; RequestError 400: they are more than may run at once, 429: too many wait already,
         503: the server is stopping.
         """
         if self.is_stopping:
             raise _server_stopping()
-        if len(jobs) > self._parallel:
-            asked = f"{len(jobs)} sequences at once, this server runs {self._parallel}"
-            raise bad_field("n", f"{asked}; ask for fewer, or start it with --parallel")
+        self.check_number(len(jobs))
         n_free = max(0, self._n_slots(jobs[0]) - len(self._running))
         if len(self._waiting) + len(jobs) > self._max_queue + n_free:
             self.metrics.refused()

@@ -131,6 +131,18 @@ def test_other_paths_and_methods(server: Served) -> None:
     assert server.client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 
 
+def test_prompts_that_are_too_many(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 100 kB kept the server from answering anybody for ten seconds."""
+
+    def refuse(given: object) -> Any:
+        raise AssertionError("a prompt was tokenized")
+
+    monkeypatch.setattr(server.service.builder, "tokenized", refuse)
+    for prompts in (["a"] * 1000, [[5]] * 1000):
+        answer = server.post(TEXT, {"prompt": prompts, "n": 64})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+
+
 def test_a_body_that_is_too_large(server: Served) -> None:
     """Announced, or in chunks that announce nothing."""
     limit = ServeSettings().body_bytes
