@@ -189,7 +189,7 @@ def check_writable(path: Path, what: str) -> None:
 def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[str]:
     """Return the statistics of a completion; `full` adds all figures and times."""
     summary = completion.summary
-    speed = f"{summary.n_tokens} tokens in {summary.decode_seconds:.2f} s"
+    speed = f"{summary.n_tokens} token{_plural(summary.n_tokens)} in {summary.decode_seconds:.2f} s"
     if summary.tokens_per_second:
         speed += f", {summary.tokens_per_second:.1f} tokens/s"
     gain = summary.speed_up
@@ -205,12 +205,13 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
         n_rejected = summary.n_verified - summary.n_accepted
         source = unverified
         if summary.n_verified:
-            rejected = f"{n_rejected} draft token{'' if n_rejected == 1 else 's'} rejected"
+            rejected = f"{n_rejected} draft token{_plural(n_rejected)} rejected"
             source = f"{summary.n_accepted} of them came from drafts, {rejected}{dropped}"
         prompt = f"prompt processed in {completion.prefill_seconds:.2f} s"
         return [speed, f"{source}; {prompt}; {ended}", *_unused_draft(completion)]
     cached = f", {completion.n_cached} of them cached," if completion.n_cached else ""
-    prompt = f"{completion.n_prompt_tokens} tokens{cached} in {completion.prefill_seconds:.2f} s"
+    n_prompt = completion.n_prompt_tokens
+    prompt = f"{n_prompt} token{_plural(n_prompt)}{cached} in {completion.prefill_seconds:.2f} s"
     lines = [f"{speed} (prompt: {prompt}), {ended}"]
     if gain is not None and summary.plain_seconds:
         lines.append(
@@ -235,6 +236,10 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
         shares = (f"{name} {seconds / summary.decode_seconds:.1%}" for name, seconds in parts.items())
         lines.append("time: " + ", ".join(shares))
     return [*lines, *_unused_draft(completion)]
+
+
+def _plural(n: int) -> str:
+    return "" if n == 1 else "s"
 
 
 def gain_in_words(gain: float, digits: int) -> str:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from llamaspec.cli.output import check_writable
 from llamaspec.errors import LlamaspecError
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.reasons import break_even_seconds, verdict
@@ -19,31 +20,40 @@ def check_plot(path: Path) -> None:
         raise LlamaspecError(f"cannot draw {path}; name a .png or .svg file")
     if find_spec("matplotlib") is None:
         raise LlamaspecError('--plot needs matplotlib; install it with: pip install "llamaspec[plot]"')
+    check_writable(path, "plot")
+
+
+# Names may hold a "$", which would begin a formula.
+_PLAIN = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "llamaspec"}
 
 
 def draw_probe(found: Probe, path: Path, title: str) -> None:
     """Draw the time by batch size, one line per depth, and the break-even line of full acceptance."""
     check_plot(path)
-    from matplotlib.figure import Figure  # an optional extra
+    from matplotlib import rc_context  # an optional extra
+    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    widths = [row.width for row in found.widths]
-    for i, depth in enumerate(found.depths):
-        timings = [row.timings[i] for row in found.widths]
-        axes.plot(widths, [1e3 * t.median for t in timings], marker="o", label=f"{depth} cached tokens")
-        axes.fill_between(widths, [1e3 * t.low for t in timings], [1e3 * t.high for t in timings], alpha=0.2)
-    curve = found.curve
-    if found.draft_step is not None:
-        break_even = "break-even: every draft token accepted"
-        axes.plot(curve.widths, [1e3 * s for s in break_even_seconds(curve)], "k--", label=break_even)
-        figure.supxlabel(verdict(curve), fontsize="medium")
-    axes.set(title=title, xlabel="batch size", ylabel="milliseconds")
-    slowest = max(timing.high for row in found.widths for timing in row.timings)
-    axes.set_ylim(0, 1.2e3 * slowest)  # the break-even line may rise far above
-    axes.grid(alpha=0.3)
-    axes.legend()
-    _save(figure, path)
+    with rc_context(_PLAIN):
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        widths = [row.width for row in found.widths]
+        for i, depth in enumerate(found.depths):
+            timings = [row.timings[i] for row in found.widths]
+            axes.plot(widths, [1e3 * t.median for t in timings], marker="o", label=f"{depth} cached tokens")
+            axes.fill_between(
+                widths, [1e3 * t.low for t in timings], [1e3 * t.high for t in timings], alpha=0.2
+            )
+        curve = found.curve
+        if found.draft_step is not None:
+            break_even = "break-even: every draft token accepted"
+            axes.plot(curve.widths, [1e3 * s for s in break_even_seconds(curve)], "k--", label=break_even)
+            figure.supxlabel(verdict(curve), fontsize="medium")
+        axes.set(title=title, xlabel="batch size", ylabel="milliseconds")
+        slowest = max(timing.high for row in found.widths for timing in row.timings)
+        axes.set_ylim(0, 1.2e3 * slowest)  # the break-even line may rise far above
+        axes.grid(alpha=0.3)
+        axes.legend()
+        _save(figure, path)
 
 
 def draw_report(report: Report, path: Path) -> None:
@@ -61,7 +71,7 @@ def draw_report(report: Report, path: Path) -> None:
         PLAIN: "llamaspec, plain",
         report.best_type: f"{report.best_type} (best type)",
     }
-    with rc_context({"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "llamaspec"}):
+    with rc_context(_PLAIN):
         figure = Figure(figsize=(8, 1.5 + 0.17 * len(report.tasks) * (len(arms) + 1)), layout="constrained")
         axes, thick = figure.subplots(), 0.85 / len(arms)
         for i, arm in enumerate(arms):

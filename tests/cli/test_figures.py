@@ -138,7 +138,7 @@ def test_the_gain_is_told_in_plain_words() -> None:
     slower = a_text([*4 * TWO_ROUNDS, replace(plain, verify_seconds=0.25)])  # 12.75 s of 16.75 s
     assert ": 24% slower than without a draft (estimate)" in statistics_lines(slower, 7, "short")[0]
     undrafted = statistics_lines(a_text([plain]), 7, "short")
-    assert undrafted[0] == "1 tokens in 2.00 s, 0.5 tokens/s"
+    assert undrafted[0] == "1 token in 2.00 s, 0.5 tokens/s"
     assert undrafted[1].startswith("nothing was drafted; prompt processed in")
 
 
@@ -353,6 +353,12 @@ def test_the_picture_of_a_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [4, 50] in bands[1]
     assert axes.get_ylim() == (0, pytest.approx(60))
     assert (axes.get_title(), axes.get_ylabel()) == ("big", "milliseconds")
+
+
+def test_a_dollar_in_a_name_begins_no_formula(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_probe(PROBE, tmp_path / "curve.svg", "a$\\frac$")
+    assert "a$\\frac$" in (tmp_path / "curve.svg").read_text()
 
 
 @pytest.mark.usefixtures("probed")
