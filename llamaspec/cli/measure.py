@@ -74,7 +74,7 @@ Examples:
 @click.option("--num-runs", "-r", type=Integer(min=1), default=6, show_default=True,
               help="Runs of each method; the second half repeats the first.")  # fmt: skip
 @model_options
-@shared.decoding_options
+@shared.measured_decoding_options
 @shared.JSON_OPTION
 def compare(
     prompt: shared.PromptSource,
@@ -327,7 +327,7 @@ Examples:
 )
 @shared.prompt_options("The prompt; default: the beginning of a function.")
 @model_options
-@shared.decoding_options
+@shared.measured_decoding_options
 @shared.JSON_OPTION
 def audit(
     prompt: shared.PromptSource, models: ModelChoice, decoding: shared.DecodingOptions, as_json: bool

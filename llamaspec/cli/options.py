@@ -134,6 +134,12 @@ def _limit(default: int, shown: str | bool, text: str) -> Decorator:
                         show_default=shown, help=text)  # fmt: skip
 
 
+def _seed(default: str) -> Decorator:
+    return click.option(
+        "--seed", type=int, help=f"Random seed: the same seed gives the same text. Default: {default}."
+    )
+
+
 _DRAFTING: tuple[Decorator, ...] = (
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
                  metavar=f"auto|0-{MAX_DRAFT}",
@@ -144,7 +150,7 @@ _DRAFTING: tuple[Decorator, ...] = (
     click.option("--exact", is_flag=True,
                  help="Bit-identical results for a seed, whatever ran before or beside it; CPUs only."),
 )  # fmt: skip
-_DECODING: tuple[Decorator, ...] = (
+_CHAIN: tuple[Decorator, ...] = (
     click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
                  help="0 = always the most probable token."),
     click.option("--top-k", type=_OrOff(click.INT, 0), default=40, show_default=True,
@@ -158,8 +164,8 @@ _DECODING: tuple[Decorator, ...] = (
     click.option("--presence-penalty", type=_OrOff(click.FLOAT, 0),
                  help="Subtract from the scores of recent tokens."),
     click.option("--frequency-penalty", type=_OrOff(click.FLOAT, 0), help="The same, once per occurrence."),
-    click.option("--seed", type=int,
-                 help="Random seed: the same seed gives the same text. Default: random, and reported."),
+)  # fmt: skip
+_RULE: tuple[Decorator, ...] = (
     click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
                  help="How draft tokens are accepted; only with coupled does a seed give the same text with "
                       "and without a draft."),
@@ -204,13 +210,15 @@ def _decoding(**given: Any) -> DecodingOptions:
     return DecodingOptions(sampling=sampling, **given)
 
 
-# The command receives DecodingOptions as `decoding`. Answers of a chat have no limit by default. Servers and
-# benchmarks receive only Drafting, as `drafting`.
+# The command receives DecodingOptions as `decoding`. Answers of a chat have no limit by default; what
+# measures has a fixed seed. Servers and benchmarks receive only Drafting, as `drafting`.
 drafting_options = option_group("drafting", Drafting, _DRAFTING)
 _LIMIT = _limit(256, True, "Stop after this many tokens.")
 _ANSWER_LIMIT = _limit(UNLIMITED, "the rest of the context", "Stop an answer after this many tokens.")
+_DECODING = (*_CHAIN, _seed("random, and reported"), *_RULE)
 decoding_options = option_group("decoding", _decoding, (_LIMIT, *_DECODING))
 answer_decoding_options = option_group("decoding", _decoding, (_ANSWER_LIMIT, *_DECODING))
+measured_decoding_options = option_group("decoding", _decoding, (_LIMIT, *_CHAIN, _seed("0"), *_RULE))
 
 
 def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOptions:

@@ -162,3 +162,8 @@ def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
     assert "embedded pair" in answer.stderr
     assert answer.json["same_text"] is True
     assert answer.json["acceptance_rate"] > 0.5
+
+
+@pytest.mark.parametrize(("command", "default"), [("compare", "0"), ("audit", "0"), ("generate", "random")])
+def test_the_help_tells_the_seed_that_is_used(command: str, default: str) -> None:
+    assert f"same text. Default: {default}" in " ".join(invoke(command, "-h").stdout.split())
