@@ -96,7 +96,7 @@ def find_remote(name: str, *, ask: bool = True) -> RemoteFile | None:
         return _find_address(address_of_page(name, constants.ENDPOINT), ask)
     plain, _, quantization = name.partition(":")
     entry = read_catalog().find(plain)
-    return None if entry.path is not None else entry.file(quantization or None)
+    return None if entry.path is not None and not quantization else entry.file(quantization or None)
 
 
 def _is_address(name: str) -> bool:

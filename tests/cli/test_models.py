@@ -149,6 +149,7 @@ def test_a_folder_does_not_hide_a_model(
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
     assert invoke("models", "add", "mine", target_file).code == 0
+    assert "it has no quantizations" in invoke("generate", "--target", "mine:Q4_0", "x").stderr
     options = ("-n", "2", "--threads", "1", "--no-stats", "x")
     assert invoke("generate", "--target", "mine", *options).code == 0
     assert "models; it is a folder" in said(invoke("generate", "--target", "models", "x"))
