@@ -42,6 +42,7 @@ from llamaspec.plan import DraftPlan
 FORMAT = 2
 MAX_BYTES = 4 << 20
 _LONGEST, _LONGEST_NAME = 600, 80  # characters of a text, and of the name of a model
+_LARGEST = 1 << 50  # bytes of a file or of the memory
 _UNSAFE = str.maketrans(dict.fromkeys('`|\\<>"', "?"))  # could end code or a cell of a table
 _HIDDEN = "..."
 _PUBLIC = re.compile(r"-{1,2}[a-z][a-z-]*|[0-9.,]+")  # options and numbers
@@ -122,6 +123,9 @@ class Report:
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise ValueError(f"it has format {self.format}, this version reads {FORMAT}")
+        files = [model.n_bytes for model in (self.target, *self.drafts)]
+        if not all(0 <= size <= _LARGEST for size in (*files, self.machine.memory_bytes, self.machine.cores)):
+            raise ValueError("a file, the memory or the number of cores has no size that it can have")
         arms = {frozenset(arms) for arms in self.tasks.values()}
         if not self.groups or len(arms) != 1 or not {self.baseline, AUTO} <= next(iter(arms)):
             raise ValueError("its tasks have not all the same arms, the baseline and auto among them")

@@ -197,6 +197,9 @@ def test_no_text_of_a_stranger_is_markup(
     [
         (("format",), 1),
         (("machine", "cores"), "2"),
+        (("machine", "memory_bytes"), 10**400),
+        (("target", "n_bytes"), 10**400),
+        (("target", "n_bytes"), -1),
         (("machine", "host"), "here"),
         (("groups", "chat and code", "auto", "whole"), float("nan")),
         (("groups", "chat and code", "auto", "whole"), "fast"),
