@@ -25,7 +25,7 @@ from llamaspec.measure.doctor import OK, option_findings
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import keep_learnt, restore_reading_gain, stored
 from llamaspec.pair import Pair, demo_draft, demo_target, open_plan
-from llamaspec.plan import AUTO, DraftPlan, Find, known_draft, make_plan
+from llamaspec.plan import AUTO, NGRAM, DraftPlan, Find, known_draft, make_plan
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Copying, Source
 
@@ -113,6 +113,8 @@ def _choice(
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise ValueError(f"--pair names both models; drop --{name}")
         target, draft = pair, (AUTO, *draft[1:])
+    if NGRAM in draft and ngram is False and not no_draft:
+        raise ValueError("--draft ngram and --no-ngram contradict each other; drop one")
     runtime.set_verbose(verbose)
     is_embedded, copying = target is None, Copying.of(ngram)
     if no_draft:

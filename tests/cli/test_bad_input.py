@@ -116,6 +116,13 @@ def test_prompts(files: dict[str, Path], arguments: list[str], stdin: bytes, say
     assert_refused(invoke("generate", *models, *named, stdin=stdin), says, 1)
 
 
+def test_copies_that_are_asked_for_and_forbidden() -> None:
+    answer = invoke("generate", "--draft", "ngram", "--no-ngram", "x")
+    assert_refused(answer, "--draft ngram and --no-ngram contradict each other; drop one", 2)
+    plain = invoke("generate", "--draft", "ngram", "--no-ngram", "--no-draft", "-n", "2", "x")
+    assert plain.code == 0, "as the plain server of a benchmark is started"
+
+
 @pytest.mark.parametrize("arguments", [["x", "-p", "y"], ["-p", "x", "-f", "LONG_PROMPT"]])
 def test_two_prompts(arguments: list[str]) -> None:
     assert_refused(invoke("generate", *arguments), "give the prompt once", 2)
