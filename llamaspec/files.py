@@ -152,6 +152,8 @@ def parse_json(kind: type[T], content: str | bytes, unknown: Unknown = "forbid")
     from pydantic import ValidationError  # takes a while, and most commands read no such file
 
     data = content.encode() if isinstance(content, str) else content
+    if not data.strip():
+        raise ValueError("it is empty")
     try:
         return cast(T, _adapter(cast(Any, kind), unknown).validate_json(b"[" + data + b"]")[0])
     except ValidationError as error:

@@ -104,5 +104,5 @@ def load_last() -> tuple[Message, ...]:
     """Return the last conversation; PromptError if there is none, or its file is damaged."""
     path = cache_folder() / _LAST
     if not path.exists():
-        raise PromptError("there is no last conversation; begin one, or name a file with one")
+        raise PromptError("there is no last conversation to resume; begin one, or load one from a file")
     return load_conversation(path)

@@ -176,7 +176,7 @@ def _check(bench: BenchOptions) -> None:
         check_plot(bench.plot)
     if bench.quick and (bench.names or bench.tasks != TASKS or bench.share is not None):
         raise click.UsageError(
-            "--quick chooses the tasks and measures too little to share; drop the other option"
+            "--quick chooses the tasks, and is too short to share; drop --task, --tasks or --share"
         )
     if bench.share is not None:
         if bench.tasks != TASKS:

@@ -71,7 +71,7 @@ def check_heads(path: Path) -> HeadsInFile:
     """The heads of a file, which can be used; else PairError, or ModelFileError if it is no model."""
     found = heads_in_file(path)
     if found.fault is not None:
-        raise PairError(f"{path} {found.fault}; name a draft model, or look draft tokens up in earlier text")
+        raise PairError(f"{path} {found.fault}; name a draft model, or copy draft tokens from earlier text")
     return found
 
 

@@ -143,8 +143,8 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--quick", "--task", "ask"), "--quick chooses the tasks"),
-        (("--quick", "--share", "x.json"), "--quick chooses the tasks"),
+        (("--quick", "--task", "ask"), "drop --task, --tasks or --share"),
+        (("--quick", "--share", "x.json"), "drop --task, --tasks or --share"),
         (("--task", "sing"), "there is no task sing in tasks.yaml; choose one of ask, explain,"),
         (("--tasks", "missing.yaml"), "cannot read the tasks missing.yaml"),
         (("--against", "nowhere"), "nowhere has no llamaspec; name the top of a checkout"),
