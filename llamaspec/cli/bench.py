@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 import sys
@@ -178,6 +179,12 @@ def _check(bench: BenchOptions) -> None:
         raise click.UsageError(
             "--quick chooses the tasks, and is too short to share; drop --task, --tasks or --share"
         )
+    try:
+        for options in bench.also:
+            shlex.split(options)
+    except ValueError as error:
+        reason = str(error).lower()
+        raise click.UsageError(f"--also cannot be split into options: {reason}; quote it") from error
     if bench.share is not None:
         if bench.tasks != TASKS:
             raise click.UsageError("--share needs the built-in tasks; drop --tasks")

@@ -30,7 +30,10 @@ PEER_BEST = f"{PEER}, best of each prompt"  # of several, known afterwards
 READY_SECONDS = 900.0  # a large model is read from a disk
 END_SECONDS = 20.0
 _KEYS = ("LLAMASPEC_API_KEY", "LLAMA_API_KEY")  # a server that gets one refuses requests without it
-_ENTRY = "import sys; sys.path.insert(0, {!r}); from llamaspec.__main__ import main; main()"
+_ENTRY = (  # with a name for its messages
+    "import sys; sys.path.insert(0, {!r}); sys.argv[0] = 'llamaspec'; "
+    "from llamaspec.__main__ import main; main()"
+)
 _PLAINLY = ["--no-draft", "--no-ngram", "-k", "0"]  # without -k 0, tokens that a schema forces are drafted
 _STREAM = {"model": "any", "stream": True, "stream_options": {"include_usage": True}}
 

@@ -145,6 +145,7 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
     [
         (("--quick", "--task", "ask"), "drop --task, --tasks or --share"),
         (("--quick", "--share", "x.json"), "drop --task, --tasks or --share"),
+        (("--also", "-k '4"), "--also cannot be split into options: no closing quotation; quote it"),
         (("--task", "sing"), "there is no task sing in tasks.yaml; choose one of ask, explain,"),
         (("--tasks", "missing.yaml"), "cannot read the tasks missing.yaml"),
         (("--against", "nowhere"), "nowhere has no llamaspec; name the top of a checkout"),
@@ -173,6 +174,8 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     assert answer.code == 1
     last = answer.stderr.splitlines()[-1]
     assert last == "llamaspec: the server of 'llama-server, none' did not start: no such option"
+    ours = invoke("bench", *OPTIONS, "--also", "--nope").stderr.splitlines()[-1]
+    assert ours.endswith("see `llamaspec serve -h`")
 
 
 @pytest.mark.usefixtures("demo_files", "own_cache")
