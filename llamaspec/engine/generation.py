@@ -152,10 +152,11 @@ def summarize(rounds: Sequence[Round], n_tokens: int) -> Summary:
 def _plain_seconds(rounds: Sequence[Round]) -> dict[int, float]:
     """Seconds of a round without a draft, by the number of sequences that share its evaluation.
 
-    They are the length policy's latest estimate. If it has none, they are the median of these rounds.
+    They are the length policy's latest estimate. If it has none, they are the median of these rounds, if there
+    are at least three: a single one may have been held up.
     """
     plain = [each.seconds - each.draft_seconds for each in rounds if each.width == 1]
-    known = {1: statistics.median(plain)} if plain else {}
+    known = {1: statistics.median(plain)} if len(plain) >= 3 else {}
     return known | {each.n_sequences: each.plain_seconds for each in rounds if each.plain_seconds is not None}
 
 
