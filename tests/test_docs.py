@@ -166,13 +166,13 @@ class Reader:
 def parse(words: list[str]) -> None:
     """Let click read a command, without running it."""
     command: click.Command = main
-    context = click.Context(main)
+    context = click.Context(main, **main.context_settings)  # `-h` among them, which a command keeps
     while isinstance(command, click.Group):
         words = words[1:]
         found = command.get_command(context, words[0])
         assert found is not None, words
         command = found
-    command.make_context(words[0], words[1:])
+    command.make_context(words[0], words[1:], parent=context)
 
 
 @pytest.mark.slow

@@ -152,8 +152,8 @@ def summarize(rounds: Sequence[Round], n_tokens: int) -> Summary:
 def _plain_seconds(rounds: Sequence[Round]) -> dict[int, float]:
     """Seconds of a round without a draft, by the number of sequences that share its evaluation.
 
-    They are the length policy's latest estimate. If it has none, they are the median of these rounds, if there
-    are at least three: a single one may have been held up.
+    They are the length policy's latest estimate. If it has none, they are the median of these rounds, if
+    there are at least three: a single one may have been held up.
     """
     plain = [each.seconds - each.draft_seconds for each in rounds if each.width == 1]
     known = {1: statistics.median(plain)} if len(plain) >= 3 else {}

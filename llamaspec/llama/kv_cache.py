@@ -104,7 +104,7 @@ class KVCache:
             sequence.n_reserved = request.n_tokens - n_read - sequence.n + n_padding
             sequence.n_padding = n_padding
             self._make_room(sequence)
-            if n_before >= max(least, sequence.n + WORTH_COPYING):
+            if self.shares and n_before >= max(least, sequence.n + WORTH_COPYING):
                 self._restore(sequence, request.tokens[:n_before])
             n = sequence.n + n_read
         sequence.last_used = next(self._clock)
