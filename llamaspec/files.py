@@ -108,6 +108,18 @@ def part_names(name: str) -> tuple[str, ...]:
     return tuple(f"{found[1]}-{i:05}-of-{found[2]}.gguf" for i in range(1, int(found[2]) + 1))
 
 
+def model_stem(name: str) -> str:
+    """Return the name of a model's file without the suffix and the number of a part.
+
+    Examples
+    --------
+    >>> model_stem("big-00002-of-00002.gguf")
+    'big'
+    """
+    found = _PART.fullmatch(name)
+    return found[1] if found else Path(name).stem
+
+
 def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a file in one step: a reader finds the old content or the new, whatever happens.
 

@@ -7,7 +7,6 @@ makes the drafters of each completion from them. tests/test_plan.py, tests/test_
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
@@ -22,7 +21,7 @@ from llamaspec.drafters.model import ModelDrafter, TreeDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
 from llamaspec.engine.speculate import Speculation
 from llamaspec.errors import ModelFileError, PairError, quoted
-from llamaspec.files import cache_folder, file_identity
+from llamaspec.files import cache_folder, file_identity, model_stem
 from llamaspec.length.fixed import prompt_reading
 from llamaspec.length.policy import AutoLength
 from llamaspec.length.tree import TreeLength
@@ -167,12 +166,12 @@ def made_path(target: Path, label: str) -> Path:
     """The path of a draft made here: beside its target, or in our cache folder if that is the hub's."""
     in_hub = any(part.startswith("models--") for part in target.absolute().parts)
     folder = cache_folder() / "drafts" if in_hub else target.parent
-    return folder / f"{_stem(target)}.draft-{label}.gguf"
+    return folder / f"{model_stem(target.name)}.draft-{label}.gguf"
 
 
 def made_drafts(target: Path) -> list[Path]:
     """The drafts made for this target on this machine, newest first."""
-    pattern = f"{escape(_stem(target))}.draft-*.gguf"
+    pattern = f"{escape(model_stem(target.name))}.draft-*.gguf"
     folders = {target.parent.absolute(), (cache_folder() / "drafts").absolute()}
     try:
         found = [path for folder in folders for path in folder.glob(pattern) if path.is_file()]
@@ -181,10 +180,6 @@ def made_drafts(target: Path) -> list[Path]:
         return sorted(fitting, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     except (OSError, ValueError):  # ValueError: no path has such a name
         return []
-
-
-def _stem(target: Path) -> str:
-    return re.sub("-[0-9]{5}-of-[0-9]{5}$", "", target.stem)
 
 
 @dataclass(eq=False, slots=True)

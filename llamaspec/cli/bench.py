@@ -156,7 +156,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
         peer_version = None if bench.llama_server is None else program_version(bench.llama_server)
         with_hashes = bench.as_json or bench.share is not None
         report = make_report(samples, plan, settings, peer_version, with_hashes=with_hashes)
-        is_usual = drafting == Drafting()
+        is_usual = drafting == Drafting() and settings.temperature == 0
         if is_whole and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
             keep_gains(plan, speed_ups(samples))
         _show(report, bench)

@@ -164,7 +164,8 @@ def pair_verdict(pair: Models, prior: LearnedPrior | None = None) -> str | None:
     """
     if (gains := stored(pair, BenchGains)) is not None:
         return (
-            f"on this machine this pair is {_gains_in_words(gains.speed_ups)} (measured by llamaspec bench)"
+            f"on this machine this pair is {_gains_in_words(gains.speed_ups)} "
+            "(measured by llamaspec bench at temperature 0)"
         )
     prior = prior or stored(pair, LearnedPrior)
     if prior is None or prior.curve is None or not prior.curve.draft_step_seconds:

@@ -49,7 +49,8 @@ def test_a_benchmark_counts_more_and_groups_are_kept(pair: DraftPlan) -> None:
     keep_gains(pair, {"edits": 2.5, "code": 0.9, "lists": 1.01})
     assert pair_verdict(pair) == (
         "on this machine this pair is about 1.6 times as fast for chat, about 2.5 times as fast for edits, "
-        "10% slower for code and as fast as without drafts for lists (measured by llamaspec bench)"
+        "10% slower for code and as fast as without drafts for lists (measured by llamaspec bench at "
+        "temperature 0)"
     )
     assert forget(pair)
     assert pair_verdict(pair) is None
