@@ -4,10 +4,11 @@
     python scripts/serve_load.py --target big.gguf --draft small.gguf --llama-server llama/bin/llama-server
     python scripts/serve_load.py --target big.gguf --draft small.gguf --shared -c 2 --requests 4
 
-Each client sends one request after the other. No two prompts begin alike, so nothing is cached. With
---shared, each client has a conversation instead, and all of them begin with one system prompt of about 1,800
-tokens, as the users of one program do. The time runs from the first request to the end of the last answer.
-Ratios are to llama-server without a draft, else to llamaspec without drafts, in the same turn.
+Each client sends one request after the other. The prompts are those of `llamaspec bench`, and no two begin
+alike, so nothing is cached. With --shared, each client has a conversation instead, and all conversations begin
+with one system prompt of about 1,800 tokens, like those of one program's users. The time runs from the first
+request to the end of the last answer. Ratios are to llama-server without a draft in the same turn, or to
+llamaspec without drafts if --llama-server is not given.
 
 A table goes to stderr, one JSON object to stdout.
 """
@@ -25,19 +26,18 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 
 from llamaspec.cli.output import print_table, stderr_console
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama.options import ModelOptions
-from llamaspec.measure.bench import Ask, Message, baseline_of, read_task_file
+from llamaspec.measure.bench import Ask, Message, baseline_of, read_task_file, read_tasks
 from llamaspec.measure.compare import in_turn
 from llamaspec.measure.served_arms import own_arms, peer_arms, serving
 from llamaspec.plan import DraftPlan, ModelFile
 
-PROMPTS = Path(__file__).with_name("prompts.yaml")
+GROUP = "chat and code"  # of the tasks of `llamaspec bench`
 SYSTEM = "You help with this small project. Answer briefly. Its files:"
-FILES = ("shelf.py", "timetable.js", "tools.json")  # of the tasks of bench: about 1,800 tokens
+FILES = ("shelf.py", "timetable.js", "tools.json")  # of the same tasks: about 1,800 tokens
 QUESTIONS = (
     "What is `Shelf.available` for?", "When does `lend` raise an error?",
     "Which method needs the date of today, and why?", "Name one thing that you would test first.",
@@ -45,7 +45,8 @@ QUESTIONS = (
     "What happens if `delay` names a time at which nothing departs?", "Which method would you simplify?",
 )  # fmt: skip
 CONTEXT = 4096  # tokens of each request
-FILE, COUNT = click.Path(exists=True, dir_okay=False, path_type=Path), click.IntRange(min=1)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+COUNT = click.IntRange(min=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +57,27 @@ class Load:
     n_clients: int
     turn: int
     seconds: float  # from the first request to the end of the last answer
-    first_seconds: float  # median over the requests, to the first text
+    first_seconds: float  # seconds to the first text: median of the requests
     n_tokens: int
 
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=FILE, required=True)
-@click.option("--draft", type=FILE, help="The draft of llamaspec, and of llama-server with draft-simple.")
+@click.option("--draft", type=FILE, help="Draft model of llamaspec, and of llama-server with draft-simple.")
 @click.option("--llama-server", metavar="PROGRAM", help="Also measure this llama-server.")
 @click.option(
     "--spec-type",
     "spec_types",
     multiple=True,
     metavar="TYPE",
-    help="Also measure llama-server with this type of drafts; may be repeated.",
+    help="Also measure llama-server with this type of drafts. May be repeated.",
 )
-@click.option("--threads", type=COUNT, help="Threads of every server; default: its own choice.")
+@click.option("--threads", type=COUNT, help="Threads of every server. Default: each server chooses.")
 @click.option("--clients", "-c", type=COUNT, multiple=True, default=(1, 2, 4, 8), show_default=True)
 @click.option(
     "--requests", type=COUNT, default=2, show_default=True, help="Requests of each client in a turn."
 )
-@click.option("--shared", is_flag=True, help="Conversations behind one system prompt.")
+@click.option("--shared", is_flag=True, help="Conversations that begin with one system prompt.")
 @click.option(
     "--max-tokens",
     "-n",
@@ -133,10 +134,10 @@ def run_loads(
     *,
     shared: bool,
 ) -> Iterator[Load]:
-    """Load each server with each number of clients, turn by turn; a first turn warms up."""
+    """Load each server with each number of clients, turn by turn. Turn -1 warms up and is not yielded."""
     for turn in range(-1, n_turns):
         for n_clients in clients if turn >= 0 else clients[:1]:
-            label = f"[{turn + 1}.{n_clients}]"  # no prompt begins like one of another turn
+            label = f"[{turn + 1}.{n_clients}]"  # makes all prompts of a turn new to the servers
             talks = [*conversations(label, n_clients, n_requests, shared=shared)]
             for name in in_turn([*asks], turn):
                 load = measured(name, asks[name], talks, fields, turn)
@@ -152,7 +153,7 @@ class Talk:
     """The questions of one client."""
 
     questions: Sequence[str]
-    system: str | None  # if there is one, the questions are one conversation
+    system: str | None  # if given, the questions are one conversation
 
 
 def conversations(label: str, n_clients: int, n_requests: int, *, shared: bool) -> Iterator[Talk]:
@@ -164,17 +165,17 @@ def conversations(label: str, n_clients: int, n_requests: int, *, shared: bool) 
             first = i * n_requests
             yield Talk([QUESTIONS[n % len(QUESTIONS)] for n in range(first, first + n_requests)], system)
         return
-    texts = [entry["text"] for entry in yaml.safe_load(PROMPTS.read_text(encoding="utf-8"))]
+    prompts = [prompt for task in read_tasks(names=[GROUP]) for prompt in task.prompts]
     for i in range(n_clients):
         numbers = range(i * n_requests, (i + 1) * n_requests)
-        yield Talk([f"{label} {n}. Continue:\n{texts[n % len(texts)]}" for n in numbers], None)
+        yield Talk([f"{label} {n}. {prompts[n % len(prompts)]}" for n in numbers], None)
 
 
 def measured(name: str, ask: Ask, talks: Sequence[Talk], fields: Mapping[str, Any], turn: int) -> Load:
-    """Run all clients at the same time, and measure them."""
+    """Run all clients at the same time and measure them."""
 
     def send(talk: Talk) -> list[tuple[float, int]]:
-        """Return seconds to the first text, and tokens, of each answer."""
+        """Return the seconds to the first text and the number of tokens of each answer."""
         messages: list[Message] = []
         seen = []
         for question in talk.questions:

@@ -4,7 +4,7 @@ A copy begins at the longest end of the text that also occurs earlier, in the te
 prediction. From there on the text is aligned with its source. After an insertion, deletion or replacement the
 copy resumes in the same passage. A replacement that was seen once is proposed when the replaced tokens come
 next, and a copy is less sure after two tokens at which the text has left its source before. Copies cost
-nothing to make; their confidences decide which are verified. scripts/replay_edits.py measures them on edits.
+nothing to make; their confidences decide which are verified. `llamaspec bench --task edits` measures them.
 
 Reference: prompt lookup decoding (Saxena, 2023).
 """
