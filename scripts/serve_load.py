@@ -5,7 +5,7 @@
     python scripts/serve_load.py --target big.gguf --draft small.gguf --shared -c 2 --requests 4
 
 Each client sends one request after the other. The prompts are those of `llamaspec bench`, and no two begin
-alike, so nothing is cached. With --shared, each client has a conversation instead, and all conversations begin
+alike, so nothing is cached. With --shared, each client has a conversation instead. All conversations begin
 with one system prompt of about 1,800 tokens, like those of one program's users. The time runs from the first
 request to the end of the last answer. Ratios are to llama-server without a draft in the same turn, or to
 llamaspec without drafts if --llama-server is not given.
