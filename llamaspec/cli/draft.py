@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from llamaspec.draft_making.skip_layers import Made, make_draft
 from llamaspec.draft_making.trim import KEEP, trim_draft
 from llamaspec.draft_making.worth import Trial, TrialSettings
 from llamaspec.errors import LlamaspecError, printable
-from llamaspec.llama.gguf_file import check_gguf
+from llamaspec.llama.gguf_file import check_gguf, file_parts
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES
@@ -41,7 +41,8 @@ def _options(
     *, text: Sequence[str], output: str | None, force: bool, temperature: float, **models: Any
 ) -> DraftOptions:
     how = ModelOptions(**models), Sampling(temperature=temperature)
-    return DraftOptions(*how, _texts(text), _file(output, force))
+    file = _file(output, force, text)
+    return DraftOptions(*how, _texts(text), file)
 
 
 def _draft_options(texts: str) -> Callable[[Command], Command]:
@@ -92,6 +93,7 @@ def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptio
     with refusing_values():
         settings = TrialSettings(options.texts, budget, options.sampling)
     path = fetched_model(target)
+    _refuse_input(options.output, file_parts(path))
     if not options.texts:
         say("no --text given, measuring on a short text; your own texts give a better result")
     with _opened(path, options) as model:
@@ -146,6 +148,7 @@ def distil(
         wish = Distillation(minutes, layers, width)
     path = fetched_model(target)
     check_gguf(path)
+    _refuse_input(options.output, file_parts(path))
     output = options.output or made_path(path, "distilled")
     with SlowProgress("distilling") as progress:
         distil_draft(path, options.models, options.texts, wish, output, say, progress)
@@ -199,13 +202,14 @@ def trim(
     """
     if output is None and target is None:
         raise click.UsageError("name the target with --for, or the file with --output")
-    file, texts = _file(output, force), _texts(text)
+    file, texts = _file(output, force, text), _texts(text)
     path, owner = fetched_model(draft), None if target is None else fetched_model(target)
     if owner is not None:
         check_gguf(owner)
         label = f"trim-{keep}" if file_type == COPY else f"trim-{keep}-{file_type}"
         file = file or made_path(owner, label)
     assert file is not None
+    _refuse_input(file, [path, *([] if owner is None else file_parts(owner))])
     if not texts:
         say("no --text given, keeping the lowest ids; for languages other than English, give texts in them")
     with SlowProgress("trimming"):
@@ -227,7 +231,7 @@ def _opened(path: Path, options: DraftOptions) -> LlamaModel:
         return LlamaModel(path, options.models, progress)
 
 
-def _file(output: str | None, force: bool) -> Path | None:
+def _file(output: str | None, force: bool, texts: Sequence[str]) -> Path | None:
     if output is None:
         return None
     path = Path(output)
@@ -235,7 +239,16 @@ def _file(output: str | None, force: bool) -> Path | None:
         raise LlamaspecError(f"{path} is a folder; name a file in it with --output")
     if path.exists() and not force:
         raise LlamaspecError(f"{path} exists; name another file with --output, or --force to replace it")
+    _refuse_input(path, map(Path, texts))
     return path
+
+
+def _refuse_input(output: Path | None, inputs: Iterable[Path]) -> None:
+    """Raise a LlamaspecError if the command would replace a file that it reads."""
+    if output is not None and output.exists():
+        for each in inputs:
+            if each.exists() and each.samefile(output):
+                raise LlamaspecError(f"{output} is an input of this command; name another file with --output")
 
 
 def _texts(names: Sequence[str]) -> tuple[bytes, ...]:

@@ -60,6 +60,25 @@ def test_what_cannot_be_is_one_line(target: Path, arguments: list[str | Path], p
             assert part in said(invoke("draft", way, target, *arguments))
 
 
+@pytest.mark.parametrize("way", ["make", "distil", "trim"])
+def test_no_command_replaces_a_file_that_it_reads(
+    target: Path, draft_file: Path, tmp_path: Path, way: str
+) -> None:
+    """`draft trim small.gguf --output small.gguf --force` replaced the draft by its own copy."""
+    if way == "distil" and not _has_torch():
+        pytest.skip("the extra `train` is not installed")
+    text, link = tmp_path / "text.txt", tmp_path / "link.gguf"
+    text.write_text("some text")
+    link.symlink_to(target)
+    draft = Path(shutil.copy(draft_file, tmp_path / "small.gguf"))
+    models = (draft, "--for", target, "--keep", "272") if way == "trim" else (target,)
+    before = target.read_bytes(), draft.read_bytes()
+    for output in (target, link, text, *([draft] if way == "trim" else [])):
+        answer = invoke("draft", way, *models, "--text", text, "--output", output, "--force")
+        assert f"{output} is an input of this command; name another file with --output" in said(answer)
+    assert (target.read_bytes(), draft.read_bytes(), text.read_text()) == (*before, "some text")
+
+
 def _has_torch() -> bool:
     try:
         import torch
