@@ -18,8 +18,7 @@ import pytest
 from command import ENTRY, environment
 from llamaspec.llama import runtime
 from llamaspec.llama.runtime import ggml_function
-
-LONGEST_START = 300.0  # seconds
+from patience import PATIENCE
 
 
 def has_rpc() -> bool:
@@ -58,7 +57,7 @@ def running_worker() -> Iterator[Worker]:
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
             try:
-                end = time.monotonic() + LONGEST_START
+                end = time.monotonic() + PATIENCE
                 while process.poll() is None and time.monotonic() < end:
                     if "a worker on" in _said(log) and _listens(port):
                         yield Worker(process, port)

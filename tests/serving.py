@@ -24,9 +24,8 @@ from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, open_socket, serving, url_of
 from llamaspec.serve.service import Service
-from patience import until as until
+from patience import PATIENCE, until
 
-PATIENCE_SECONDS = 60.0  # on a machine that does other things, too
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
 CONTEXT = 512  # tokens of one text
 PLAIN = {"temperature": 0.0}
@@ -46,7 +45,7 @@ class Gate:
         self._open.set()
 
     def _held(self, *batch: Any) -> Any:
-        self._open.wait(PATIENCE_SECONDS)
+        self._open.wait(PATIENCE)
         self.n_evaluations += 1
         return self._evaluate(*batch)
 
@@ -77,7 +76,7 @@ class Served:
         """A request whose client closes its connection at the end of the block, without reading anything."""
         address, content = urlsplit(self.url), json.dumps(body)
         head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(content)}\r\n\r\n"
-        with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
+        with socket.create_connection((address.hostname, address.port), PATIENCE) as connection:
             connection.sendall((head + content).encode())
             yield
 
@@ -129,12 +128,12 @@ def served(
 
         def stop() -> None:
             server.should_exit = True
-            thread.join(PATIENCE_SECONDS)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
 
         try:
-            assert is_ready.wait(PATIENCE_SECONDS)
-            with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
+            assert is_ready.wait(PATIENCE)
+            with httpx.Client(base_url=url, timeout=PATIENCE) as client:
                 yield Served(url, service, log, client, stop)
         finally:
             stop()
@@ -163,7 +162,7 @@ class Process:
 
     def ended(self) -> int:
         """Its exit code, once it has ended."""
-        return self.popen.wait(PATIENCE_SECONDS)
+        return self.popen.wait(PATIENCE)
 
 
 @contextmanager
@@ -186,13 +185,13 @@ def process(
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        assert served_at.wait(PATIENCE_SECONDS), lines
+        assert served_at.wait(PATIENCE), lines
         url = next(line for line in lines if "is served at" in line).rpartition(" ")[2]
         until(lambda: httpx.get(f"{url}/health").status_code == 200)
         yield Process(popen, lines, url)
     finally:
         popen.kill()
         popen.wait()
-        reader.join(PATIENCE_SECONDS)
+        reader.join(PATIENCE)
         assert popen.stderr is not None
         popen.stderr.close()

@@ -12,6 +12,7 @@ import pytest
 from fuzz_gguf import FAULTS, Worker, damaged, open_one, put_together, take_apart
 from llamaspec.llama import trial
 from model_store import ModelStore
+from patience import PATIENCE
 from tiny_models import WRITERS, Recipe
 from tiny_vocabulary import sentencepiece_vocabulary
 
@@ -50,7 +51,7 @@ def test_no_damaged_file_ends_the_process(store: ModelStore, tmp_path: Path) -> 
 
 def test_the_script(store: ModelStore, tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, "--count", "3", "--out", tmp_path, store.path()]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["files"] == 3
 

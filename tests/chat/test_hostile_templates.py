@@ -95,7 +95,7 @@ def test_ctrl_c_while_a_template_computes() -> None:
         "except KeyboardInterrupt: print(process.render('{{ x }}', {'x': 'next'}))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, env=environment(), timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, env=environment(), timeout=PATIENCE, check=False
     )
     assert (done.stdout, done.stderr) == (b"next\n", b"")
 

@@ -124,7 +124,7 @@ def test_ctrl_c_where_nobody_can_be_told(models: list[Path], call: str) -> None:
     arguments = ["generate", *map(str, naming(models)), PROMPT, "-n", "20"]
     done = subprocess.run(
         [sys.executable, "-c", LOST.format(call=call), *arguments],
-        capture_output=True, stdin=subprocess.DEVNULL, env=environment(), timeout=60, check=False,
+        capture_output=True, stdin=subprocess.DEVNULL, env=environment(), timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert b"Traceback" not in done.stderr
     assert b"ignored" not in done.stderr
@@ -152,7 +152,7 @@ def test_signals_while_text_is_written(store: ModelStore, tmp_path: Path, number
         for _ in range(rng.randrange(40)):
             text += os.read(child.stdout.fileno(), 1)
         child.send_signal(number)
-        rest, stderr = child.communicate(timeout=60)
+        rest, stderr = child.communicate(timeout=PATIENCE)
         # A fast machine may have written all of the text before the signal.
         assert child.returncode in SIGNALS[number] | {0}
         assert b"Traceback" not in stderr

@@ -20,6 +20,7 @@ from llamaspec.errors import MemoryFullError
 from llamaspec.llama import trial
 from llamaspec.llama.child import Outcome, run_child
 from model_store import ModelStore
+from patience import PATIENCE
 from tiny_models import Recipe, truncated
 from tiny_vocabulary import sentencepiece_vocabulary
 
@@ -313,7 +314,7 @@ def test_a_trial_ends_with_who_asked_for_it() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         assert child.stdin is not None
         child.stdin.close()
-        assert child.wait(60) == 1
+        assert child.wait(PATIENCE) == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from llamaspec.errors import MemoryFullError, PromptError
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.errors import RequestError, as_request_error, error_response
 from llamaspec.serve.requests import RequestBuilder
-from serving import PATIENCE_SECONDS, Served, served
+from patience import PATIENCE
+from serving import Served, served
 
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = [{"type": "image_url"}]
@@ -177,10 +178,10 @@ def test_a_body_that_is_as_deep_as_allowed(talker: Served) -> None:
 )
 def test_a_body_that_never_comes(demo: Pair, length: int, more: str, status: int) -> None:
     """It is not waited for if it is announced as too large."""
-    seconds = 0.1 if status == 408 else PATIENCE_SECONDS
+    seconds = 0.1 if status == 408 else PATIENCE
     with served(demo, body_seconds=seconds) as server:
         address = urlsplit(server.url)
-        with socket.create_connection((address.hostname, address.port), PATIENCE_SECONDS) as connection:
+        with socket.create_connection((address.hostname, address.port), PATIENCE) as connection:
             head = f"POST {TEXT} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {length}\r\n{more}\r\n"
             connection.sendall(f"{head}{'' if more else '{'}".encode())
             assert connection.recv(1 << 16).startswith(f"HTTP/1.1 {status}".encode())

@@ -15,7 +15,8 @@ import openai
 import pytest
 
 from llamaspec import Pair
-from serving import PATIENCE_SECONDS, Served, answered, said
+from patience import PATIENCE
+from serving import Served, answered, said
 
 N, SEED = 24, 11
 MESSAGES: Any = [{"role": "user", "content": "def f(x):"}]
@@ -24,16 +25,14 @@ MESSAGES: Any = [{"role": "user", "content": "def f(x):"}]
 @pytest.fixture
 def client(server: Served) -> Any:
     with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
     ) as client:
         yield client
 
 
 @pytest.fixture
 def claude(server: Served) -> Any:
-    with anthropic.Anthropic(
-        base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
-    ) as client:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
@@ -137,7 +136,7 @@ def llm(server: Served, tmp_path: Path) -> Ask:
     def ask(*arguments: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "llm", "-m", "llamaspec", "--no-log", "-o", "seed", str(SEED), *arguments],
-            capture_output=True, text=True, env=env, timeout=PATIENCE_SECONDS, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, env=env, timeout=PATIENCE, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout

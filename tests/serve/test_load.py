@@ -36,7 +36,8 @@ from llamaspec.serve.scheduling import (
     SequenceState,
     Submission,
 )
-from serving import CONTEXT, PATIENCE_SECONDS, Gate, Served, open_demo, said, served, until
+from patience import PATIENCE, until
+from serving import CONTEXT, Gate, Served, open_demo, said, served
 
 TEXT = "/v1/completions"
 PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
@@ -62,7 +63,7 @@ def decoding(pair: Pair, parallel: int = 4, max_queue: int = 64, **more: Any) ->
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
     async def bounded() -> Any:
-        return await asyncio.wait_for(coroutine, PATIENCE_SECONDS)
+        return await asyncio.wait_for(coroutine, PATIENCE)
 
     return asyncio.run(bounded())
 
@@ -70,7 +71,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 async def read(answer: Submission, events: Events | None = None) -> list[str]:
     """The texts of all sequences of an answer; `events` are those that nobody has read yet."""
     texts = [""] * len(answer.states)
-    async for index, event in events or answer.events(None, PATIENCE_SECONDS):
+    async for index, event in events or answer.events(None, PATIENCE):
         if isinstance(event, ContentDelta):
             texts[index] += event.text
         if isinstance(event, Finished):
@@ -177,12 +178,12 @@ def test_a_client_that_leaves_while_its_schema_is_compiled_costs_nothing(
 
         def slow(schema: Any) -> Any:
             compiling.set()
-            assert is_gone.wait(PATIENCE_SECONDS)
+            assert is_gone.wait(PATIENCE)
             return compile_(schema)
 
         monkeypatch.setattr(demo, "json_schema", slow)
         with server.sent(TEXT, {"prompt": "a", "json_schema": {"type": "object"}, "stream": streams}):
-            assert compiling.wait(PATIENCE_SECONDS)
+            assert compiling.wait(PATIENCE)
         server.client.get("/health")  # the event loop has seen that the client left
         is_gone.set()
         until(lambda: any("POST" in line for line in server.log))
@@ -210,7 +211,7 @@ def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
         async def ask() -> tuple[int, list[str], list[str]]:
             slow = queue.submit([job(demo, "def f(", 1, n, drafting=SpeculativeFields(enabled=False))])
             other = await read(queue.submit([job(demo, "import os", 2, 200)]))
-            stream, events = slow.states[0].stream, slow.events(None, PATIENCE_SECONDS)
+            stream, events = slow.states[0].stream, slow.events(None, PATIENCE)
             assert stream is not None
             await anext(events)  # the progress of the prompt: all that was made so far is fetched
             return len(stream.rounds), other, await read(slow, events)
@@ -395,7 +396,7 @@ def test_a_text_that_has_taken_its_time_ends_once_it_has_a_line(demo: Pair, alon
     assert len(cut) < len(text)
 
 
-@pytest.mark.parametrize(("keep_alive", "n_signs"), [(0.01, 2), (PATIENCE_SECONDS, 1)])
+@pytest.mark.parametrize(("keep_alive", "n_signs"), [(0.01, 2), (PATIENCE, 1)])
 def test_a_silent_stream_shows_signs_of_life(
     demo: Pair, monkeypatch: pytest.MonkeyPatch, keep_alive: float, n_signs: int
 ) -> None:

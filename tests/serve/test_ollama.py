@@ -12,8 +12,9 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.serve.ollama import OllamaChatBody
+from patience import PATIENCE
 from serve_soak import SCHEMA
-from serving import PATIENCE_SECONDS, Served, answered
+from serving import Served, answered
 
 N, SEED = 24, 11
 MESSAGES: Any = [{"role": "user", "content": "def f(x):"}]
@@ -26,7 +27,7 @@ FIND: Any = {
 
 @pytest.fixture
 def client(server: Served) -> Iterator[ollama.Client]:
-    with ollama.Client(host=server.url, timeout=PATIENCE_SECONDS) as client:
+    with ollama.Client(host=server.url, timeout=PATIENCE) as client:
         yield client
 
 

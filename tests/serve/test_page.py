@@ -12,8 +12,8 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, Request, expect, sync_playwright
 
 from llamaspec import Pair
-from patience import until
-from serving import PATIENCE_SECONDS, TEMPLATE, Gate, Served, served
+from patience import PATIENCE, until
+from serving import TEMPLATE, Gate, Served, served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CLAIM = re.compile("tokens/s|without a draft")  # the latter as soon as a gain is known
@@ -38,8 +38,8 @@ def browser() -> Iterator[Browser]:
 def page(browser: Browser, server: Served) -> Iterator[Page]:
     """The page, with nothing kept from earlier; anything that it complains of fails the test."""
     context = browser.new_context()
-    context.set_default_timeout(1000 * PATIENCE_SECONDS)
-    expect.set_options(timeout=1000 * PATIENCE_SECONDS)
+    context.set_default_timeout(1000 * PATIENCE)
+    expect.set_options(timeout=1000 * PATIENCE)
     page = context.new_page()
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from interop_parts.server import Script, call, cut, scripted_server
+from patience import PATIENCE
 from serve_soak import TEMPLATE
-from serving import PATIENCE_SECONDS, parse_events
+from serving import parse_events
 
 LONG = "one two three four. " * 2000  # fits the context of a scripted server once, not twice
 
@@ -63,7 +64,7 @@ def script() -> Script:
 def http(script: Script) -> Iterator[httpx.Client]:
     with (
         scripted_server(script, template=STRICT + TEMPLATE) as url,
-        httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client,
+        httpx.Client(base_url=url, timeout=PATIENCE) as client,
     ):
         yield client
 

@@ -12,8 +12,8 @@ import pytest
 
 from llamaspec import FixedLength, Pair, Sampling
 from llamaspec.serve.constraints import MAX_COMPILED
-from patience import until
-from serving import PATIENCE_SECONDS, Served, served
+from patience import PATIENCE, until
+from serving import Served, served
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -145,7 +145,7 @@ def test_others_are_answered_while_a_schema_is_compiled(demo: Pair, monkeypatch:
 
     def slowly(schema: str) -> Any:
         begun.set()
-        assert go_on.wait(PATIENCE_SECONDS)
+        assert go_on.wait(PATIENCE)
         return compile_(schema)
 
     monkeypatch.setattr(demo, "json_schema", slowly)

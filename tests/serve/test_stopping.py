@@ -13,9 +13,9 @@ import pytest
 
 from command import Answer, run, said
 from llamaspec import Pair
-from patience import until
+from patience import PATIENCE, until
 from rpc_workers import needs_rpc, running_worker
-from serving import PATIENCE_SECONDS, Gate, parse_events, process, served
+from serving import Gate, parse_events, process, served
 
 LONG = {"prompt": "def f(", "max_tokens": 400, "seed": 1, "stream": True}
 
@@ -24,7 +24,7 @@ LONG = {"prompt": "def f(", "max_tokens": 400, "seed": 1, "stream": True}
 def test_a_signal_lets_running_answers_end(demo_files: tuple[Path, Path], number: signal.Signals) -> None:
     with (
         process() as server,
-        httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE_SECONDS) as answer,
+        httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE) as answer,
     ):
         lines = answer.iter_lines()
         first = next(line for line in lines if line.startswith("data: "))
@@ -70,13 +70,10 @@ def test_the_loss_of_a_worker_ends_the_server(demo_files: tuple[Path, Path]) -> 
     """A supervisor can start it anew; it could answer nothing any more."""
     with running_worker() as worker, process("--rpc", worker.address) as server:
         request = {**LONG, "stream": False, "max_tokens": 4}
-        assert (
-            httpx.post(f"{server.url}/v1/completions", json=request, timeout=PATIENCE_SECONDS).status_code
-            == 200
-        )
+        assert httpx.post(f"{server.url}/v1/completions", json=request, timeout=PATIENCE).status_code == 200
         worker.kill()
         with pytest.raises(httpx.TransportError):
-            httpx.post(f"{server.url}/v1/completions", json=request, timeout=PATIENCE_SECONDS)
+            httpx.post(f"{server.url}/v1/completions", json=request, timeout=PATIENCE)
         assert server.ended() == 1
         until(lambda: server.lines[-1].endswith("start it and run this again"))
     assert not any("Traceback" in line for line in server.lines)
@@ -123,7 +120,7 @@ ASKED = {"prompt": PROMPT, "max_tokens": 24, "seed": 5, "temperature": 0.8}
 def asked(*options: str) -> tuple[str, int, int, list[str]]:
     """The text, its prompt tokens, those that were cached, and what the server said besides."""
     with process(*options) as server:
-        answer: Any = httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=PATIENCE_SECONDS).json()
+        answer: Any = httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=PATIENCE).json()
         server.popen.send_signal(signal.SIGTERM)
         assert server.ended() == 0
         until(lambda: server.lines[-1] == "llamaspec: stopped")

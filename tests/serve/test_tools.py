@@ -21,9 +21,10 @@ from llamaspec.serve.errors import RequestError
 from llamaspec.serve.messages import ToolChoiceFields, ToolFields, tool_use
 from llamaspec.serve.openai_chat import ChatBody
 from llamaspec.serve.openai_responses import ResponsesBody
+from patience import PATIENCE
 from serve_soak import SCHEMA
 from serve_soak import TEMPLATE as TALKER
-from serving import PATIENCE_SECONDS, TEMPLATE, Served, served
+from serving import TEMPLATE, Served, served
 from tiny_models import Recipe, write_llama
 from tiny_vocabulary import BYTES
 
@@ -47,16 +48,14 @@ FORCED = {"messages": USER, "tools": TOOLS, "tool_choice": "required", "parallel
 @pytest.fixture
 def client(talker: Served) -> Any:
     with openai.OpenAI(
-        base_url=f"{talker.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
+        base_url=f"{talker.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
     ) as client:
         yield client
 
 
 @pytest.fixture
 def claude(talker: Served) -> Any:
-    with anthropic.Anthropic(
-        base_url=talker.url, api_key="none", max_retries=0, timeout=PATIENCE_SECONDS
-    ) as client:
+    with anthropic.Anthropic(base_url=talker.url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
         yield client
 
 
