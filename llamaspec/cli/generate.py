@@ -100,7 +100,7 @@ def generate(
         out.check_writable(Path(output.timeline), "timeline")
     text = prompt.read()
     seed = decoding.seed_or_random()
-    quiet = output.stats is None or output.as_json
+    quiet = output.stats is None or output.as_json or output.explain  # which says the same and more
     with learning(find_plan(models), models, decoding, quiet=quiet) as (pair, policy):
         constraint = shared.make_constraint(pair, output.json_schema, output.grammar)
         with out.SlowProgress("processing the prompt") as progress:
@@ -259,31 +259,22 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
 
 
 def print_reasons(reasons: Reasons, known: str | None, console: Console) -> None:
-    """Print draft lengths, costs, acceptance and gain of a completion, and conclusions from the costs."""
+    """Print draft lengths, acceptance and gain of a completion, then the costs that are known."""
     n_rounds = sum(reasons.lengths.values()) or 1
     lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
     console.print(f"verified draft tokens per round: {', '.join(lengths)}")
-    costs = [(str(width), f"{1e3 * seconds:.2f}", str(n)) for width, (seconds, n) in reasons.widths.items()]
-    out.print_table(("batch size", "ms", "rounds timed"), costs, console)
-    console.print(f"overhead per round: {1e3 * reasons.overhead_seconds:.2f} ms")
-    if reasons.acceptance is not None:
-        groups = []
-        for (low, high), outcomes in reasons.bins.items():
-            share = f"{sum(outcomes) / len(outcomes):.0%}" if outcomes else ""
-            groups.append((f"{low:.1f}-{high:.1f}", str(len(outcomes)), share))
-        out.print_table(("confidence", "verified", "accepted"), groups, console)
-    if reasons.copies:
-        n_copies, n_accepted = len(reasons.copies), sum(reasons.copies)
-        console.print(
-            f"copied from earlier text: {n_accepted} of {n_copies} verified draft tokens accepted "
-            f"({n_accepted / n_copies:.0%})"
-        )
-    gained = reasons.gained_seconds
-    if gained is not None:
-        outcome = "saved" if gained >= 0 else "lost"
-        console.print(f"compared with plain decoding: {abs(gained):.2f} s {outcome} (estimate)")
+    for origin, (n_accepted, n_verified) in reasons.accepted.items():
+        share = f"({n_accepted / n_verified:.0%})"
+        console.print(f"{origin}: {n_accepted} of {n_verified} verified draft tokens accepted {share}")
+    groups = [
+        (f"{low:.1f}-{high:.1f}", f"{sum(outcomes) / len(outcomes):.0%}", f"of {len(outcomes)}")
+        for (low, high), outcomes in reasons.bins.items()
+        if outcomes
+    ]
+    if groups:
+        out.print_table(("draft's confidence", "accepted", ""), groups, console)
     console.print(reasons.outcome)
     if reasons.curve is None:
-        console.print("costs unknown: nothing timed so far, run `llamaspec probe`")
+        console.print("costs are unknown, because nothing was timed; run `llamaspec probe`")
     else:
         out.print_costs(reasons.curve, console, known)

@@ -272,8 +272,9 @@ def print_costs(curve: CostCurve, console: Console, known: str | None = None) ->
         console.print(sentence)
     if curve.draft_step_seconds:
         best = [(acceptance, best_length(round_seconds(curve), acceptance)) for acceptance in ACCEPTANCES]
-        rates = [(f"{acceptance:.2f}", str(b.n_guesses), f"{b.speed_up:.2f}x") for acceptance, b in best]
-        print_table(("<acceptance", "best draft length", "predicted speed-up"), rates, console)
+        if any(each.n_guesses for _, each in best):
+            rates = [(f"{acceptance:.2f}", str(b.n_guesses), f"{b.speed_up:.2f}x") for acceptance, b in best]
+            print_table(("<acceptance", "best draft length", "predicted speed-up"), rates, console)
         known = known or verdict(curve)
     if known is not None:
         console.print(known)

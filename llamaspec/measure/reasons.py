@@ -1,17 +1,16 @@
-"""Whether drafting is faster: by measured costs, for a pair on this machine, and in one completion.
+"""Say whether drafting is faster: by measured costs, for a pair on this machine, and in one completion.
 
-Costs are a `CostCurve`, from a probe or from a length policy. Every sentence about a curve or a pair is made
-here, so all commands say the same. Nothing is measured here.
+Costs are a `CostCurve`, from a probe or from a length policy. This module makes every sentence about a curve
+or a pair, so all commands say the same. It measures nothing.
 """
 
 from __future__ import annotations
 
 import re
-import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -26,14 +25,22 @@ from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import COPIES, Source
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
-# Kernels change at 2, 4, 5, 8 and 9: a wider batch may be worth it even if narrow ones are not.
+# Kernels change at 2, 4, 5, 8 and 9, so a wide batch may be cheap even if narrow ones are not.
 CONCLUSIVE_WIDTH = 9
-LIKELY = 0.8  # acceptance with which quantizations are compared
-TELLING = 32  # draft tokens after which an observed acceptance is mentioned
-NOISE = 0.07  # costs relative to plain decoding, measured twice, differ by up to twice as much
+LIKELY = 0.8  # acceptance at which quantizations are compared
+TELLING = 32  # draft tokens from which an observed acceptance is mentioned
+NOISE = 0.07  # two measurements of costs relative to plain decoding differ by up to twice this
 SAME = 0.03  # smaller speed-ups are noise
-QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # with these, wide batches are often cheap
+QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # wide batches are often cheap with these
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
+_ORIGINS = {
+    Source.MODEL: "from the draft model",
+    Source.STAGE: "from the draft model",
+    Source.MTP: "from the prediction heads",
+    Source.NGRAM: "copied from earlier text",
+    Source.PREDICTION: "copied from the prediction",
+    Source.GRAMMAR: "forced by the grammar",
+}
 _QUANTIZATION = re.compile(r"(?<![a-z0-9])(i?q[1-8](_[a-z0-9]+)*|b?f16|f32)(?![a-z0-9])", re.IGNORECASE)
 
 
@@ -48,9 +55,9 @@ class BestFixedLength:
 def best_length(seconds: Sequence[float], acceptance: float, least: int = 0) -> BestFixedLength:
     """Return the fixed draft length, at least `least`, with the highest predicted speed.
 
-    `seconds` are those of a round with 0, 1, ... draft tokens; `acceptance` is the probability that a draft
-    token is accepted given that those before it are. Section 3 of Leviathan et al., arXiv 2211.17192, with a
-    measured cost for every width.
+    `seconds` lists the seconds of a round with 0, 1, ... draft tokens. `acceptance` is the probability that a
+    draft token is accepted if those before it are. This is section 3 of Leviathan et al., arXiv 2211.17192,
+    with a measured cost for every width.
 
     >>> best_length([1.0, 1.25], acceptance=0.5)
     BestFixedLength(n_guesses=1, speed_up=1.2)
@@ -66,16 +73,16 @@ def break_even(seconds: Sequence[float]) -> float | None:
     if best_length(seconds, 1.0).n_guesses == 0:
         return None
     low, high = 0.0, 1.0
-    for _ in range(40):  # bisection, because more acceptance never makes a round worth less
+    for _ in range(40):  # bisection: drafting that is faster at some acceptance is faster above it, too
         middle = (low + high) / 2
         low, high = (low, middle) if best_length(seconds, middle).n_guesses else (middle, high)
     return high
 
 
 def break_even_range(seconds: Sequence[float]) -> str:
-    """Return the acceptance from which drafting is faster, as a range: costs are known only up to `NOISE`.
+    """Return the break-even acceptance as a range, because costs are known only up to `NOISE`.
 
-    Drafting must be faster at some acceptance.
+    There must be a break-even acceptance.
     """
     plain, *drafted = seconds
     low, high = (
@@ -86,7 +93,7 @@ def break_even_range(seconds: Sequence[float]) -> str:
 
 
 def round_seconds(curve: CostCurve) -> list[float]:
-    """Return the seconds of a round by draft length, up to the widest batch that was timed for drafts."""
+    """Return the seconds of a round by draft length, up to the widest timed batch of a round."""
     widest = max(width for width in curve.widths if width <= DENSE)  # wider ones are chunks of prompts
     padded = Costs(curve).padded_seconds(1, widest)
     rounds: list[float] = (padded + np.arange(widest) * curve.draft_step_seconds).tolist()
@@ -94,7 +101,7 @@ def round_seconds(curve: CostCurve) -> list[float]:
 
 
 def break_even_seconds(curve: CostCurve) -> list[float]:
-    """Return for each measured width the seconds that break even if all draft tokens are accepted."""
+    """Return the seconds of each measured width at which drafting breaks even if every token is accepted."""
     single, step = curve.verify_seconds[0], curve.draft_step_seconds
     return [width * single - (width - 1) * step for width in curve.widths]
 
@@ -110,7 +117,7 @@ def dips(curve: CostCurve) -> dict[int, int]:
 
 
 def saturation_width(curve: CostCurve) -> int:
-    """Return the largest width at which extra positions cost, on average, under half a single-token step."""
+    """Return the largest width whose extra positions cost less than half a single token each, on average."""
     first, widest = curve.verify_seconds[0], 1
     for width, seconds in zip(curve.widths[1:], curve.verify_seconds[1:], strict=True):
         if seconds - first > 0.5 * first * (width - 1):
@@ -120,7 +127,7 @@ def saturation_width(curve: CostCurve) -> int:
 
 
 def verdict(curve: CostCurve) -> str:
-    """Say in one sentence when drafting is faster, as far as was measured."""
+    """Return in one sentence when drafting is faster, or that too few widths were measured."""
     seconds = round_seconds(curve)
     if break_even(seconds) is not None:
         needed = break_even_range(seconds)
@@ -129,24 +136,24 @@ def verdict(curve: CostCurve) -> str:
         n_timed = sum(width <= DENSE for width in curve.widths)
         return f"break-even acceptance unknown: only {n_timed} batch sizes timed, up to {len(seconds)}"
     return (
-        "on this machine, drafting with this pair is slower at any acceptance: plain decoding and copies are "
-        "used"
+        "on this machine, drafting with this pair is slower at any acceptance, so plain decoding and copies "
+        "are used"
     )
 
 
 def in_words(curve: CostCurve) -> list[str]:
     """Return the properties of a curve, one sentence each."""
-    said = []
-    if curve.draft_step_seconds:
-        said.append(f"time per draft token: {1e3 * curve.draft_step_seconds:.2f} ms")
     first, *seconds = curve.verify_seconds
+    said = [f"a token takes {1e3 * first:.2f} ms in the target"]
+    if curve.draft_step_seconds:
+        said[0] += f", {1e3 * curve.draft_step_seconds:.2f} ms in the draft"
     extra = [
         f"{(each / first - 1) / (width - 1):.0%} at batch size {width}"
         for width, each in zip(curve.widths[1:], seconds, strict=True)
         if width in CALIBRATED
     ]
     if extra:
-        said.append(f"cost of an extra position, in single-token steps: {', '.join(extra)}")
+        said.append(f"cost of an extra position, relative to a single token: {', '.join(extra)}")
     for cheaper, group in groupby(dips(curve).items(), key=itemgetter(1)):
         widths = [width for width, _ in group]
         sizes = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"
@@ -154,13 +161,14 @@ def in_words(curve: CostCurve) -> list[str]:
     return said
 
 
-# A pair, from kept measurements
+# A pair, judged by kept measurements
 
 
 def pair_verdict(pair: Models, prior: LearnedPrior | None = None) -> str | None:
-    """Return in one sentence what drafts gain for a pair, and how that is known; None if too little is known.
+    """Return in one sentence what a pair gains from drafts, and how that is known; None if it is not.
 
-    The latest benchmark counts, else the costs and the acceptance of `prior`; default: the one that is kept.
+    The latest benchmark decides. Without one, the costs and the acceptance of `prior` do, by default those
+    that are kept.
     """
     if (gains := stored(pair, BenchGains)) is not None:
         return (
@@ -198,7 +206,10 @@ def _gains_in_words(speed_ups: Mapping[str, float]) -> str:
 
 
 def _other_quantization(pair: Models, curve: CostCurve) -> str:
-    """Name a file of the same target, in the same folder, that was measured and is faster with drafts."""
+    """Return a clause that names a quantization of the target that is measured and faster with drafts.
+
+    It must be in the same folder. Empty if there is none.
+    """
     target, *drafts = (ModelFile(model.path, model.options) for model in pair.models)
     name = target.path.name
     for kind in (each for upper in QUANTIZATIONS for each in (upper, upper.lower())):
@@ -219,7 +230,7 @@ def _other_quantization(pair: Models, curve: CostCurve) -> str:
 
 
 def attention_verdicts(found: Probe) -> list[str]:
-    """Say for each depth whether decoding is faster without flash attention."""
+    """Return a sentence for each depth: whether decoding is faster without flash attention."""
     return [
         f"with {timing.depth} tokens in the KV cache, --flash-attn off "
         + (f"decodes {timing.off_speed_up:.2f} times as fast" if timing.is_off_faster else "is no faster")
@@ -248,62 +259,47 @@ def conclusions(found: Probe) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
-    """Costs and gain of drafting in one completion.
-
-    Outcomes say of each draft token whether it was accepted, up to the first rejected one of a round.
-    """
+    """How much was drafted in one completion, with what result, and at what costs."""
 
     lengths: dict[int, int]  # verified draft tokens -> rounds, ascending
-    widths: dict[int, tuple[float, int]]  # width -> mean seconds, or the policy's estimate, and rounds timed
-    bins: dict[tuple[float, float], list[bool]]  # confidence in (low, high] -> outcomes of the draft model
-    copies: list[bool]  # outcomes of tokens copied from earlier text
-    curve: CostCurve | None  # the policy's; None: nothing is known of costs
-    overhead_seconds: float  # of a round
-    gained_seconds: float | None  # against plain decoding, estimated; < 0: lost
-
-    @property
-    def acceptance(self) -> float | None:
-        """Share of the draft model's outcomes that are acceptances; None if there are none."""
-        outcomes = [*chain(*self.bins.values())]
-        return statistics.fmean(outcomes) if outcomes else None
+    accepted: dict[str, tuple[int, int]]  # origin of draft tokens -> how many were accepted, and verified
+    bins: dict[tuple[float, float], list[bool]]  # confidence in (low, high] -> whether a token was accepted
+    curve: CostCurve | None  # the length policy's, this completion included; None if nothing was timed
+    gained_seconds: float | None  # estimate against plain decoding; negative if time was lost
 
     @property
     def outcome(self) -> str:
-        """Whether drafting was faster in this completion."""
-        if self.acceptance is None and not self.copies:
-            return "no draft token was verified, so drafting gained nothing"
+        """Time that this completion gained or lost."""
+        if not self.accepted:
+            return "no draft token was verified, so nothing was gained"
         if self.gained_seconds is None:
-            return "gain unknown: the completion is too short, or no round without draft tokens was timed"
-        compared = "faster" if self.gained_seconds > 0 else "slower"
-        if self.acceptance is None:
-            return f"copying from earlier text was {compared} than plain decoding"
-        return f"drafting was {compared} than plain decoding; observed acceptance: {self.acceptance:.0%}"
+            return (
+                "gain unknown: the completion is too short, or too few rounds without draft tokens were timed"
+            )
+        more = "less" if self.gained_seconds > 0 else "more"
+        return f"the completion took {abs(self.gained_seconds):.2f} s {more} than without drafts (estimate)"
 
 
 def explain(completion: Completion, curve: CostCurve | None) -> Reasons:
-    """Compute costs and gain of a completion that ran alone; `curve` is the policy's."""
-    rounds, summary = completion.rounds, completion.summary
-    timed = defaultdict[int, list[float]](list)
+    """Explain a completion that ran alone; `curve` is the length policy's.
+
+    Confidences are counted for draft models and prediction heads only, and up to the first rejected token of
+    a round: the target's answer to later tokens is unknown.
+    """
+    accepted: dict[str, tuple[int, int]] = {}
     bins: dict[tuple[float, float], list[bool]] = {edges: [] for edges in pairwise(EDGES)}
-    copies: list[bool] = []
-    for round_ in rounds:
-        timed[round_.width].append(round_.verify_seconds)
-        for confidence, is_accepted in verified_tokens(round_):
-            if round_.source in COPIES:
-                copies.append(is_accepted)
-            elif round_.source is not Source.GRAMMAR:  # a constraint forces tokens that are always accepted
+    for round_ in (each for each in completion.rounds if each.n_verified):
+        n_accepted, n_verified = accepted.get(origin := _ORIGINS[round_.source], (0, 0))
+        accepted[origin] = n_accepted + round_.n_accepted, n_verified + round_.n_verified
+        if round_.source not in {*COPIES, Source.GRAMMAR}:
+            for confidence, is_accepted in verified_tokens(round_):
                 bins[next(edges for edges in bins if confidence <= edges[1])].append(is_accepted)
-    widths = {} if curve is None else {
-        width: (seconds, 0) for width, seconds in zip(curve.widths, curve.verify_seconds, strict=True)
-    }  # fmt: skip
-    widths |= {width: (statistics.fmean(each), len(each)) for width, each in timed.items()}
+    summary = completion.summary
     speed_up = summary.speed_up
     return Reasons(
-        lengths=dict(sorted(Counter(round_.n_verified for round_ in rounds).items())),
-        widths=dict(sorted(widths.items())),
+        lengths=dict(sorted(Counter(each.n_verified for each in completion.rounds).items())),
+        accepted=accepted,
         bins=bins,
-        copies=copies,
         curve=curve,
-        overhead_seconds=summary.overhead_seconds / max(1, len(rounds)),
         gained_seconds=None if speed_up is None else summary.decode_seconds * (speed_up - 1),
     )

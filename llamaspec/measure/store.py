@@ -12,7 +12,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -94,9 +94,11 @@ def keep(pair: Models, measured: Any, tell: Tell = _ignore) -> None:
 
 
 def keep_probe(pair: Models, probe: Probe, tell: Tell = _ignore) -> None:
-    """Keep a probe, from which the next run starts, too."""
+    """Keep a probe; the next run starts from its costs and from the acceptance that earlier runs observed."""
     keep(pair, probe, tell)
-    keep(pair, LearnedPrior(probe.curve))
+    earlier = stored(pair, LearnedPrior) or LearnedPrior()
+    usual = LearnedPrior(probe.curve)
+    keep(pair, replace(earlier, curve=probe.curve, distance=usual.distance, n_runs=usual.n_runs))
 
 
 def keep_gains(pair: Models, speed_ups: Mapping[str, float]) -> None:

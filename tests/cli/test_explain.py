@@ -23,9 +23,9 @@ def timeline_data(page: Path) -> dict[str, object]:
 def test_explain_tells_choices_costs_and_a_verdict(models: list[Path]) -> None:
     answer = generate("-n", "60", "--seed", "1", "--explain", "hello", models=models)
     assert answer.code == 0
-    for part in ("verified draft tokens per round:", "batch size", "overhead per round: "):
+    for part in ("verified draft tokens per round:", "a token takes "):
         assert part in answer.stderr
-    assert re.search(r"drafting (was (faster|slower) than plain|gained nothing)", answer.stderr)
+    assert re.search(r"the completion took .* (less|more) than|nothing was gained", answer.stderr)
 
 
 def test_explain_of_a_fixed_length_says_who_chose_it(models: list[Path]) -> None:

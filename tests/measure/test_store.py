@@ -31,7 +31,9 @@ PROBE = Probe(
     widths=(WidthTiming(1, (TIMING, TIMING), 0.0), WidthTiming(4, (TIMING, TIMING), 1e-3)),
     draft_step=TIMING,
 )
-EARLIER = LearnedPrior(CostCurve((1, 3), (0.02, 0.03), 0.004), tuple(i / 4 for i in range(10)), 32)
+EARLIER = LearnedPrior(
+    CostCurve((1, 3), (0.02, 0.03), 0.004), tuple(i / 4 for i in range(10)), 32, n_learnt=9
+)
 DEEP = "[" * 3000 + "]" * 3000
 
 
@@ -68,7 +70,8 @@ def test_what_is_kept_is_found(pair: DraftPlan, tmp_path: Path) -> None:
     assert stored(pair, LearnedPrior) == EARLIER
     keep_probe(pair, PROBE)
     assert stored(pair, Probe) == PROBE
-    assert stored(pair, LearnedPrior) == LearnedPrior(PROBE.curve)  # the other was older
+    costs_anew = LearnedPrior(PROBE.curve, EARLIER.log_odds, n_learnt=EARLIER.n_learnt)
+    assert stored(pair, LearnedPrior) == costs_anew, "a probe says nothing of acceptance"
     assert forget(pair)
     assert not forget(pair)
     assert stored(pair, Probe) is None

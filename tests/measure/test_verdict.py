@@ -31,7 +31,10 @@ def pair(target_file: Path, own_cache: None) -> DraftPlan:
         (LearnedPrior(CHEAP, KNOWN, n_learnt=32), "about 1.7 times as fast as without a draft (computed"),
         (LearnedPrior(CHEAP, POOR, n_learnt=32), "with 1%, as observed, it is no faster (computed"),
         (LearnedPrior(CHEAP, POOR, n_learnt=31), None),  # the first draft tokens may be unlucky
-        (LearnedPrior(DEAR, KNOWN), "slower at any acceptance: plain decoding and copies are used (computed"),
+        (
+            LearnedPrior(DEAR, KNOWN),
+            "slower at any acceptance, so plain decoding and copies are used (computed",
+        ),
         (LearnedPrior(CHEAP), None),  # nothing was verified
         (LearnedPrior(CostCurve((1, 2, 512), (1.0, 2.0, 9.0), 0.1), KNOWN), None),  # too few widths
         (LearnedPrior(), None),
