@@ -5,8 +5,9 @@ So the command can start, and show its help, without numpy and llama.cpp.
 
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.engine.generation import Completion, Piece, StopReason, Summary
+from llamaspec.engine.completion import Completion, StopReason, Summary
 from llamaspec.engine.stream import TextStream
+from llamaspec.engine.text import Piece
 from llamaspec.errors import (
     ClosedError,
     ConstraintError,

@@ -10,7 +10,7 @@ import numpy as np
 
 from forward_requests import EXACT
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
-from llamaspec.engine.generation import Completion
+from llamaspec.engine.completion import Completion
 from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Logits, TokenArray
 
 Asking = Generator[ForwardRequest, Forward, list[Logits]]

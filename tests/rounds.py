@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llamaspec.engine.generation import Completion, StopReason, summarize
+from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.values import Distribution, Draft, Round, Source
 
 

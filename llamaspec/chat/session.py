@@ -19,7 +19,7 @@ from llamaspec.chat.families import recognize
 from llamaspec.chat.messages import ContentDelta, Message, ReasoningDelta
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate, Rendered, Span
-from llamaspec.engine.generation import Completion, StopReason
+from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.errors import ContextFullError, PromptError
 from llamaspec.llama.vocabulary import LlamaVocabulary

@@ -26,7 +26,7 @@ from llamaspec.cli.model_options import (
 )
 from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
 from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
-from llamaspec.engine.generation import StopReason
+from llamaspec.engine.completion import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
 from llamaspec.pair import demo_target

@@ -18,7 +18,7 @@ from llamaspec.cli import output as out
 from llamaspec.cli.grouped import Decorator, GroupedCommand, option_group
 from llamaspec.cli.model_options import ModelChoice, find_plan, learning, model_or_plain_options
 from llamaspec.cli.signals import EXIT_INTERRUPTED
-from llamaspec.engine.generation import Completion, StopReason
+from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.policy import AutoLength

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llamaspec.engine.generation import Completion
+from llamaspec.engine.completion import Completion
 from llamaspec.errors import PromptError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions

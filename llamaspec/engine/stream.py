@@ -11,20 +11,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 
 from llamaspec.drafters.fallback import fault_of
-from llamaspec.engine.generation import (
-    Completion,
-    Detokenizer,
-    Ended,
-    Piece,
-    Prefilled,
-    StopReason,
-    TextEvent,
-    Written,
-    generate,
-    summarize,
-)
+from llamaspec.engine.completion import Completion, StopReason, summarize
+from llamaspec.engine.generation import Ended, Prefilled, TextEvent, Written, generate
 from llamaspec.engine.sequence import RunningSequence
 from llamaspec.engine.speculate import Speculation
+from llamaspec.engine.text import Detokenizer, Piece
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.length.fixed import prompt_reading
 from llamaspec.sampling.constraint import TimedConstraint

@@ -20,7 +20,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.generation import Completion
+from llamaspec.engine.completion import Completion
 from llamaspec.pair import Pair
 from llamaspec.protocols import Drafter, LengthPolicy
 from llamaspec.sampling.filters import Sampling

@@ -21,7 +21,7 @@ from itertools import zip_longest
 import numpy as np
 
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.generation import Completion
+from llamaspec.engine.completion import Completion
 from llamaspec.measure.compare import Progress, Task, first_difference
 from llamaspec.measure.probe import Measurement, compare_widths, sample_tokens, used_time
 from llamaspec.pair import Pair

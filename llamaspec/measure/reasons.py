@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from llamaspec.engine.generation import Completion
+from llamaspec.engine.completion import Completion
 from llamaspec.length.acceptance import Acceptance, LearnedPrior, verified_tokens
 from llamaspec.length.costs import CALIBRATED, DENSE, PAD, CostCurve, Costs
 from llamaspec.measure.probe import Probe

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.messages import CallDelta, ContentDelta, Delta, ReasoningDelta
-from llamaspec.engine.generation import StopReason
+from llamaspec.engine.completion import StopReason
 from llamaspec.serve.bodies import (
     AnswerOptions,
     Count,

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from llamaspec.chat.messages import ContentDelta, Delta, Message, TokenLogprobs, message_of
-from llamaspec.engine.generation import Summary
+from llamaspec.engine.completion import Summary
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import SpeculativeFields, without_half_pairs
 from llamaspec.serve.errors import openai_error

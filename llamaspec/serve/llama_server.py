@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.chat.messages import ContentDelta, Delta, TokenLogprobs
-from llamaspec.engine.generation import StopReason
+from llamaspec.engine.completion import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.serve.bodies import AnswerOptions, Count, Fields, TopLogprobs, refused

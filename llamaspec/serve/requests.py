@@ -20,7 +20,7 @@ from llamaspec.chat.messages import Message, in_words
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import RESERVED, ChatTemplate, TemplateError, texts_in
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.generation import Completion
+from llamaspec.engine.completion import Completion
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.length.fixed import AtMost
 from llamaspec.pair import Pair

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created
 
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.messages import Delta
-from llamaspec.engine.generation import Completion, StopReason
+from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve.errors import RequestError, bad_field

@@ -21,7 +21,7 @@ from llamaspec import AutoLength, ModelOptions, open_pair
 from llamaspec.chat.messages import Delta
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate
-from llamaspec.engine.generation import Completion, StopReason, summarize
+from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.pair import demo_draft, demo_target
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, open_socket, serving, url_of

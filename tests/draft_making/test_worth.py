@@ -17,7 +17,7 @@ from llamaspec.draft_making.worth import (
     acceptance,
     draft_options,
 )
-from llamaspec.engine.generation import Completion
+from llamaspec.engine.completion import Completion
 from llamaspec.errors import LlamaspecError
 from llamaspec.measure.compare import Spread, Task
 from llamaspec.measure.probe import Probe, WidthTiming, sample_tokens

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from llamaspec.engine.generation import TELLING, Summary, summarize
+from llamaspec.engine.completion import TELLING, Summary, summarize
 from llamaspec.values import Round
 from rounds import a_round
 

@@ -7,7 +7,8 @@ import pytest
 
 from fakes import CountingUp, FakeModel, Length, OverDelivers
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.generation import PREFILL_PART, StopReason
+from llamaspec.engine.completion import StopReason
+from llamaspec.engine.generation import PREFILL_PART
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError
 from llamaspec.protocols import SequenceLength

@@ -16,7 +16,7 @@ import pytest
 from fakes import CountingUp, FakeModel, Length, tokens
 from forward_requests import scores
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.generation import StopReason
+from llamaspec.engine.completion import StopReason
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.sequence import MAX_UNREAD
 from llamaspec.engine.stream import TextStream

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from llamaspec import Sampling
-from llamaspec.engine.generation import StopReason
+from llamaspec.engine.completion import StopReason
 from llamaspec.serve.app import ENDPOINTS
 from llamaspec.serve.bodies import Fields, SamplingFields
 from llamaspec.serve.openai_chat import CompletionBody

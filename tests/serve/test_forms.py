@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 from llamaspec.chat.families import HERMES, AnswerFormat
 from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta, TokenLogprobs
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.engine.generation import Completion, StopReason, summarize
+from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm
 from llamaspec.serve.forms import collected
 from llamaspec.serve.openai_chat import ChatBody, ChatForm, CompletionBody, CompletionForm

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from llamaspec import Pair, open_pair
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.messages import Message, ToolCall
-from llamaspec.engine.generation import Completion, StopReason, summarize
+from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import CountTokensBody, MessagesBody
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.messages import ToolChoiceFields, ToolFields, tool_use
