@@ -151,7 +151,7 @@ class LlamaModel:
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantisation, as llama.cpp names them."""
+        """Architecture, number of parameters and quantization."""
         return self.weights.description
 
     def metadata(self, key: str) -> str | None:

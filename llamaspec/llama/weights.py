@@ -115,10 +115,13 @@ class Weights:
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantisation, as llama.cpp names them."""
+        """Architecture, number of parameters and quantization, such as "qwen2 1.54B Q4_K - Medium"."""
         buffer = ctypes.create_string_buffer(128)
         lib.llama_model_desc(self.pointer, buffer, len(buffer))
-        return buffer.value.decode("utf-8", errors="replace")
+        architecture, _, quantization = buffer.value.decode("utf-8", errors="replace").split(" ", 2)
+        n = self.facts.n_parameters  # llama.cpp has names for some sizes only, and calls 0.5B "1B"
+        size = f"{n / 1e9:.2f}B" if n >= 1e8 else f"{n / 1e6:.2f}M"
+        return f"{architecture} {size} {quantization}"
 
     def metadata(self, key: str) -> str | None:
         """One metadata entry of the file as text, whole; None if there is none."""

@@ -174,11 +174,10 @@ def model_findings(machine: MachineFacts, examined: Examined) -> Iterator[Findin
     """Yield findings about one model."""
     role, model = examined.role, examined.model
     facts, options = model.facts(), model.options
-    parameters = f"{_count(facts.n_parameters)} parameters"
+    text = f"{model.path.name}: {model.description}"
     if facts.n_active_parameters is not None:
-        parameters += f", about {_count(facts.n_active_parameters)} of them active"
-    description = model.description.replace(" ?B", "")  # a size that llama.cpp has no name for
-    yield Finding(OK, role, f"{model.path.name}: {description}, {parameters}")
+        text += f", about {facts.n_active_parameters / 1e9:.2f}B parameters used for each token"
+    yield Finding(OK, role, text)
     yield from option_findings(role, model)
     yield _rollback_finding(examined)
     yield _flash_finding(examined, on_gpu=machine.offloads(options) or options.workers != ())
@@ -201,10 +200,6 @@ def option_findings(role: str, model: LlamaModel) -> Iterator[Finding]:
         ": below q8_0, acceptance drops", "use q8_0 or f16 for both",
         "--draft-cache-type-k", "--draft-cache-type-v",
     )  # fmt: skip
-
-
-def _count(n: int) -> str:
-    return f"{n / 1e9:.2f} billion" if n >= 1e8 else f"{n / 1e6:.2f} million"
 
 
 def _rollback_finding(examined: Examined) -> Finding:

@@ -34,6 +34,7 @@ def test_a_signal_lets_running_answers_end(demo_files: tuple[Path, Path], number
     assert events[-1][1] == "[DONE]"
     assert events[-2][1]["choices"][0]["finish_reason"] == "length"
     until(lambda: server.lines[-1] == "llamaspec: stopped")
+    assert any("llama 8.52M Q8_0, draft: llama 4.51M Q8_0;" in line for line in server.lines)
     assert any("stopping: 1 running, up to 30 s to finish" in line for line in server.lines)
     assert not any("Traceback" in line for line in server.lines)
 
