@@ -103,16 +103,22 @@ class ForwardRequest:
         return ForwardRequest(self.model, self.tokens[:n], n_logits=0)
 
 
+class Evaluation(NamedTuple):
+    """One evaluation, which several sequences may share."""
+
+    width: int  # positions, of all sequences and with padding
+    n_sequences: int = 1  # without the one of which it processed a prompt chunk
+    serial: int = 0  # the same for all sequences that shared the evaluation
+    n_prefill: int = 0  # positions of a prompt chunk; its share of the seconds is not counted
+
+
 class Forward(NamedTuple):
-    """The answer to a request, with facts about the evaluation."""
+    """The answer to a request."""
 
     logits: Logits  # [n_logits + K, V] read-only, valid until the next request of the sequence
-    seconds: float  # of the evaluation
-    n_positions: int  # in the evaluation: of all sequences, with padding
-    n_sequences: int  # that shared the evaluation
+    seconds: float  # of all evaluations for this request
     n_cached: int  # tokens of the request that the KV cache held before
-    evaluation: int  # serial number of the evaluation
-    n_prefill: int = 0  # of its positions: those of another sequence's prompt, whose seconds do not count
+    evaluation: Evaluation  # the last one; width 0 if everything was cached
 
 
 class Logprobs(NamedTuple):
@@ -260,18 +266,30 @@ class Round:
     draft: Draft  # the part that the target evaluated; without distributions
     path: tuple[int, ...]  # indices of the accepted draft tokens
     next_token: int  # the target's own token after the accepted ones
-    width: int  # positions in the target's evaluation: of all sequences, with padding
-    n_sequences: int = 1  # that shared the evaluation
-    evaluation: int = 0  # serial number of the evaluation: several sequences may share one
+    verified_in: Evaluation  # the target's evaluation
     n_draft_steps: int = 0  # evaluations of draft models; with a draft of a draft, the draft tokens
     draft_seconds: float = 0.0  # of these; the scheduler fills in all seconds
     verify_seconds: float = 0.0  # the target's evaluation
     overhead_seconds: float = 0.0  # everything else
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, if requested
-    n_prefill: int = 0  # of `width`: positions of a prompt of another sequence, whose seconds are not counted
     n_dropped: int = 0  # tokens that were drafted but not verified
     counterfactual: tuple[float, float] | None = None  # of the first of them: confidence and acceptance
     plain_seconds: float | None = None  # expected time without a draft, beside as many sequences
+
+    @property
+    def width(self) -> int:
+        """Positions in the target's evaluation, of all sequences and with padding."""
+        return self.verified_in.width
+
+    @property
+    def n_sequences(self) -> int:
+        """Number of sequences that shared the evaluation."""
+        return self.verified_in.n_sequences
+
+    @property
+    def evaluation(self) -> int:
+        """Serial number of the evaluation: the same for all sequences that shared it."""
+        return self.verified_in.serial
 
     @property
     def n_drafted(self) -> int:

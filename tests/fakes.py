@@ -17,6 +17,7 @@ from llamaspec.values import (
     NO_TOKENS,
     Distribution,
     Draft,
+    Evaluation,
     Forward,
     ForwardRequest,
     Logits,
@@ -205,7 +206,7 @@ def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:
                 except EVALUATION_FAULTS as error:
                     wanted = text.throw(error)
                     continue
-                wanted = text.send(Forward(logits, 0.0, wanted.n_scored, 1, 0, len(said)))
+                wanted = text.send(Forward(logits, 0.0, 0, Evaluation(wanted.n_scored, 1, len(said))))
             else:
                 said.append(wanted)
                 wanted = text.send(wanted)

@@ -58,7 +58,6 @@ class Hub:
     n_requests: int = 0
     commit: str = COMMIT  # the main branch's
     url: str = ""
-    _end: Event = field(default_factory=Event)
 
     def tag(self, file: str) -> str:
         """The hash of a file as the server tells it."""
@@ -68,6 +67,7 @@ class Hub:
 @contextmanager
 def serving(hub: Hub) -> Iterator[Hub]:
     """Serve until the block ends."""
+    end = Event()  # also of stalled transfers
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -149,7 +149,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 self.wfile.write(content[: len(content) // 2])
                 self.wfile.flush()
                 if hub.stalls:
-                    hub._end.wait()
+                    end.wait()
                 hub.drops -= bool(hub.drops)
                 self.close_connection = True
             else:
@@ -171,7 +171,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
     try:
         yield hub
     finally:
-        hub._end.set()
+        end.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llamaspec.engine.completion import Completion, StopReason, summarize
-from llamaspec.values import Distribution, Draft, Round, Source
+from llamaspec.values import Distribution, Draft, Evaluation, Round, Source
 
 
 def a_round(
@@ -22,7 +22,7 @@ def a_round(
     draft = Draft(made.tokens, distributions, confidences, source)
     draft_seconds, verify_seconds, overhead_seconds = seconds
     return Round(
-        draft, tuple(range(accepted)), next_token, len(drafted) + 1, draft_seconds=draft_seconds,
+        draft, tuple(range(accepted)), next_token, Evaluation(len(drafted) + 1), draft_seconds=draft_seconds,
         verify_seconds=verify_seconds, overhead_seconds=overhead_seconds,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from llamaspec.length.costs import CostCurve
 from llamaspec.protocols import LengthPolicy, SequenceLength
-from llamaspec.values import Draft, Round, Source
+from llamaspec.values import Draft, Evaluation, Round, Source
 
 Array = npt.NDArray[np.float64]
 N_WIDTHS = 512
@@ -132,9 +132,7 @@ def play_rows(
         rests = [machine.rest_seconds + machine.draft_rest_seconds * (len(row.draft) > 0) for row in rows]
         for row, rest in zip(rows, rests, strict=True):
             n_made = row.verify(
-                width=width,
-                n_sequences=len(rows),
-                evaluation=evaluation,
+                Evaluation(width, len(rows), evaluation),
                 draft_seconds=drafting * drafting_noise * row.n_steps / max(n_steps, 1) + 1e-6,
                 verify_seconds=verifying * verifying_noise,
                 overhead_seconds=rest * overhead_noise,
@@ -193,7 +191,7 @@ class Row:
         if n < len(whole) and self._texts[whole.source].stands[self.position : at].all():
             self._shadow = whole.confidences[n], float(self._texts[whole.source].stands[at])
 
-    def verify(self, **measured: Any) -> int:
+    def verify(self, evaluation: Evaluation, **measured: Any) -> int:
         """Take the draft tokens that are right; returns the number of new tokens."""
         n = len(self.draft)
         right = self._texts[self.draft.source].stands[self.position : self.position + n]
@@ -204,6 +202,7 @@ class Row:
                 self.draft,
                 path,
                 0,
+                evaluation,
                 n_draft_steps=self.n_steps,
                 n_dropped=self._n_dropped,
                 counterfactual=self._shadow,

@@ -105,7 +105,7 @@ class Outcome:
         self.most_sequences = max(
             [self.most_sequences, *(round_.n_sequences for round_ in completion.rounds)]
         )
-        self.n_chunked += sum(round_.n_prefill > 0 for round_ in completion.rounds)
+        self.n_chunked += sum(round_.verified_in.n_prefill > 0 for round_ in completion.rounds)
 
 
 def alone(pair: Pair, texts: Sequence[Wanted]) -> Outcome:

@@ -103,7 +103,7 @@ def _speed_up(rounds: Sequence[Round], plain_seconds: Mapping[int, float]) -> fl
     Rounds that shared their evaluation with a prompt do not count, because their own share is unknown. A
     round never costs less than a plain one, so tokens per round is an upper bound.
     """
-    rounds = [round_ for round_ in rounds if not round_.n_prefill]
+    rounds = [round_ for round_ in rounds if not round_.verified_in.n_prefill]
     seconds = sum(round_.seconds for round_ in rounds)
     is_known = all(round_.n_sequences in plain_seconds for round_ in rounds)
     n_tokens = sum(round_.n_accepted + 1 for round_ in rounds)

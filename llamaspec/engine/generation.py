@@ -73,7 +73,7 @@ def _prefill(config: Speculation) -> Generating[TextEvent]:
         forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
-        if reading is not None and forward.n_sequences == 1:
+        if reading is not None and forward.evaluation.n_sequences == 1:
             reading.observe_prompt(end - max(forward.n_cached, begin), forward.seconds)
         if end < n_to_read:  # now, because prediction heads need hidden states that are not kept for long
             seconds += yield from _prepare(config.drafter, prompt[: end + 1])

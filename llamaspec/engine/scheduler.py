@@ -20,7 +20,7 @@ from llamaspec.engine.batching import Batching, Group
 from llamaspec.engine.sequence import Clock, RunningSequence, Slot, Stopwatch, as_exception
 from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
-from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, n_common
+from llamaspec.values import TARGET, Evaluation, Forward, ForwardRequest, Logits, n_common
 
 MARGIN = 64  # KV cells that a sequence may need beyond its tokens for a while: draft tokens and padding
 HEADROOM = 256  # tokens that a sequence should be able to add before it is swapped in
@@ -160,7 +160,7 @@ class Scheduler:
             slot.n_cached_before = n_cached
         if not slot.n_new:
             nothing = np.empty((0, self._models[request.model].vocabulary_size), dtype=np.float32)
-            self._resume(slot, Forward(nothing, slot.stopwatch.request_seconds, 0, 1, n_cached, 0))
+            self._resume(slot, Forward(nothing, slot.stopwatch.request_seconds, n_cached, Evaluation(0)))
         return slot.n_new > 0
 
     # Evaluate a group, and hand out its logits.
@@ -188,9 +188,10 @@ class Scheduler:
 
     def _hand_out(self, group: Group, logits: Sequence[Logits], seconds: float) -> None:
         """Answer the requests that are evaluated completely."""
-        serial, slots = next(self._serials), group.slots
+        slots = group.slots
         self._batching.note(group, seconds)
         n_rounds = len(slots) - bool(group.n_prefill)
+        evaluation = Evaluation(group.width, n_rounds, next(self._serials), group.n_prefill)
         reading = seconds * group.n_prefill / group.width  # share of the prompt, which is the last slot's
         for i, (slot, scores) in enumerate(zip(slots, logits, strict=True)):
             request, watch = slot.request, slot.stopwatch
@@ -199,8 +200,7 @@ class Scheduler:
             watch.count_evaluation(request, seconds - reading if i < n_rounds else reading)
             if slot.part is request:
                 assert slot.n_cached_before is not None
-                facts = (group.width, n_rounds, slot.n_cached_before, serial, group.n_prefill)
-                self._resume(slot, Forward(scores, watch.request_seconds, *facts))
+                self._resume(slot, Forward(scores, watch.request_seconds, slot.n_cached_before, evaluation))
 
     def _resume(self, slot: Slot, answer: Forward | None = None, *, error: Exception | None = None) -> None:
         """Resume a sequence with its answer or an error. An exception of the coroutine ends it alone."""

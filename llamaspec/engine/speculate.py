@@ -121,7 +121,7 @@ def _next_round(
     round_: Round = yield replace(
         round_of(made, draft, forward, verification, rule, p),
         logprobs=() if n_top is None else round_logprobs(forward.logits, draft, verification, n_top),
-        plain_seconds=None if costs is None else costs.plain_seconds(forward.n_sequences),
+        plain_seconds=None if costs is None else costs.plain_seconds(forward.evaluation.n_sequences),
     )
     length.observe(round_)
     return round_

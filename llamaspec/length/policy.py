@@ -148,7 +148,7 @@ class AutoLength:
         self._latest = round_.evaluation
         self.drafts.n_since += 1
         self.plain.n_since += 1
-        if round_.n_prefill:  # what it would have taken without the prompt is not known
+        if round_.verified_in.n_prefill:  # what it would have taken without the prompt is not known
             return
         before = self.costs.seconds(round_.width)
         self.costs.observe_verify(round_.width, round_.verify_seconds)

@@ -140,10 +140,7 @@ def round_of(
         draft=verified.without_distributions(),
         path=verification.path,
         next_token=verification.next_token,
-        width=forward.n_positions,
-        n_sequences=forward.n_sequences,
-        evaluation=forward.evaluation,
-        n_prefill=forward.n_prefill,
+        verified_in=forward.evaluation,
         n_dropped=len(made) - len(verified),
         counterfactual=_counterfactual(made, verified, verification, rule, target),
     )

@@ -48,7 +48,17 @@ from llamaspec.errors import ContextFullError, EvaluationError, LlamaspecError, 
 from llamaspec.protocols import Drafter, RandomStreams, SequenceLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.random_streams import CascadeStreams, SeededStreams
-from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, Round, Source, TokenArray
+from llamaspec.values import (
+    DRAFT,
+    TARGET,
+    Draft,
+    Evaluation,
+    Forward,
+    ForwardRequest,
+    Round,
+    Source,
+    TokenArray,
+)
 
 CASCADES = {
     **CASCADES,
@@ -141,7 +151,7 @@ def proposed(
                 request = coroutine.throw(error("not this time"))
                 continue
             logits = models[request.model].logits(request)
-            request = coroutine.send(Forward(logits, 0.5, request.n_scored, 1, 0, len(asked)))
+            request = coroutine.send(Forward(logits, 0.5, 0, Evaluation(request.n_scored, 1, len(asked))))
     except StopIteration as end:
         made: Draft = end.value
         return made, asked
@@ -302,7 +312,7 @@ def test_the_end_of_a_text_closes_the_policies_of_all_levels() -> None:
 
 def test_tokens_that_nobody_wanted_count_as_rejected() -> None:
     """A stage once took all that it made for a gain, and went on where little of that was used."""
-    made = Round(Draft.certain([5, 6, 7]), (0, 1, 2), 8, 4, verify_seconds=1.0)
+    made = Round(Draft.certain([5, 6, 7]), (0, 1, 2), 8, Evaluation(4), verify_seconds=1.0)
     assert used(made, 4) is made
     for n in (1, 2, 3):
         assert used(made, n).tokens.tolist() == [5, 6, 7][:n]

@@ -22,7 +22,7 @@ from llamaspec.protocols import Drafting
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, MTP, TARGET, Draft, Forward, ForwardRequest, Source
+from llamaspec.values import DRAFT, MTP, TARGET, Draft, Evaluation, Forward, ForwardRequest, Source
 from stepped import Stepped
 from texts import PLAIN, draft, stream, target
 
@@ -42,7 +42,7 @@ def asked(coroutine: Drafting, model: FakeModel) -> tuple[list[ForwardRequest], 
         wanted = next(coroutine)
         while True:
             requests.append(wanted)
-            wanted = coroutine.send(Forward(model.logits(wanted), 0.0, 1, 1, 0, 1))
+            wanted = coroutine.send(Forward(model.logits(wanted), 0.0, 0, Evaluation(1, 1, 1)))
     except StopIteration as end:
         made: Draft = end.value
         return requests, made
@@ -81,7 +81,7 @@ def test_a_model_that_failed_is_asked_no_more(where: str, fault: Exception) -> N
     )
     wanted = next(failing)
     if where == "behind a token":
-        failing.send(Forward(model.logits(wanted), 0.0, 1, 1, 0, 1))
+        failing.send(Forward(model.logits(wanted), 0.0, 0, Evaluation(1, 1, 1)))
     with pytest.raises(StopIteration) as end:
         failing.throw(fault)
     if where != "prepare":
@@ -144,7 +144,7 @@ def test_a_full_draft_ends_the_draft(n: int) -> None:
     coroutine = drafter().propose(tokens(1, 2), Length(4))
     model, wanted = FakeModel(vocabulary_size=5), next(coroutine)
     for _ in range(n - 1):
-        wanted = coroutine.send(Forward(model.logits(wanted), 0.0, 1, 1, 0, 1))
+        wanted = coroutine.send(Forward(model.logits(wanted), 0.0, 0, Evaluation(1, 1, 1)))
     with pytest.raises(StopIteration) as end:
         coroutine.throw(ContextFullError("full"))
     assert len(end.value.value) == n - 1

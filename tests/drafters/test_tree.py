@@ -21,7 +21,7 @@ from llamaspec.length.tree import (
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, Draft, Forward, ForwardRequest, Source
+from llamaspec.values import DRAFT, Draft, Evaluation, Forward, ForwardRequest, Source
 
 MODEL = FakeModel(seed=3, vocabulary_size=30, context_size=256)
 TEXT = tokens(4, 7, 9)
@@ -51,7 +51,7 @@ def drafted(
         wanted = next(proposing)
         while True:
             asked.append(wanted)
-            wanted = proposing.send(Forward(MODEL.logits(wanted), 0.0, wanted.n_scored, 1, 0, 0))
+            wanted = proposing.send(Forward(MODEL.logits(wanted), 0.0, 0, Evaluation(wanted.n_scored)))
     except StopIteration as end:
         return end.value, asked
 
@@ -96,7 +96,7 @@ def test_without_room_the_tree_stays_as_it_is() -> None:
     length = FixedTree((2, 2, 2))
     proposing = tree_drafter(length).propose(TEXT, length)
     wanted = next(proposing)
-    proposing.send(Forward(MODEL.logits(wanted), 0.0, 1, 1, 0, 0))
+    proposing.send(Forward(MODEL.logits(wanted), 0.0, 0, Evaluation(1)))
     with pytest.raises(StopIteration) as end:
         proposing.throw(ContextFullError("full"))
     assert len(end.value.value) == 2

@@ -32,7 +32,7 @@ from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.protocols import Drafter, RandomStreams, Rule, SequenceConstraint
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
-from llamaspec.values import DRAFT, TARGET, Forward, Source
+from llamaspec.values import DRAFT, TARGET, Evaluation, Forward, Source
 
 Make = Callable[[SequenceConstraint, Sampling, Rule, RandomStreams], Drafter]
 N = len(PROMPT)
@@ -122,7 +122,7 @@ def test_a_model_is_not_asked_where_there_is_no_choice() -> None:
         request = next(proposed)
         while True:
             asked.append(len(request.tokens))
-            request = proposed.send(Forward(THREE[DRAFT].logits(request), 0.0, 1, 1, 0, 0))
+            request = proposed.send(Forward(THREE[DRAFT].logits(request), 0.0, 0, Evaluation(1)))
     except StopIteration as end:
         draft = end.value
     assert draft.tokens.tolist() == [0, 2, 0, 2, 0, 2]

@@ -233,10 +233,10 @@ def test_a_prompt_is_read_beside_rounds_and_its_seconds_are_its_own() -> None:
     talker = talker_and_newcomer(models, clock, 28, lambda n: n)
     mixed = [e for e in models[TARGET].evaluated if {bool(r.n_scored) for r in e.requests} == {False, True}]
     assert [e.width for e in mixed] == [16, 15]
-    rounds = [r for r in talker.completion.rounds if r.n_prefill]
-    assert [(r.width, r.n_prefill, r.n_sequences) for r in rounds] == [(16, 14, 1), (15, 13, 1)]
+    rounds = [r for r in talker.completion.rounds if r.verified_in.n_prefill]
+    assert [(r.width, r.verified_in.n_prefill, r.n_sequences) for r in rounds] == [(16, 14, 1), (15, 13, 1)]
     assert [r.verify_seconds for r in rounds] == pytest.approx([2 / 16, 2 / 15])
-    assert {r.verify_seconds for r in talker.completion.rounds if not r.n_prefill} == {1.0}
+    assert {r.verify_seconds for r in talker.completion.rounds if not r.verified_in.n_prefill} == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_where_a_prompt_is_not_read_beside_rounds(
     """Nor where more than half of it would be left: a round between its parts is as good."""
     models = both(context_size=900, max_chunked_prefill=max_chunked_prefill)
     talker = talker_and_newcomer(models, Clock(), 25, width)
-    assert not [r for r in talker.completion.rounds if r.n_prefill]
+    assert not [r for r in talker.completion.rounds if r.verified_in.n_prefill]
 
 
 def test_what_rows_prepare_together_is_shared_by_them() -> None:

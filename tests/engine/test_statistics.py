@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llamaspec.engine.completion import TELLING, Summary, summarize
-from llamaspec.values import Round
+from llamaspec.values import Evaluation, Round
 from rounds import a_round
 
 ROUNDS = [
@@ -39,7 +39,7 @@ def test_what_rounds_add_up_to() -> None:
 
 
 ALONE = a_round((1, 2, 3), accepted=2, seconds=(0.5, 2.0, 0.5))
-SHARED = replace(a_round((4, 5), accepted=1, seconds=(0.25, 2.0, 0.25)), n_sequences=4)
+SHARED = replace(a_round((4, 5), accepted=1, seconds=(0.25, 2.0, 0.25)), verified_in=Evaluation(3, 4))
 PLAIN = a_round(seconds=(0.0, 0.5, 0.125))
 
 
@@ -61,7 +61,9 @@ def test_the_speed_next_to_plain_decoding() -> None:
     assert gain(believing({1: 2.0, 4: 3.5}, made)) == 2.0, "no more than the tokens of a round"
     for first in ({}, {1: 7.0}):  # before a plain round was timed, or with another belief
         assert gain([*believing(first, [ALONE]), *believing(seconds, [SHARED, PLAIN])]) == told
-    beside = replace(SHARED, n_prefill=30, verify_seconds=0.01)  # a prompt: not to be compared
+    beside = replace(
+        SHARED, verified_in=Evaluation(33, 4, 0, 30), verify_seconds=0.01
+    )  # a prompt: not to be compared
     assert gain(believing(seconds, [*made, beside])) == told
     assert gain(believing(seconds, [beside])) is None
     assert gain(believing({1: 1.0}, made)) is None  # four rows were never seen without drafts

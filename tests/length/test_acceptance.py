@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llamaspec.length.acceptance import Acceptance, TextAcceptance, verified_tokens
-from llamaspec.values import Draft, Round
+from llamaspec.values import Draft, Evaluation, Round
 
 
 def test_a_confidence_is_believed_at_first_but_not_quite() -> None:
@@ -66,4 +66,4 @@ def test_tokens_behind_a_rejection_teach_nothing(
 ) -> None:
     tree = None if parents is None else np.array(parents, dtype=np.int32)
     draft = Draft(np.arange(3, dtype=np.int32), (), (0.9, 0.8, 0.7), parents=tree)
-    assert verified_tokens(Round(draft, path, 0, 4)) == found
+    assert verified_tokens(Round(draft, path, 0, Evaluation(4))) == found

@@ -6,7 +6,7 @@ import pytest
 
 from llamaspec.length.fixed import AtMost, FixedLength
 from llamaspec.length.policy import AutoLength
-from llamaspec.values import Draft, Round
+from llamaspec.values import Draft, Evaluation, Round
 
 
 def test_a_fixed_length_is_reached_and_verified_whole() -> None:
@@ -22,7 +22,7 @@ def test_an_upper_limit_leaves_the_rest_to_the_policy() -> None:
     policy = AutoLength(widths={1, 4})
     row = AtMost(1, policy).start_sequence(drops=True)
     for width in (1, 1, 4, 4):
-        row.observe(Round(Draft(), (), 0, width, verify_seconds=0.01))
+        row.observe(Round(Draft(), (), 0, Evaluation(width), verify_seconds=0.01))
     assert policy.n_tokens == 4
     assert row.wants_more(Draft())
     assert not row.wants_more(Draft.certain([1]))

@@ -18,7 +18,7 @@ from llamaspec.length.costs import CostCurve
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength
 from llamaspec.length.sequence import AutoSequence
-from llamaspec.values import Draft, Round, Source
+from llamaspec.values import Draft, Evaluation, Round, Source
 from simulator import Array, Machine, Passage, Run, optimal_rate, passage, play, play_rows, table
 
 N = 512
@@ -242,7 +242,9 @@ def one_round(row: AutoSequence, on: Machine, confidence: float, evaluation: int
         made = Draft(np.zeros(len(made) + 1, np.int32), (), (confidence,) * (len(made) + 1))
     n = row.n_verified(made)
     seconds = float(on.verify_seconds[n])
-    round_ = Round(made.first(n), tuple(range(n)), 0, n + 1, evaluation=evaluation, verify_seconds=seconds)
+    round_ = Round(
+        made.first(n), tuple(range(n)), 0, Evaluation(n + 1, 1, evaluation), verify_seconds=seconds
+    )
     steps = {"n_draft_steps": len(made), "draft_seconds": len(made) * on.draft_seconds}
     row.observe(replace(round_, n_dropped=len(made) - n, **steps))  # type: ignore[arg-type]
     return len(made), n
@@ -261,7 +263,7 @@ def test_an_unsure_draft_is_cut_before_verification() -> None:
     policy = AutoLength(on.curve())
     play(policy, on, mixed())
     row = policy.start_sequence(drops=True)
-    row.observe(Round(Draft(), (), 0, 1, evaluation=1000, verify_seconds=float(on.verify_seconds[0])))
+    row.observe(Round(Draft(), (), 0, Evaluation(1, 1, 1000), verify_seconds=float(on.verify_seconds[0])))
     made = Draft(np.zeros(10, np.int32), (), (0.97, 0.97, *[0.02] * 8))
     assert row.wants_more(made.first(0))
     assert 2 <= row.n_verified(made) <= 4
@@ -295,7 +297,7 @@ def test_more_texts_than_may_be_evaluated_together(widths: set[int]) -> None:
         groups.add((n, width))
         for row in rows[:n]:
             seconds = float(on.verify_seconds[width - 1])
-            row.observe(Round(made[row], (), 0, width, n, evaluation, verify_seconds=seconds))
+            row.observe(Round(made[row], (), 0, Evaluation(width, n, evaluation), verify_seconds=seconds))
             assert row.unused is None or isfinite(row.unused.saved_seconds)
             made[row] = Draft()
         rows = [*rows[n:], *rows[:n]]
@@ -309,7 +311,11 @@ def test_plain_decoding_is_timed_at_allowed_widths_only() -> None:
     rows = [policy.start_sequence() for _ in range(3)]
     for evaluation in range(3):
         for row in rows:
-            row.observe(Round(Draft(), (), 0, 3, 3, evaluation, verify_seconds=float(on.verify_seconds[2])))
+            row.observe(
+                Round(
+                    Draft(), (), 0, Evaluation(3, 3, evaluation), verify_seconds=float(on.verify_seconds[2])
+                )
+            )
     policy.plain.n_since = 1000
     assert not any(row.wants_more(Draft()) for row in rows)
     assert [rows[0].width(n) for n in (1, 2, 3)] == [1, 3, 3]
@@ -332,7 +338,7 @@ def test_wide_copies_are_found_where_wide_evaluations_are_cheap() -> None:
     curve = CostCurve(widths, (10.0, 16.0, 30.0, 60.0, 40.0, 45.0, 50.0, 60.0, 80.0, 160.0), 0.0)
     row = AutoLength(curve, longest=511, sources={Source.NGRAM}).start_sequence(drops=True)
     for i in range(3):
-        row.observe(Round(Draft(), (), 0, 1, evaluation=i, verify_seconds=10.0))
+        row.observe(Round(Draft(), (), 0, Evaluation(1, 1, i), verify_seconds=10.0))
     made = Draft(source=Source.NGRAM, ahead=(0.99,) * 511)
     n = 0
     while row.wants_more(made):
@@ -375,7 +381,7 @@ def copied(row: AutoSequence, n: int, n_accepted: int, evaluation: int, seconds:
     """A round with a copy of `n` tokens."""
     draft = Draft(np.zeros(n, np.int32), (), (0.99,) * n, Source.NGRAM)
     row.observe(
-        Round(draft, tuple(range(n_accepted)), 0, n + 1, evaluation=evaluation, verify_seconds=seconds)
+        Round(draft, tuple(range(n_accepted)), 0, Evaluation(n + 1, 1, evaluation), verify_seconds=seconds)
     )
 
 
@@ -398,7 +404,7 @@ def test_long_copies_that_were_rejected_do_not_end_copying() -> None:
     curve = CostCurve(widths, (1.0, 1.9, 3.6, 7.2, 11.4, 22.0, 36.0, 60.0, 130.0), 0.0)
     row = AutoLength(LearnedPrior(curve), sources={Source.NGRAM}).start_sequence(drops=True)
     for i in range(3):
-        row.observe(Round(Draft(), (), 0, 1, evaluation=i, verify_seconds=1.0))
+        row.observe(Round(Draft(), (), 0, Evaluation(1, 1, i), verify_seconds=1.0))
     for i, (n, n_accepted) in enumerate(((16, 16), (35, 35), (62, 62), (62, 62), (205, 21), (205, 21))):
         copied(row, n, n_accepted, 3 + i, float(np.interp(n + 1, widths, curve.verify_seconds)))
     assert copying(row, 100) >= 8
@@ -438,7 +444,7 @@ def test_texts_that_had_to_be_short_say_nothing_of_how_long_texts_are() -> None:
     for n, max_tokens in ((30, 30), (5, 30), (400, None), (2, 4000)):
         row = policy.start_sequence(drops=True, max_tokens=max_tokens)
         for i in range(n):
-            row.observe(Round(Draft(), (), 0, 1, evaluation=i, verify_seconds=0.1))
+            row.observe(Round(Draft(), (), 0, Evaluation(1, 1, i), verify_seconds=0.1))
         row.close()
         changed, usual = policy.usual_length != usual, policy.usual_length
         assert changed == (max_tokens != 30)
@@ -457,7 +463,7 @@ def test_a_draft_counts_on_half_of_the_usual_length(n_unread: int, wakes: bool) 
     for i in range(40):
         if text.wants_more(nothing):
             break
-        text.observe(Round(nothing, (), 0, 1, evaluation=i, verify_seconds=1.0))
+        text.observe(Round(nothing, (), 0, Evaluation(1, 1, i), verify_seconds=1.0))
     assert (i < 20) == wakes
 
 
@@ -468,8 +474,8 @@ def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before
     short = policy.start_sequence(drops=True, max_tokens=200)
     short.start_prompt(100)
     assert not short.wants_more(nothing), "the first token comes first"
-    short.observe(Round(nothing, (), 0, 1, verify_seconds=1.0))
-    short.observe(Round(nothing, (), 0, 1, verify_seconds=1.0))
+    short.observe(Round(nothing, (), 0, Evaluation(1), verify_seconds=1.0))
+    short.observe(Round(nothing, (), 0, Evaluation(1), verify_seconds=1.0))
     assert short.wants_more(nothing)
     assert short.n_to_read == 0, "all of it, then it drafts"
     assert short.unused is None
@@ -485,7 +491,7 @@ def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before
     for i in range(8):
         if long.wants_more(nothing):
             break
-        long.observe(Round(nothing, (), 0, 1, evaluation=i, verify_seconds=1.0))
+        long.observe(Round(nothing, (), 0, Evaluation(1, 1, i), verify_seconds=1.0))
     assert i == 6  # 20 plain tokens of reading, a quarter of which it waits
     assert long.n_to_read == 64  # a plain round is as long as reading 20: not worth an evaluation
     assert not long.wants_more(Draft.certain([1]))
@@ -501,7 +507,7 @@ def test_part_of_a_prompt_tells_what_wide_evaluations_cost_once_a_plain_one_was_
     row = policy.start_sequence(drops=True)
     row.observe_prompt(512, 8.0)
     assert policy.costs.widest == 1
-    row.observe(Round(Draft(), (), 0, 1, verify_seconds=0.1))
+    row.observe(Round(Draft(), (), 0, Evaluation(1), verify_seconds=0.1))
     assert policy.costs.widest == 512
     assert policy.costs.seconds(512) == pytest.approx(8.0)
     assert policy.costs.seconds(64) == pytest.approx(0.1 + 63 / 511 * 7.9, rel=0.01)

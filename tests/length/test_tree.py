@@ -11,7 +11,7 @@ from llamaspec.length.acceptance import expected_accepted
 from llamaspec.length.costs import CostCurve, Costs
 from llamaspec.length.policy import AutoLength
 from llamaspec.length.tree import SHARES, TreeAcceptance, TreePlan, looked_ahead, plan_tree
-from llamaspec.values import NO_DRAFT, Draft, Round
+from llamaspec.values import NO_DRAFT, Draft, Evaluation, Round
 
 FLAT = CostCurve((1, 16), (0.010, 0.011), 0.003)
 STEEP = CostCurve((1, 2, 16), (0.010, 0.018, 0.130), 0.001)
@@ -39,7 +39,7 @@ def test_all_candidates_but_the_first_are_learnt() -> None:
     acceptance = TreeAcceptance()
     before = acceptance.chance(1, 0.2)
     for _ in range(100):  # the first is accepted; behind it, its second one
-        acceptance.learn(Round(BRANCHED, (0, 2), 0, 5))
+        acceptance.learn(Round(BRANCHED, (0, 2), 0, Evaluation(5)))
     assert acceptance.chance(1, 0.2) > before
     assert acceptance.shares[0] > SHARES[0]
     assert acceptance.shares[1] == SHARES[1]
@@ -58,8 +58,10 @@ def test_trees_are_off_unless_asked_for(trees: bool, curve: CostCurve, grows: bo
     for i in range(16):  # widths are timed, too
         row.wants_more(NO_DRAFT)
         width = row.width(1) or 1
-        row.observe(Round(NO_DRAFT, (), 0, width, evaluation=i, verify_seconds=policy.costs.seconds(width)))
+        row.observe(
+            Round(NO_DRAFT, (), 0, Evaluation(width, 1, i), verify_seconds=policy.costs.seconds(width))
+        )
     assert (row.tree() is not None) == grows
     assert row.n_verified(BRANCHED) == 4  # the tree has chosen
-    row.observe(replace(Round(BRANCHED, (0,), 0, 5), verify_seconds=0.011, n_draft_steps=2))
+    row.observe(replace(Round(BRANCHED, (0,), 0, Evaluation(5)), verify_seconds=0.011, n_draft_steps=2))
     assert policy.costs.step_seconds == pytest.approx(curve.draft_step_seconds, rel=0.2)

@@ -22,7 +22,7 @@ from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import forget, keep, keep_probe, stored
 from llamaspec.plan import DraftPlan, ModelFile
-from llamaspec.values import Draft, Round
+from llamaspec.values import Draft, Evaluation, Round
 
 TIMING = Spread(0.009, 0.01, 0.012)
 PROBE = Probe(
@@ -154,7 +154,7 @@ def use(prior: CostCurve | LearnedPrior) -> None:
     row = (policy := AutoLength(prior)).start_sequence()
     for evaluation in range(3):
         row.wants_more(Draft())
-        row.observe(Round(Draft(), (), 0, width=1, evaluation=evaluation, verify_seconds=0.02))
+        row.observe(Round(Draft(), (), 0, Evaluation(1, 1, evaluation), verify_seconds=0.02))
     policy.experience()
 
 

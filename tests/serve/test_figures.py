@@ -10,7 +10,7 @@ from llamaspec import Pair
 from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.forms import figures, openai_usage
 from llamaspec.serve.scheduling import Finished, Metrics
-from llamaspec.values import Source
+from llamaspec.values import Evaluation, Source
 from patience import until
 from rounds import a_round, a_text
 from serving import Gate, Served, served
@@ -67,7 +67,8 @@ def test_rows_and_draft_tokens_by_rows(demo: Pair, monkeypatch: pytest.MonkeyPat
 
 ALONE = a_round((1, 2, 3), accepted=2, next_token=4, seconds=(0.25, 1.0, 0.125))
 SHARED = replace(
-    a_round((5, 6), accepted=1, next_token=7, seconds=(0.5, 2.0, 0.25), source=Source.NGRAM), n_sequences=4
+    a_round((5, 6), accepted=1, next_token=7, seconds=(0.5, 2.0, 0.25), source=Source.NGRAM),
+    verified_in=Evaluation(3, 4),
 )
 PLAIN = a_round(next_token=8, seconds=(0.0, 1.5, 0.5))
 TEXT = a_text([ALONE, SHARED, PLAIN], n_cached=30, prefill_seconds=0.05)  # 3 + 2 + 1 tokens in 6.125 s
