@@ -432,7 +432,7 @@ def test_the_figures_of_two_models() -> None:
     ]
     assert pace_finding(timed(0.1, 0.2)).text.endswith("200.00 ms in the draft: no faster than the target")
     told = only(list(model_findings(MACHINE, target)), "target").text
-    assert told == ("big.gguf: llama 7B Q4_0, 7.00 billion parameters, about 3.50 billion of them active")
+    assert told == ("big.gguf: llama 7B Q4_0, about 3.50B parameters used for each token")
     model = examined(memory=replace(MEMORY, n_kept=13))
     told = only(list(model_findings(MACHINE, model)), "target rollback").text
     assert told.endswith("from a snapshot, 5 of 18 tokens were evaluated again in a trial")
