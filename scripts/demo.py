@@ -1,8 +1,8 @@
-"""Find out whether drafting is faster on this machine, with a target of real cost in three quantisations.
+"""Find out whether drafting is faster on this machine, with a target that costs as much as a real one.
 
-The embedded target is widened (the same function at 50 times the weights), quantised and probed. The gain
-depends on the machine and the quantisation: all predictions are printed, and the target alone and with its
-draft are compared on the quantisation that should gain most.
+The script widens the embedded target (50 times the weights, the same text) and probes it in three
+quantisations. The gain depends on the machine and the quantisation: the script prints all predictions, then
+compares decoding with and without the draft in the quantisation that should gain most.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from llamaspec import demo_draft
 
 KINDS = ("Q4_0", "Q8_0", "F16")
 FOLDER = Path("build/models")
-ACCEPTANCE = "0.7"  # rate of the embedded pair, roughly; one of those that `probe` predicts for
+ACCEPTANCE = "0.7"  # about that of the embedded pair; `probe` predicts for this rate
 LLAMASPEC = [sys.executable, "-m", "llamaspec"]
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The prediction of a probe for one quantisation."""
+    """The predicted gain in one quantisation."""
 
     kind: str
     speed_up: float  # predicted at ACCEPTANCE
@@ -67,7 +67,7 @@ def most_gained(found: list[Probed]) -> Probed:
 
 
 def report(found: list[Probed]) -> str:
-    """Return a line for each quantisation, and say which one is compared."""
+    """Return one line per quantisation, and one that names the quantisation to compare."""
     lines = [f"If {float(ACCEPTANCE):.0%} of the draft tokens are accepted, drafting here should give"]
     for one in found:
         gain = f"{one.speed_up:.2f} times the speed with {one.n_draft} draft tokens a round"

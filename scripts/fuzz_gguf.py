@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Open damaged GGUF files by the thousand, as a program would, in one process that must survive all of them.
+"""Open thousands of damaged GGUF files in one process, which must survive all of them.
 
 \b
     python scripts/fuzz_gguf.py --count 1000 tiny-*.gguf
 
-Every seed makes one damaged file: a sound one is read into its parts, some are changed at random, and it is
-written again, so most damage gets past the first checks of a reader. A worker opens the files in turn and
-generates a few tokens from each. A worker that ends, stays silent too long, grows too large or meets an error
-that is not a `LlamaspecError` is a fault: the file is kept in the folder, and another worker goes on. The
-last line on stdout is JSON. The exit code is 1 if there was a fault.
+Each seed makes one damaged file: the script reads a sound file into its parts, changes some of them at
+random, and writes it again. So most damage passes a reader's first checks. A worker process opens each file
+and generates a few tokens. There are five faults: the worker crashes, hangs, grows by 1 GiB, raises an error
+that is not a `LlamaspecError`, or raises one whose message is not one line with a remedy. The script keeps
+the file of a fault in `--out`. The last line on stdout is JSON. The exit code is 1 if there was a fault.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ import gguf
 
 from llamaspec import FixedLength, LlamaspecError, ModelOptions, open_pair
 
-SILENT_SECONDS = 300.0  # longer than opening any small file may take
-MAX_GROWTH = 1 << 30  # bytes of memory in the worker
+HANG_SECONDS = 300.0  # opening a small file never takes this long
+MAX_GROWTH = 1 << 30  # bytes by which the worker's peak memory may grow for one file
 FAULTS = ("crash", "hang", "traceback", "growth", "message")
-
 
 STRING, ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
@@ -67,17 +66,17 @@ _ADDED = (
 
 @dataclass
 class Entry:
-    """One metadata entry; of an array, the kind of its elements, too."""
+    """A metadata entry."""
 
     key: bytes
     kind: int
     value: Any
-    element_kind: int = 0
+    element_kind: int = 0  # of an array
 
 
 @dataclass
 class Tensor:
-    """An entry of the list of tensors."""
+    """An entry of the tensor list."""
 
     name: bytes
     shape: list[int]
@@ -87,14 +86,14 @@ class Tensor:
 
 @dataclass
 class Parts:
-    """A GGUF file, taken apart."""
+    """The parts of a GGUF file."""
 
     version: int = 3
     entries: list[Entry] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     data: bytes = b""
-    n_more_entries: int = 0  # added to the header's count
-    n_more_tensors: int = 0
+    n_more_entries: int = 0  # error of the header's count of entries
+    n_more_tensors: int = 0  # error of the header's count of tensors
 
     def entry(self, rng: random.Random) -> Entry:
         """Return a random entry."""
@@ -106,7 +105,7 @@ def take_apart(path: Path) -> Parts:
     reader = gguf.GGUFReader(path)
     parts = Parts(data=path.read_bytes()[reader.data_offset :])
     for entry in reader.fields.values():
-        if not entry.name.startswith("GGUF."):  # the reader's own
+        if not entry.name.startswith("GGUF."):  # added by the reader
             kind, element_kind = int(entry.types[0]), int(entry.types[-1])
             parts.entries.append(Entry(entry.name.encode(), kind, _as_bytes(entry.contents()), element_kind))
     for tensor in reader.tensors:
@@ -123,7 +122,7 @@ def _as_bytes(value: Any) -> Any:
 
 
 def put_together(parts: Parts, alignment: int = 32) -> bytes:
-    """Return the bytes of a file, however wrong its parts are."""
+    """Return the bytes of a file, even if its parts are wrong."""
     out = bytearray(b"GGUF")
     n_tensors, n_entries = (
         len(parts.tensors) + parts.n_more_tensors,
@@ -166,7 +165,7 @@ def _packed(kind: int, value: Any) -> bytes:
     return (number % (1 << 8 * size)).to_bytes(size, "little")
 
 
-# Kinds of damage: each changes the parts at random.
+# Kinds of damage: each function changes the parts at random.
 
 
 def _scalar(parts: Parts, rng: random.Random) -> None:
@@ -286,7 +285,7 @@ _DAMAGE: tuple[Callable[[Parts, random.Random], None], ...] = (
 
 
 def damaged(path: Path, seed: int) -> tuple[bytes, str]:
-    """Return a damaged copy of a sound file, and the names of the damage."""
+    """Return a damaged copy of a sound file, and the names of the kinds of damage."""
     rng = random.Random(seed)
     parts, done = take_apart(path), []
     for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 3))):
@@ -303,7 +302,7 @@ def damaged(path: Path, seed: int) -> tuple[bytes, str]:
 
 
 def _bytes(content: bytearray, n_head: int, rng: random.Random) -> str:
-    """Damage bytes without regard to the structure."""
+    """Damage bytes at random positions; return the name of this kind of damage."""
     how = rng.randrange(4)
     if how == 0:
         del content[rng.randrange(len(content)) :]
@@ -323,11 +322,17 @@ def _bytes(content: bytearray, n_head: int, rng: random.Random) -> str:
 @click.argument(
     "bases", nargs=-1, required=True, metavar="SOUND...", type=click.Path(exists=True, path_type=Path)
 )
-@click.option("--count", default=1000, show_default=True, help="Files to try.")
-@click.option("--first", default=0, show_default=True, help="The first seed.")
-@click.option("--out", type=Path, default=Path("build/fuzz"), show_default=True, help="Folder for faults.")
+@click.option("--count", default=1000, show_default=True, help="Number of damaged files.")
+@click.option("--first", default=0, show_default=True, help="First seed.")
+@click.option(
+    "--out",
+    type=Path,
+    default=Path("build/fuzz"),
+    show_default=True,
+    help="Folder for files that cause faults.",
+)
 def main(bases: tuple[Path, ...], count: int, first: int, out: Path) -> None:
-    """Try the files, one after the other."""
+    """Open the files, one after the other."""
     out.mkdir(parents=True, exist_ok=True)
     path, details, faults = out / "damaged.gguf", Counter[str](), Counter[str]()
     with ExitStack() as workers:
@@ -350,14 +355,14 @@ def main(bases: tuple[Path, ...], count: int, first: int, out: Path) -> None:
 
 
 class Worker:
-    """A process that opens files; it ends with its context, or when a file ends it."""
+    """A process that opens files. It ends with its context, or if a file crashes it."""
 
     def __enter__(self) -> Worker:
         spawn = multiprocessing.get_context("spawn")
         self._pipe, its_pipe = spawn.Pipe()
         self.process = spawn.Process(target=_work, args=(its_pipe,), daemon=True)
         self.process.start()
-        its_pipe.close()  # else its end would not be noticed here
+        its_pipe.close()  # otherwise this process would not notice the worker's end
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -365,12 +370,12 @@ class Worker:
         self.process.join()
 
     def open(self, path: Path) -> tuple[str, str]:
-        """Open and use a file; return an outcome and, in one line, why."""
+        """Open and use a file in the worker; return the outcome and a detail in one line."""
         try:
             self._pipe.send(path)
-            if not self._pipe.poll(SILENT_SECONDS):
+            if not self._pipe.poll(HANG_SECONDS):
                 self.process.kill()
-                return "hang", f"silent for {SILENT_SECONDS:.0f} s"
+                return "hang", f"no answer for {HANG_SECONDS:.0f} s"
             outcome, detail = self._pipe.recv()
         except (EOFError, OSError):
             self.process.join()
@@ -393,7 +398,7 @@ def peak_bytes() -> int:
 
 
 def open_one(path: Path) -> tuple[str, str]:
-    """Open and use a file; return an outcome and, in one line, why."""
+    """Open and use a file; return the outcome and a detail."""
     options = ModelOptions(threads=1, gpu_layers=0)
     try:
         with open_pair(path, path, target_options=options, draft_options=options) as pair:
@@ -402,9 +407,9 @@ def open_one(path: Path) -> tuple[str, str]:
         message = str(error)
         if "\n" in message or "; " not in message:
             return "message", message
-        told = re.sub(r"\d+", "N", message.replace(str(path), "FILE"))
-        return type(error).__name__, told[:160]
-    except Exception:  # noqa: BLE001 - whatever it is, it is a fault
+        shape = re.sub(r"\d+", "N", message.replace(str(path), "FILE"))  # counted together
+        return type(error).__name__, shape[:160]
+    except Exception:  # noqa: BLE001 - any other error is a fault
         return "traceback", traceback.format_exc()
     return "works", ""
 

@@ -1,16 +1,16 @@
-"""Install agents, drive each against the server, and say which of them work.
+"""Install coding agents, run each against the server, and report which of them work.
 
 \b
     python scripts/interop.py
     python scripts/interop.py --only codex --only aider
 
-Everything stays on this machine's loopback and is bounded in time. Agents are installed once, in the
-versions named here, into `--folder`; each works in an empty folder with an empty home. The text of the
-answers is given beforehand. All else is real: the agent, its requests, how they are read and checked, how
-calls are parsed and sent, what the agent does with them.
+The script installs each agent once, in the version below, into `--folder`, and runs it in an empty folder
+with an empty home. The agent talks to a server on this machine, and every check has a time limit. Only the
+model is played: the text of its answers is fixed. The rest is real: the agent, its requests, the server's
+checks, and the parsing of tool calls.
 
-A check is "ok" if the effect on disk is right, else "failed". A table goes to stderr; with `--json` the last
-line of stdout is one JSON object. The exit code is 1 if something failed. `make test` runs the SDKs and
+A check is "ok" if the agent had the right effect on disk, else "failed". A table goes to stderr; with
+`--json`, one JSON object goes to stdout. The exit code is 1 if a check failed. `make test` runs the SDKs and
 `llm`.
 """
 
@@ -53,11 +53,11 @@ class Package(NamedTuple):
 
 
 class NotInstalledError(Exception):
-    """A client cannot be installed here; the message says why."""
+    """An agent cannot be installed on this machine."""
 
 
 def install(package: Package, folder: Path) -> Path:
-    """Install a client unless that is done; return the folder whose `bin` has its programs."""
+    """Install an agent if it is not installed yet; return the folder whose `bin` has its programs."""
     into = folder / package.spec.replace("/", "-")
     done = into / ".installed"
     if done.exists():
@@ -66,7 +66,7 @@ def install(package: Package, folder: Path) -> Path:
     into.mkdir(parents=True)
     if package.kind == "npm":
         if shutil.which("npm") is None:
-            raise NotInstalledError("there is no npm; install Node.js")
+            raise NotInstalledError("npm is missing; install Node.js")
         _install("npm", "install", "--no-audit", "--no-fund", "--prefix", into, package.spec)
         (into / "bin").symlink_to(into / "node_modules" / ".bin")
     else:
@@ -92,7 +92,7 @@ def _install(*command: str | Path) -> None:
 
 
 class Client(NamedTuple):
-    """A client: its package, and the function that drives it."""
+    """An agent: its package, and the function that runs its checks."""
 
     package: Package
     drive: Callable[[Trial], Iterator[Result]]
@@ -108,7 +108,7 @@ CLIENTS = {
 
 
 def results_of(client: Client, trial: Trial) -> Iterator[Result]:
-    """Yield the results of one client as they become known."""
+    """Install an agent and yield the result of each check as it ends."""
     try:
         trial.installed = install(client.package, trial.installed)
     except NotInstalledError as error:
@@ -118,8 +118,14 @@ def results_of(client: Client, trial: Trial) -> Iterator[Result]:
 
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--only", "names", type=click.Choice(list(CLIENTS)), multiple=True, help="May be repeated.")
-@click.option("--folder", type=Path, default=ROOT / "build" / "interop", help="Where clients are installed.")
+@click.option(
+    "--only",
+    "names",
+    type=click.Choice(list(CLIENTS)),
+    multiple=True,
+    help="Run only this agent. May be repeated.",
+)
+@click.option("--folder", type=Path, default=ROOT / "build" / "interop", help="Where agents are installed.")
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1),
@@ -130,7 +136,7 @@ def results_of(client: Client, trial: Trial) -> Iterator[Result]:
 @click.option(
     "--record",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Write the requests to this folder.",
+    help="Write the agents' requests to this folder.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def main(
@@ -141,7 +147,7 @@ def main(
     as_json: bool,
 ) -> None:
     script, exchanges, found = Script(), list[Exchange](), dict[str, list[Result]]()
-    table = Table("client", "version", "checked", "result", "reason")
+    table = Table("agent", "version", "check", "result", "details")
     with (
         scripted_server(script, exchanges) as url,
         tempfile.TemporaryDirectory(prefix="interop-", ignore_cleanup_errors=True) as work,
@@ -154,10 +160,10 @@ def main(
                 found[name].append(result)
                 table.add_row(name, client.package.version, result.check, result.state, result.reason)
                 if record is not None:
-                    told = [
+                    requests = [
                         {"path": each.path, "body": json.loads(each.request or b"null")} for each in exchanges
                     ]
-                    (record / f"{name}, {result.check}.json").write_text(json.dumps(told, indent=1))
+                    (record / f"{name}, {result.check}.json").write_text(json.dumps(requests, indent=1))
     Console(stderr=True).print(table)
     if as_json:
         print(json.dumps({name: [asdict(result) for result in results] for name, results in found.items()}))

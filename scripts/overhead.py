@@ -1,11 +1,12 @@
-"""Measure CPU time and Python calls of a round outside llama.cpp, with the embedded pair.
+"""Measure the CPU time and the Python calls of a round outside llama.cpp, with the embedded pair.
 
 \b
     python scripts/overhead.py --against ../before
 
-A real model streams gigabytes through the processor's caches in every evaluation, and nothing of Python is
-left in them. Here a large array is written after each evaluation to the same effect. Another checkout takes
-turns with this one, each in a process of its own. Compare columns of one run only.
+Each evaluation of a real model reads gigabytes of weights, which evicts Python's code and data from the
+processor's caches. The script writes a large array after each evaluation to the same effect. With
+`--against`, another checkout takes turns with this one, each in its own process. Compare figures of one run
+only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PROMPT = "def read(path):\n    with open(path) as file:\n"
 
 
 def work(folder: str, n_tokens: int) -> None:
-    """For each arm named on stdin, print microseconds, calls and evaluations per round."""
+    """Read names of arms from stdin; print microseconds, calls and evaluations per round of each."""
     sys.path.insert(0, folder)
     from llama_cpp import llama_cpp as lib
 
@@ -59,7 +60,7 @@ def work(folder: str, n_tokens: int) -> None:
             n = len(completion.rounds)
             return {"us": seconds / n * 1e6, "calls": apart.n_calls / n, "evaluations": apart.n / n}
 
-        measure("plain", counts=False)  # the first text also allocates
+        measure("plain", counts=False)  # the first completion also allocates
         for line in sys.stdin:
             arm = line.strip()
             answer = measure(arm, counts=False)
@@ -68,12 +69,12 @@ def work(folder: str, n_tokens: int) -> None:
 
 
 class _Apart:
-    """Stands in for `llama_decode`: times it apart and empties the caches after it, in any thread."""
+    """Replaces `llama_decode`: excludes it from the time, and evicts the caches after it, in any thread."""
 
     def __init__(self, decode: Callable[[Any, Any], int]) -> None:
         self._decode = decode
         self._touched = np.zeros(TOUCHED_BYTES, dtype=np.uint8)
-        self._seconds = 0.0  # in here
+        self._seconds = 0.0  # CPU time of evaluations and of writing the array
         self._counts = False
         self.n = self.n_calls = 0
 
@@ -103,7 +104,9 @@ class _Apart:
 
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--against", type=click.Path(exists=True, path_type=Path), help="Another checkout.")
+@click.option(
+    "--against", type=click.Path(exists=True, path_type=Path), help="Another checkout of llamaspec."
+)
 @click.option("-n", "--turns", default=5, show_default=True)
 @click.option("--tokens", default=150, show_default=True, help="Tokens of each completion.")
 def main(against: Path | None, turns: int, tokens: int) -> None:
@@ -128,7 +131,7 @@ def main(against: Path | None, turns: int, tokens: int) -> None:
     for worker in workers:
         worker.communicate()
     for (arm, i), rounds in answers.items():
-        us = min(r["us"] for r in rounds)  # what disturbs only adds
+        us = min(r["us"] for r in rounds)  # other programs only add time
         calls, evaluations = (median(r[key] for r in rounds) for key in ("calls", "evaluations"))
         click.echo(
             f"{arm:9}  {us:6.0f} us  {calls:6.0f} calls  {evaluations:4.1f} evaluations a round  {folders[i]}"

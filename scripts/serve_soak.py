@@ -1,11 +1,11 @@
-"""Run clients of every kind against a server for a long time: honest, broken, malicious, vanishing.
+"""Run clients of every kind against a server for a long time: honest, broken, malicious, disconnecting.
 
 \b
-    python scripts/serve_soak.py --minutes 30    # the embedded pair, in a process of its own
+    python scripts/serve_soak.py --minutes 30    # the embedded pair, in its own process
 
-Every few requests the same question is asked, and its answer must never change. Answers with a schema must
-follow it. Memory, file descriptors and threads of the server are sampled. At the end no sequence may be left.
-One JSON object goes to stdout, and the exit code is 1 if something grew, was lost or was wrong.
+Every few requests a client sends the same request, and the answer must never change. Answers with a schema
+must follow it. The script samples the server's memory, file descriptors and threads. At the end no sequence
+may be left. One JSON object goes to stdout. The exit code is 1 if something grew, was left, or was wrong.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ SCHEMA = {
 TOOL = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 CANARY = {"prompt": "def f(", "seed": 7, "max_tokens": 24}
-FINE = {200, 400, 401, 403, 404, 405, 408, 413, 429, 504}
-GROWTH_MIB, GROWTH = 24.0, 1.10  # allowed growth of memory, from the first to the last third of samples
+EXPECTED = {200, 400, 401, 403, 404, 405, 408, 413, 429, 504}
+GROWTH_MIB, GROWTH = 24.0, 1.10  # memory may grow by the larger of both from the first to the last third
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Client:
             status, wrong = kind()
         except (httpx.HTTPError, OSError) as error:
             status, wrong = type(error).__name__, f"no answer: {error}"
-        is_fine = not status.isdigit() or int(status) in FINE
+        is_fine = not status.isdigit() or int(status) in EXPECTED
         self._tally.note(kind.__name__, status, wrong if is_fine else wrong or f"status {status}")
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Client:
         self._http.close()
 
     def canary(self) -> tuple[str, str | None]:
-        """Ask the question whose answer must never change."""
+        """Send the request whose answer must never change."""
         answer = self._post(TEXT, CANARY)
         if answer.status_code == 200:
             with self._tally.lock:
@@ -122,7 +122,7 @@ class Client:
         return self._read(TEXT, body)
 
     def shaped(self) -> tuple[str, str | None]:
-        """Ask for JSON that follows a schema nobody has used before."""
+        """Ask for JSON that follows a new schema."""
         schema = {**SCHEMA, "title": str(self._random.random())}
         wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         answer = self._post(CHAT, {"messages": self._messages(), "response_format": wanted, **self._usual()})
@@ -180,24 +180,10 @@ class Client:
         return "vanished", None
 
     def mangled(self) -> tuple[str, str | None]:
-        """Send fields that are wrong, or right by accident."""
+        """Send fields with random values, most of them wrong."""
         junk: list[Any] = [
-            None,
-            True,
-            -1,
-            0,
-            1e300,
-            "",
-            "a",
-            [],
-            [[]],
-            {},
-            {"a": {}},
-            ["a"] * 50,
-            "\u0000",
-            1 << 70,
-            0.5,
-        ]
+            None, True, -1, 0, 0.5, 1e300, 1 << 70, "", "a", "\u0000", [], [[]], ["a"] * 50, {}, {"a": {}},
+        ]  # fmt: skip
         fields = (
             "messages", "prompt", "input", "n", "seed", "stop", "tools", "tool_choice", "response_format",
             "grammar", "logit_bias", "logprobs", "top_logprobs", "speculative", "stream_options",
@@ -223,7 +209,7 @@ class Client:
         return "bytes", None
 
     def large(self) -> tuple[str, str | None]:
-        """Send a body that is too deep, too long, or too hard to compile."""
+        """Send a body that is too deep or too long, or a schema that is hard to compile."""
         deep = b'{"messages": ' + b"[" * 5000
         if self._random.random() < 0.4:
             return str(self._http.post(CHAT, content=deep).status_code), None
@@ -234,15 +220,8 @@ class Client:
         return str(self._post(TEXT, body).status_code), None
 
     def looking(self) -> tuple[str, str | None]:
-        """Get a page that exists, or one that does not."""
-        paths = (
-            "/",
-            "/metrics",
-            "/props",
-            "/health",
-            "/v1/models",
-            "/../etc/passwd",
-        )
+        """Get a page, sometimes one that does not exist."""
+        paths = ("/", "/metrics", "/props", "/health", "/v1/models", "/../etc/passwd")
         headers = {"Host": "evil.example"} if self._random.random() < 0.2 else {}
         return str(self._http.get(self._random.choice(paths), headers=headers).status_code), None
 
@@ -283,17 +262,17 @@ class Client:
 
 
 def _flaw(text: str) -> str | None:
-    """Return what is wrong with JSON that should follow `SCHEMA`."""
+    """Return how a text violates `SCHEMA`, or None."""
     try:
         found = json.loads(text)
     except ValueError:
         return f"not JSON: {text!r}"
     is_right = set(found) == {"name", "size"} and found["size"] in (1, 2, 3) and len(found["name"]) <= 12
-    return None if is_right else f"not by the schema: {text!r}"
+    return None if is_right else f"violates the schema: {text!r}"
 
 
 def drive(url: str, tally: Tally, n_clients: int, seed: int, goes_on: Callable[[int], bool]) -> None:
-    """Run clients until `goes_on`, given the number of requests that one has made, returns False."""
+    """Run clients until `goes_on` returns False; it gets the number of requests that the client has sent."""
 
     def work(i: int) -> None:
         client, n = Client(url, seed * 1000 + i, tally), 0
@@ -308,7 +287,7 @@ def drive(url: str, tally: Tally, n_clients: int, seed: int, goes_on: Callable[[
 
 
 def rows_left(url: str, patience: float = 60.0) -> int:
-    """Return how many sequences still run or wait after the last request; they have a while to end."""
+    """Return the number of sequences that still run or wait `patience` seconds after the last request."""
     end = time.monotonic() + patience
     while True:
         rows = httpx.get(f"{url}/props", trust_env=False, timeout=60.0).json()["rows"]
@@ -320,7 +299,7 @@ def rows_left(url: str, patience: float = 60.0) -> int:
 
 @contextmanager
 def server() -> Iterator[tuple[str, psutil.Process]]:
-    """Start a server with the embedded pair, and a KV cache that is too small for all its requests."""
+    """Start a server with the embedded pair and a KV cache that is too small for all its requests."""
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.jinja"
         template.write_text(TEMPLATE)

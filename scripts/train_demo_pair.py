@@ -1,15 +1,15 @@
-"""Train a pair like the one that ships with llamaspec, on a CPU, from text that ships with Python.
+"""Train a pair like the embedded one, on a CPU, from text that comes with Python.
 
 \b
-    python scripts/train_demo_pair.py               # into build/demo-pair, about an hour and a half
+    python scripts/train_demo_pair.py               # into build/demo-pair, in about 90 minutes
     python scripts/train_demo_pair.py --evaluate    # only measure the files in --out
 
-The corpus needs no download: the standard library, its docstrings, and those of numpy and torch. Ten modules
-are held out for the evaluation; a document that repeats them is dropped.
+The corpus needs no download. It is the standard library with its docstrings, and the docstrings of numpy and
+torch. Ten modules are held out for the evaluation, and documents that repeat them are dropped.
 
-The target learns the corpus; the draft is distilled from it as by `llamaspec draft distil`. A target that
-exists is not trained again, and after Ctrl-C the same command resumes. Progress goes to stderr, the table to
-stdout. It needs the ``train`` extra.
+The target is trained on the corpus. The draft is distilled from the target, as by `llamaspec draft distil`.
+An existing target is not trained again, and after Ctrl-C the same command resumes. Progress goes to stderr,
+the table to stdout. The script needs the ``train`` extra.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BOS, EOS = "<s>", "</s>"
 BOS_ID, EOS_ID = 0, 1
 TARGET, DRAFT_LAYERS = Shape(n_layers=8), 3
-SHORT, LONG_FROM = 256, 0.7  # short windows learn faster at first; share of the time from which they are long
+SHORT = 256  # tokens of a window at first, because short windows learn faster
+LONG_FROM = 0.7  # share of the time after which windows are long
 MOST_TOKEN_CHARACTERS = 31  # llama-cpp-python's `detokenize` loses tokens of more than 32 bytes
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '\\n' }}{% endfor %}"
 ABOUT = "Learned from Python's standard library (PSF-2.0), docstrings of numpy and torch (BSD-3-Clause)."
@@ -55,13 +56,13 @@ _SKIPPED_FOLDERS = {
 }  # fmt: skip
 _SKIPPED_FILES = {"pydoc_data/topics.py", "html/entities.py", "stringprep.py", "turtledemo/__init__.py"}
 _PACKAGES = ("numpy", "torch")
-_LEAST_PROSE = 200  # characters of a docstring; a shorter one teaches little
+_LEAST_PROSE = 200  # characters; shorter docstrings teach little
 _LONG_LINE = 30  # characters
 _MOST_SHARED = 0.2  # share of a document's long lines that may occur in the kept-out modules
 
 
 class Document(NamedTuple):
-    """A text; its name is also its first line."""
+    """A text whose first line is its name."""
 
     name: str
     text: str
@@ -89,12 +90,12 @@ def main(out: Path, minutes_target: float, minutes_draft: float, seed: int, eval
 
 
 def log(line: object) -> None:
-    """Progress goes to stderr."""
+    """Write a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def learn_vocabulary(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE with GPT-2's pre-tokeniser, which llama.cpp knows as ``gpt-2``."""
+    """Learn a byte-level BPE with GPT-2's pre-tokeniser, which llama.cpp calls ``gpt-2``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -107,13 +108,13 @@ def learn_vocabulary(texts: list[str]) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != TARGET.n_vocab:
-        raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} tokens, want {TARGET.n_vocab}")
+        raise ValueError(f"the corpus must give {TARGET.n_vocab} tokens, got {tokenizer.get_vocab_size()}")
     tokenizer.encode_special_tokens = True  # `</s>` in a text stays text
     return tokenizer
 
 
 def train_target(path: Path, texts: list[str], minutes: float, seed: int) -> None:
-    """Train the target to predict the texts, and write it."""
+    """Train the target on the texts and write it."""
     torch.manual_seed(seed)
     tokenizer = learn_vocabulary(texts)
     ids = np.array([i for text in texts for i in (BOS_ID, *tokenizer.encode(text).ids, EOS_ID)])
@@ -144,7 +145,7 @@ def train_target(path: Path, texts: list[str], minutes: float, seed: int) -> Non
 
 
 def describe(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
-    """Add the metadata and the vocabulary; distilling copies the vocabulary into the draft."""
+    """Add the metadata and the vocabulary, which distilling copies into the draft."""
     writer.add_name("llamaspec demo target")
     writer.add_description(f"Target of llamaspec's demonstration pair. {ABOUT}")
     writer.add_license("mit")
@@ -164,7 +165,7 @@ def describe(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
 
 
 def print_agreement(target_file: Path, draft_file: Path, modules: list[Document]) -> None:
-    """Print how often the draft draws the target's token, for each held-out module."""
+    """Print the acceptance rate for each held-out module."""
     means = []
     temperatures = (0.0, 0.8)
     print(f"{'kept-out module':18s}  " + "  ".join(f"at {t}" for t in temperatures))
@@ -200,7 +201,7 @@ def collect() -> tuple[list[Document], list[Document]]:
 def _candidates(stdlib: Path) -> Iterator[Document]:
     for path in sorted(stdlib.rglob("*.py")):
         name = path.relative_to(stdlib).as_posix()
-        # _sysconfigdata holds the paths of the machine that built this interpreter.
+        # _sysconfigdata contains paths of the machine that built this interpreter.
         is_skipped = name in KEPT_OUT or name in _SKIPPED_FILES or name.startswith("_sysconfigdata")
         if not (is_skipped or _in_skipped_folder(path.relative_to(stdlib))):
             yield _code(stdlib, path)

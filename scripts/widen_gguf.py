@@ -1,15 +1,15 @@
-"""Make a small Llama GGUF as costly as a large one, without changing what it says.
+"""Make a small Llama GGUF file as costly as a large one, without changing its text.
 
-Repeating every hidden unit r times gives the same function at r² the cost; layers that add nothing cost more
-still. So the gain from drafting can be measured without a download, on a target whose cost is real. Say that
-the target is widened wherever you show figures.
+Repeating every hidden unit r times gives the same function at r² times the cost. Appended layers that add
+nothing cost more still. So the gain from drafting can be measured without a download, on a target of
+realistic cost. If you publish such figures, say that the target is widened.
 
-With W' = tile(W, (r, r)) a product grows by r. The norms (always float32) divide by r again, and the hidden
-state is r times as large, which a norm does not see. So no matrix is ever divided: it quantises to the same
-blocks as the source's. Heads of keys and values may be repeated less often than those of queries: several
-queries then share a key, as in current models, and the KV cache stays small.
+With W' = tile(W, (r, r)) a product grows by r. The norms (always float32) divide by r. The hidden state is r
+times as large, which a norm removes. So no matrix is divided, and it quantises to the same blocks as the
+source's. Heads of keys and values can be repeated less often than heads of queries. Several queries then
+share a key, as in current models, and the KV cache stays small.
 
-The names of the written files go to stdout; a file that is newer than its source is not written again.
+The script prints the names of the files. It does not write a file that is newer than its source again.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ Examples:
   python scripts/widen_gguf.py --kv-factor 4 --layers 10 --quantize Q4_0 --quantize Q8_0
 
 \b
-The target is 8 times as wide as the embedded one: 50 times the weights. The second has grouped queries,
-and so a KV cache of realistic size: 40 KB for a token. Depth is measured on it."""
+Both targets are 8 times as wide as the embedded one and have 50 times its weights. The second has grouped
+queries, so its KV cache has a realistic size: 40 KB per token. Use it for long contexts."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,18 @@ class _Source:
         try:
             self.reader = gguf.GGUFReader(path)
         except (ValueError, IndexError) as error:
-            raise ValueError(f"{path} is no complete GGUF file ({error})") from error
+            raise ValueError(
+                f"{path} is no complete GGUF file ({error}); download or copy it again"
+            ) from error
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         architecture = self.reader.get_field("general.architecture")
         found = str(architecture.contents()) if architecture else "nothing"
         if found != ARCHITECTURE:
-            raise ValueError(f"{path} is of architecture {found}, not a Llama")
+            raise ValueError(f"{path} is of architecture {found}; name a Llama")
         known = GLOBAL_TENSORS | LAYER_TENSORS
         for name in self.tensors:
             if re.sub(r"^blk\.\d+\.", "", name) not in known:
-                raise ValueError(f"{path} has tensor {name}, which cannot be widened")
+                raise ValueError(f"{path} has the tensor {name}, which cannot be widened; name a dense Llama")
         self.sizes = self._read_sizes()
 
     def _read_sizes(self) -> _Sizes:
@@ -115,7 +117,7 @@ class _Source:
         field = self.reader.get_field(key)
         value = default if field is None else field.contents()
         if not isinstance(value, (int, float)):
-            raise ValueError(f"{self.path} has no single number as {key}, but {value!r}")
+            raise ValueError(f"{self.path} must have a number as {key}, got {value!r}")
         return value
 
     def has(self, name: str) -> bool:
@@ -128,7 +130,7 @@ class _Source:
         try:
             return np.asarray(gguf.quants.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
         except NotImplementedError as error:
-            raise ValueError(f"{self.path}: {error}; start from a float or Q8_0 file") from error
+            raise ValueError(f"{self.path}: {error}; name a float or Q8_0 file") from error
 
 
 @dataclass(frozen=True)
@@ -141,25 +143,25 @@ class Widening:
         A number is out of range.
     """
 
-    factor: int = 1  # how often every hidden unit is repeated
-    n_layers: int | None = None  # layers that add nothing are appended up to this number
+    factor: int = 1  # repetitions of every hidden unit
+    n_layers: int | None = None  # append layers that add nothing up to this number; None = append none
     dtype: str = "F16"  # of the matrices: F16 or F32
-    kv_factor: int | None = None  # how often heads of keys and values are repeated; None = as `factor`
+    kv_factor: int | None = None  # repetitions of the heads of keys and values; None = `factor`
 
     def __post_init__(self) -> None:
         if self.factor < 1:
-            raise ValueError(f"the factor must be >= 1, got {self.factor}")
+            raise ValueError(f"--factor must be >= 1, got {self.factor}")
         if self.factor % self.n_kv:
-            raise ValueError(f"the factor of keys and values must divide {self.factor}, got {self.kv_factor}")
+            raise ValueError(f"--kv-factor must divide {self.factor}, got {self.kv_factor}")
 
     @property
     def n_kv(self) -> int:
-        """Return how often heads of keys and values are repeated."""
+        """Return the number of repetitions of the heads of keys and values."""
         return self.kv_factor or self.factor
 
     @property
     def label(self) -> str:
-        """A short name for files: x8-kv4-L16-F16."""
+        """Return a short name for files, such as x8-kv4-L16-F16."""
         heads = f"-kv{self.n_kv}" if self.n_kv != self.factor else ""
         layers = f"-L{self.n_layers}" if self.n_layers else ""
         return f"x{self.factor}{heads}{layers}-{self.dtype}"
@@ -171,18 +173,18 @@ class _Target:
 
     name: str
     shape: tuple[int, ...]
-    origin: str  # the source's tensor
-    is_silent: bool = False  # of a layer that adds nothing: all zeros
+    origin: str  # name of the source's tensor
+    is_silent: bool = False  # all zeros, so that its layer adds nothing
 
 
 def write(source: Path, widening: Widening, path: Path) -> None:
-    """Write the wide model. The file appears under its name when it is complete.
+    """Write the wide model. The file gets its name when it is complete.
 
     Raises
     ------
     ValueError
-        The source is damaged, not a dense Llama, in a type that cannot be read back, or has more layers than
-        asked for.
+        The source is damaged, not a dense Llama, in a type that cannot be dequantised, or has more layers
+        than `widening` asks for.
     """
     wide = _Wide(_Source(source), widening)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,17 +215,19 @@ def _dtype(kind: GGMLQuantizationType) -> np.dtype[Any]:
 
 
 class _Wide:
-    """A source and its widening; computes every tensor of the wide model."""
+    """Computes every tensor of the wide model from a source and a widening."""
 
     def __init__(self, source: _Source, widening: Widening) -> None:
         self.source, self.widening = source, widening
         self.n_layers = widening.n_layers or source.sizes.n_layers
         self.width = source.sizes.width * widening.factor  # of the hidden state
         if self.n_layers < source.sizes.n_layers:
-            raise ValueError(f"{source.path} has {source.sizes.n_layers} layers already")
+            raise ValueError(
+                f"--layers must be >= {source.sizes.n_layers}, as in {source.path}, got {self.n_layers}"
+            )
 
     def type_of(self, target: _Target) -> GGMLQuantizationType:
-        """Return the type of a tensor; vectors stay float32, as in llama.cpp."""
+        """Return the type of a tensor; vectors stay float32, as llama.cpp wants them."""
         is_half = len(target.shape) == 2 and self.widening.dtype == "F16"
         return GGMLQuantizationType.F16 if is_half else GGMLQuantizationType.F32
 
@@ -277,14 +281,14 @@ class _Wide:
         else:
             wide = self._repeated(target.name, weight)
             if wide.ndim == 1 and any(name in target.name for name in RESIDUAL_WRITERS):
-                wide *= factor  # a bias is added to a hidden state that is so many times larger
+                wide *= factor  # a bias is added to the hidden state, which is larger by the factor
             out[tuple(slice(n) for n in wide.shape)] = wide
         return out
 
     def _repeated(self, name: str, weight: Array) -> Array:
         """Repeat all units of a layer's matrix [n_out, n_in] or bias [n_out]."""
         factor, size = self.widening.factor, self.source.sizes.head_size
-        if ".attn_output." in name and weight.ndim == 2:  # reads heads
+        if ".attn_output." in name and weight.ndim == 2:  # its input is the heads
             return np.tile(_heads_repeated(weight.T, size, factor).T, (factor, 1))
         if ".attn_output." in name or ".attn_" not in name:
             return np.tile(weight, (factor,) * weight.ndim)
@@ -320,7 +324,7 @@ class _Wide:
             "attention.key_length": sizes.head_size,
             "attention.value_length": sizes.head_size,
             "rope.dimension_count": sizes.n_turned,
-            # What a norm adds to the mean of squares, which is larger by the square of the factor.
+            # A norm adds this to the mean of squares, which is larger by the square of the factor.
             "attention.layer_norm_rms_epsilon": sizes.epsilon * factor**2,
             "vocab_size": sizes.n_vocabulary,
         }
@@ -331,7 +335,7 @@ class _Wide:
 
 
 def _heads_repeated(rows: Array, size: int, n: int) -> Array:
-    """Repeat each head of `size` rows `n` times."""
+    """Repeat each head, `size` rows, `n` times."""
     heads = rows.reshape(-1, size, *rows.shape[1:])
     return np.repeat(heads, n, axis=0).reshape(-1, *rows.shape[1:])
 
@@ -339,16 +343,22 @@ def _heads_repeated(rows: Array, size: int, n: int) -> Array:
 @click.command(help=__doc__, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=demo_target())
 @click.option("--factor", "-r", type=int, default=8, show_default=True, help="Repeat every hidden unit.")
-@click.option("--kv-factor", type=int, help="Repeat heads of keys and values only so often: grouped queries.")
-@click.option("--layers", type=int, help="Append layers that add nothing, up to this number.")
+@click.option(
+    "--kv-factor",
+    type=int,
+    help="Repeat heads of keys and values this often, for grouped queries. Default: as --factor.",
+)
+@click.option("--layers", type=int, help="Append layers that add nothing up to this number.")
 @click.option(
     "--quantize",
     "kinds",
     type=click.Choice(KINDS),
     multiple=True,
-    help="Also write this quantisation; may be repeated.",
+    help="Also write this quantisation. May be repeated.",
 )
-@click.option("--folder", type=Path, default=Path("build/models"), show_default=True, help="For the files.")
+@click.option(
+    "--folder", type=Path, default=Path("build/models"), show_default=True, help="Folder of the files."
+)
 def main(
     source: Path,
     factor: int,
@@ -371,7 +381,7 @@ def main(
 
 
 def quantize(path: Path, kind: str) -> Path:
-    """Quantise a float file unless that is done already; return the new file, beside it."""
+    """Quantise a float file if that is not done yet; return the path of the new file, in the same folder."""
     name = path.stem.removesuffix("-F16").removesuffix("-F32")
     quantized = path.with_name(f"{name}-{kind}.gguf")
     if _is_older(quantized, path):

@@ -1,7 +1,7 @@
 """Generate docs/commands.md from the commands' help, and the results in docs/benchmarks.md.
 
-The results are those in benchmarks/*.json, which `llamaspec bench --share` writes, in the order of their
-names; each has a plot in docs/benchmarks. `--check`, a part of `make check`, compares and writes nothing.
+The results come from benchmarks/*.json, written by `llamaspec bench --share`, in the order of their names.
+Each has a plot in docs/benchmarks. `--check`, a part of `make check`, compares the pages and writes nothing.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ COMMANDS, BENCHMARKS = ROOT / "docs" / "commands.md", ROOT / "docs" / "benchmark
 RESULTS = ROOT / "benchmarks"
 BEGIN, END = "<!-- from benchmarks/*.json, by `make docs` -->\n", "<!-- end -->\n"
 FILE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,80}\.json")
-WIDTH = 100  # columns; the terminal's own width would make the page depend on who wrote it
+WIDTH = 100  # columns, whatever the width of the terminal
 
 HEAD = """\
 # Commands
 
-Written by `make docs` from the commands' own help; edit the help, not this page.
+`make docs` writes this page from the commands' help. Edit the help, not this page.
 """
 
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 if a page is out of step.")
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a page is out of date.")
 def write_command_docs(check: bool) -> None:
     """Write docs/commands.md, and the results in docs/benchmarks.md with their plots."""
     try:
         pages = {COMMANDS: page(), BENCHMARKS: with_results(BENCHMARKS.read_text(encoding="utf-8"))}
     except LlamaspecError as error:
         raise click.ClickException(str(error)) from error
-    is_in_step = True
+    is_current = True
     for path, new in pages.items():
         old = path.read_text(encoding="utf-8") if path.exists() else ""
         if not check:
             path.write_text(new, encoding="utf-8")
         elif new != old:
-            is_in_step = False
+            is_current = False
             lines = old.splitlines(keepends=True), new.splitlines(keepends=True)
-            sys.stderr.writelines(difflib.unified_diff(*lines, str(path), "what it is made of"))
-            click.echo(f"{path.name} is out of step; run: make docs", err=True)
+            sys.stderr.writelines(difflib.unified_diff(*lines, str(path), "generated"))
+            click.echo(f"{path.name} is out of date; run: make docs", err=True)
     if not check:
         draw_results()
-    sys.exit(not is_in_step)
+    sys.exit(not is_current)
 
 
 def draw_results(folder: Path = RESULTS, pictures: Path = ROOT / "docs" / "benchmarks") -> None:
@@ -65,7 +65,7 @@ def draw_results(folder: Path = RESULTS, pictures: Path = ROOT / "docs" / "bench
 
 
 def with_results(text: str, folder: Path = RESULTS) -> str:
-    """Return the page on benchmarks, with the results of a folder between its two marks."""
+    """Return the page of benchmarks with the results of a folder between its two marks."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
@@ -73,7 +73,7 @@ def with_results(text: str, folder: Path = RESULTS) -> str:
     sections = []
     for path in sorted(folder.glob("*.json")):
         if not FILE_NAME.fullmatch(path.name):
-            raise LlamaspecError(f"{path.name!r} is no name for a result; use a-z, 0-9, dots and dashes")
+            raise LlamaspecError(f"{path.name!r} is no name for a result; use only a-z, 0-9, dots and dashes")
         report = read_report(path)
         picture = f"![Times as fast as {report.baseline_name}, by task](benchmarks/{path.stem}.svg)"
         sections.append(f"{markdown(report)}\n{picture}\n\nFrom `benchmarks/{path.name}`.\n\n")
@@ -81,7 +81,7 @@ def with_results(text: str, folder: Path = RESULTS) -> str:
 
 
 def page() -> str:
-    """Return the whole page of commands."""
+    """Return the page of commands."""
     sections = [
         f"## {' '.join(path)}\n\n```text\n{help_of(path)}```\n" for path in paths(llamaspec, ("llamaspec",))
     ]
@@ -89,7 +89,7 @@ def page() -> str:
 
 
 def paths(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield a command and all its subcommands that are not hidden, in the order of the help."""
+    """Yield the path of a command and those of its visible subcommands, in the order of the help."""
     yield path
     if isinstance(command, click.Group):
         context = click.Context(command)

@@ -61,7 +61,7 @@ def test_the_numbers_of_a_quantised_source_are_kept_to_the_bit(tmp_path: Path) -
     ("arguments", "told"),
     [
         (["{source}", "-r", "2", "--layers", "3", "--quantize", "Q8_0"], ""),
-        (["{source}", "--layers", "1"], "has 2 layers already"),
+        (["{source}", "--layers", "1"], "--layers must be >= 2"),
         (["{source}", "-r", "4", "--kv-factor", "3"], "must divide 4, got 3"),
         (["{mamba}"], "architecture mamba"),
         (["{cut}"], "no complete GGUF"),

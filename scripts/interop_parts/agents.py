@@ -1,4 +1,4 @@
-"""Agents, each with its settings and its task; `Trial.task` says what came of it."""
+"""The checks of each agent: its settings, its task, and the answers of the model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ THOUGHT = "<think>\nI do it.\n</think>\n\n"
 COMMAND = "echo hello > hello.txt"
 WHOLE = 'greet.py\n```\ndef greet():\n    print("hello")\n```\n'
 DIFF = 'greet.py\n```\n<<<<<<< SEARCH\n    print("hi")\n=======\n    print("hello")\n>>>>>>> REPLACE\n```\n'
-LONG = "one two three four. " * 1200  # some 6,000 tokens
-CUT = "goes on after an answer that was cut"
+LONG = "one two three four. " * 1200  # about 6,000 tokens
+CUT = "continues after a cut answer"
 COMPACTS = "shortens a conversation that is too long"
-AFTER_TOO_LONG = "goes on after a request that was too long"
+AFTER_TOO_LONG = "continues after a request that was too long"
 
 
 def aider(trial: Trial) -> Iterator[Result]:
-    """Edits a file, in both formats of edits. A cut answer is sent back as the beginning of the next one."""
+    """Check edits in both edit formats. Aider sends a cut answer back as the beginning of the next one."""
     ask = ["aider", "--model", f"openai/{MODEL}", "--yes-always", "--no-git", "--no-check-update"]
     ask += ["--no-show-model-warnings", "--no-show-release-notes", "--no-pretty", "--map-tokens", "0"]
     ask += ["--analytics-disable", "--no-detect-urls", "--no-suggest-shell-commands"]
@@ -48,18 +48,18 @@ def aider(trial: Trial) -> Iterator[Result]:
 
 
 def mini_swe_agent(trial: Trial) -> Iterator[Result]:
-    """Runs commands in a shell, which it asks for with a tool."""
+    """Check commands in a shell, run by a tool call."""
     ask = ["mini", "-y", "--exit-immediately", "-m", f"openai/{MODEL}"]
     ask += ["-l", "0", "-c", "mini.yaml", "-t", TASK]
     last = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
     answers = [call("bash", command=COMMAND), call("bash", command=last)]
     env = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
-    env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # nothing is fetched
+    env["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # fetch nothing
     yield trial.task("runs a command", [ask], answers, env=env)
 
 
 def codex(trial: Trial) -> Iterator[Result]:
-    """Runs commands in a shell, over /v1/responses. A cut answer ends its turn; the next one goes on."""
+    """Check commands in a shell over /v1/responses. A cut answer ends a turn; the next turn continues."""
     written = call("exec_command", cmd=COMMAND)
     ask = ["codex", "exec", "--skip-git-repo-check"]
     again = ["codex", "exec", "resume", "--skip-git-repo-check", "--last"]
@@ -67,22 +67,22 @@ def codex(trial: Trial) -> Iterator[Result]:
     yield trial.task("runs a command", [[*ask, TASK]], [THOUGHT + written, "Done."], files, env=env)
     answers, turns = [cut(written), written, "Done."], [[*ask, TASK], [*again, "Go on."]]
     yield trial.task(CUT, turns, answers, files, env=env)
-    more = LONG[: len(LONG) // 2]  # it stays when the conversation is shortened
+    more = LONG[: len(LONG) // 2]  # Codex keeps it when it shortens the conversation
     answers, turns = [written, LONG, "Done."], [[*ask, TASK], [*again, more], [*again, "And now?"]]
     yield trial.task(COMPACTS, turns, answers, files, overflows=True, is_done=_says_done, env=env)
 
 
 def _codex_files(trial: Trial) -> dict[str, str]:
     provider = f'{{name = "llamaspec", base_url = "{trial.api}", wire_api = "responses"}}'
-    told = f'model = "{MODEL}"\nmodel_provider = "llamaspec"\nmodel_providers.llamaspec = {provider}\n'
-    told += 'approval_policy = "never"\nsandbox_mode = "workspace-write"\n'
-    # So that only the server's error makes it shorten the conversation.
-    told += f"model_auto_compact_token_limit = {2 * N_CTX}\n"
-    return {"home/config.toml": told}
+    config = f'model = "{MODEL}"\nmodel_provider = "llamaspec"\nmodel_providers.llamaspec = {provider}\n'
+    config += 'approval_policy = "never"\nsandbox_mode = "workspace-write"\n'
+    # Only the server's error makes Codex shorten the conversation.
+    config += f"model_auto_compact_token_limit = {2 * N_CTX}\n"
+    return {"home/config.toml": config}
 
 
 def opencode(trial: Trial) -> Iterator[Result]:
-    """Writes a file with a tool, over /v1/chat/completions."""
+    """Check that a tool call over /v1/chat/completions writes a file."""
     provider = {"npm": "@ai-sdk/openai-compatible", "options": {"baseURL": trial.api}, "models": {MODEL: {}}}
     config: dict[str, Any] = {"provider": {"llamaspec": provider}, "model": f"llamaspec/{MODEL}"}
     config["permission"] = "allow"
@@ -97,7 +97,7 @@ def opencode(trial: Trial) -> Iterator[Result]:
 
 
 def continue_cli(trial: Trial) -> Iterator[Result]:
-    """Writes a file with a tool, over /v1/chat/completions."""
+    """Check that a tool call over /v1/chat/completions writes a file."""
     model = {"name": MODEL, "provider": "openai", "model": MODEL, "apiBase": trial.api, "apiKey": "none"}
     config = {"name": "local", "version": "1.0.0", "schema": "v1", "models": [{**model, "roles": ["chat"]}]}
     files, env = {"work/config.yaml": json.dumps(config)}, {"CONTINUE_TELEMETRY_ENABLED": "0"}

@@ -1,7 +1,7 @@
-"""The server that clients are driven against, in this process; the text of its answers is given.
+"""A server in this process whose answers are given.
 
-An answer is the text that a model of the Hermes family would write, letter by letter: it is parsed and sent
-like any other.
+An answer is the text that a model of the Hermes family would generate. The server receives it letter by
+letter, and parses and sends it like any other.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import Finished, RequestQueue, Submission
 from serve_soak import TEMPLATE
 
-LETTERS = 4  # per token, roughly
-N_CTX = 1 << 14  # holds an agent's instructions, but not the longest conversation
+LETTERS = 4  # of a token, about
+N_CTX = 1 << 14  # an agent's instructions fit, the longest conversation does not
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -43,19 +43,19 @@ class Cut(str):
 
 
 def cut(answer: str) -> Cut:
-    """Cut an answer in the middle of its last quoted string."""
+    """Cut an answer within its last quoted string."""
     return Cut(answer.rpartition('"')[0][:-1])
 
 
 class Script:
-    """The answers to come; the last one is repeated."""
+    """The next answers; the last one is repeated."""
 
     def __init__(self) -> None:
         self._answers: list[str] = []
         self._with_tools = True
 
     def begin(self, answers: Sequence[str], *, with_tools: bool = True) -> None:
-        """Replace the answers; if `with_tools`, requests that offer no tools are only greeted."""
+        """Replace the answers; if `with_tools`, a request that offers no tools is answered "Hello."."""
         self._answers, self._with_tools = list(answers), with_tools
 
     def next(self, has_tools: bool) -> str:
@@ -67,11 +67,11 @@ class Script:
 
 @dataclass
 class Exchange:
-    """A request, and as much of its answer as was sent so far."""
+    """A request, and the part of its answer that was sent so far."""
 
     path: str
     request: bytes = b""
-    status: int | None = None  # None: the answer has not begun
+    status: int | None = None  # None until the answer begins
     is_stream: bool = False
     is_whole: bool = False
     answer: bytearray = field(default_factory=bytearray)
@@ -83,7 +83,7 @@ class Exchange:
 
     @property
     def brings_result(self) -> bool:
-        """Whether the request has the result of a call."""
+        """Whether the request contains the result of a tool call."""
         return b'"role":"tool"' in self.request or b'"function_call_output"' in self.request
 
     @property
@@ -141,7 +141,7 @@ def scripted_server(
     *,
     template: str = TEMPLATE,
 ) -> Iterator[str]:
-    """Run a server in a thread of this process, and yield its URL; it adds to `exchanges`."""
+    """Run a server in a thread and yield its URL; the server appends every request to `exchanges`."""
     settings, is_ready = ServeSettings(port=0), threading.Event()
 
     def submit(queue: RequestQueue, jobs: Sequence[Job]) -> Submission:

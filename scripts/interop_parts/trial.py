@@ -1,4 +1,4 @@
-"""A trial of one client: runs it in a folder of its own, and judges its effect."""
+"""Runs one agent in a folder of its own and judges its effect."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Result:
 
 @dataclass
 class Trial:
-    """A client, the server it talks to, and the folder it runs in."""
+    """One agent, the server it talks to, and the folder it runs in."""
 
     url: str  # of the server
     exchanges: list[Exchange]
     script: Script
-    installed: Path  # with the client's program
+    installed: Path  # its `bin` has the agent's program
     folder: Path
-    seconds: float
+    seconds: float  # time limit of one command
 
     @property
     def api(self) -> str:
@@ -49,11 +49,11 @@ class Trial:
 
     @property
     def hello(self) -> Path:
-        """Return the file that most agents are asked to write."""
+        """Return the path of the file that most checks ask for."""
         return self.folder / "work" / "hello.txt"
 
     def begin(self, answers: Sequence[str], *, with_tools: bool) -> None:
-        """Empty the folder, and forget earlier requests."""
+        """Empty the folder, forget earlier requests, and set the model's answers."""
         shutil.rmtree(self.folder, ignore_errors=True)
         for name in ("home", "work"):
             (self.folder / name).mkdir(parents=True)
@@ -61,7 +61,7 @@ class Trial:
         self.script.begin(answers, with_tools=with_tools)
 
     def run(self, *command: str | Path, env: Mapping[str, str] | None = None) -> tuple[int | None, str]:
-        """Run a command in the folder of this trial; return its exit code (None: too slow) and its output."""
+        """Run a command in `work`; return its exit code (None if it took too long) and its output."""
         home = str(self.folder / "home")
         variables = {
             "PATH": f"{self.installed / 'bin'}:{os.environ['PATH']}",
@@ -109,7 +109,7 @@ class Trial:
         is_done: Callable[[str], bool] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Result:
-        """Run an agent in a new folder, with one command per turn, and judge its effect.
+        """Run an agent in a new folder, one command per turn, and judge its effect.
 
         Parameters
         ----------
@@ -117,13 +117,14 @@ class Trial:
             Name of the check.
         turns : sequence of commands
         answers : sequence of str
-            What the model says; if `with_tools`, only to requests that offer tools.
+            Answers of the model, in order; if `with_tools`, only requests that offer tools get them.
         files : mapping, optional
-            Initial content of the folder, beside an empty `home`.
+            Initial files of the folder: path and content.
         overflows : bool
-            Whether some request, but not the last, is too long for the context.
+            Whether one of the requests must be too long for the context; the last one must fit.
         is_done : callable, optional
-            Judges the output of the last turn; default: whether `hello` was written.
+            Returns whether the task is done, given the output of the last turn; by default, whether
+            `hello` has the right content.
         env : mapping, optional
         """
         self.begin(answers, with_tools=with_tools)
@@ -132,18 +133,20 @@ class Trial:
         for command in turns:
             code, output = self.run(*command, env=env)
         asked = [each for each in self.exchanges if each.path.startswith("/v1/") and each.request]
-        told = _told(asked) + ("" if code is not None else f", stopped after {self.seconds:g} s")
+        summary = _summary(asked) + ("" if code is not None else f", stopped after {self.seconds:g} s")
         did = f"exit code {code}: {output.strip()[-200:]}"
         failed = _failed(asked, overflows, did)
         if failed is None and not (is_done or self._wrote_hello)(output):
             failed = f"not done; {did}"
-        return Result(check, "ok", told) if failed is None else Result(check, "failed", f"{told}: {failed}")
+        if failed is not None:
+            return Result(check, "failed", f"{summary}: {failed}")
+        return Result(check, "ok", summary)
 
     def _wrote_hello(self, _: str) -> bool:
         return self.hello.is_file() and self.hello.read_text(errors="replace").strip() == "hello"
 
 
-def _told(asked: Sequence[Exchange]) -> str:
+def _summary(asked: Sequence[Exchange]) -> str:
     how = "streamed" if any(each.is_stream for each in asked) else "whole"
     counted = {
         "calls": sum(each.has_call for each in asked),
@@ -154,18 +157,18 @@ def _told(asked: Sequence[Exchange]) -> str:
 
 
 def _failed(asked: Sequence[Exchange], overflows: bool, did: str) -> str | None:
-    """Return what went wrong between client and server; `did` describes how the client ended."""
+    """Return what went wrong between agent and server, or None. `did` says how the agent ended."""
     for each in asked:
         if each.status not in (None, httpx.codes.OK) and not (overflows and each.overflows):
             return f"{each.path}: {each.status} {each.answer[:200].decode(errors='replace')}"
         if any(mark in each.answer for mark in CALL_MARKS):
-            return "marks of a call are text of an answer"
+            return "an answer's text contains the marks of a tool call"
     if not asked:
-        return f"it asked nothing; {did}"
+        return f"the agent sent no request; {did}"
     if not any(each.is_whole for each in asked):
-        return "before an answer ended"
+        return "no answer was sent completely"
     if overflows and not any(each.overflows for each in asked):
-        return "every request fitted the context"
+        return "no request was too long for the context"
     if asked[-1].overflows:
-        return f"it did not shorten the conversation; {did}"
+        return f"the agent did not shorten the conversation; {did}"
     return None

@@ -1,7 +1,7 @@
 """llama.cpp with as little around it as possible: one sequence, logits at every position.
 
-The reference for faster code and for files that scripts write. It shares nothing with llamaspec but the start
-of llama.cpp, and is slow on purpose.
+The reference for faster code and for files that scripts write. It is slow on purpose, and shares nothing with
+llamaspec but the start of llama.cpp.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PlainLlama:
         lib.llama_model_free(self.model)
 
     def extend(self, tokens: Sequence[int]) -> Logits:
-        """Evaluate tokens behind those in the KV cache; return their logits, float32 [n, V]."""
+        """Evaluate tokens after those in the KV cache; return their logits, float32 [n, V]."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
@@ -77,7 +77,7 @@ class PlainLlama:
             batch.logits[i] = 1
         code = lib.llama_decode(self.context, batch)
         if code:
-            raise RuntimeError(f"llama_decode answers {code} to {len(tokens)} tokens at {self.n_filled}")
+            raise RuntimeError(f"llama_decode returned {code} for {len(tokens)} tokens at {self.n_filled}")
         self.n_filled += len(tokens)
         scores = lib.llama_get_logits(self.context)
         return np.ctypeslib.as_array(scores, shape=(len(tokens), self.n_vocabulary)).copy()
@@ -93,7 +93,7 @@ class PlainLlama:
         self.n_filled = 0
 
     def greedy(self, prompt: Sequence[int], n: int) -> list[int]:
-        """Return `n` greedy tokens behind a prompt, one at a time; an end token does not stop it."""
+        """Return `n` greedy tokens after a prompt; an end token does not stop it."""
         scores = self.logits(prompt)[-1]
         found: list[int] = []
         for _ in range(n):
@@ -102,8 +102,8 @@ class PlainLlama:
         return found
 
     def tokenize(self, text: bytes) -> list[int]:
-        """Return the token ids of a text, with the special tokens that the model wants around it."""
-        room = 3 * len(text) + 8  # every invalid byte becomes a character of three
+        """Return the token ids of a text, with the special tokens that the model adds."""
+        room = 3 * len(text) + 8  # an invalid byte becomes a character of 3 bytes
         tokens = (lib.llama_token * room)()
         n = lib.llama_tokenize(self.vocabulary, text, len(text), tokens, room, True, False)
         return list(tokens[:n])
