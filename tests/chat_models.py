@@ -68,7 +68,7 @@ def session(
     seed: int = 5,
     max_tokens: int = 20,
     system: str | None = None,
-    tell: Remarks | None = None,
+    on_remark: Remarks | None = None,
     template: ChatTemplate | None = None,
     n_drafted: int = 3,
     on_reasoning: Remarks | None = None,
@@ -78,8 +78,8 @@ def session(
     policy = FixedLength(n_drafted)
     settings = ChatSettings(Sampling(temperature=1.0), seed, max_tokens, "coupled", policy, **others)
     template = template or ChatTemplate.of(pair.target)
-    tell = Remarks() if tell is None else tell
-    return Session(pair, template, settings, system=system, tell=tell, on_reasoning=on_reasoning)
+    remarks = Remarks() if on_remark is None else on_remark
+    return Session(pair, template, settings, system=system, on_remark=remarks, on_reasoning=on_reasoning)
 
 
 def say(session: Session, text: str) -> str:

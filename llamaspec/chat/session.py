@@ -1,8 +1,7 @@
 """A conversation with a model: its messages and the answer to the next one.
 
-The whole conversation is the prompt each time. The part in the KV cache costs nothing, and text that was read
-or generated before keeps its tokens (`Transcript`). This module knows no terminal: iterators return text, and
-a function receives remarks.
+Each prompt is the whole conversation. The part that the KV cache holds costs nothing (`chat/transcript.py`).
+This module knows no terminal: iterators return text, and functions receive remarks and reasoning.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from typing import Any
 import numpy as np
 
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.families import recognize
 from llamaspec.chat.messages import ContentDelta, Message, ReasoningDelta
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.chat.template import ChatTemplate, Rendered, Span
+from llamaspec.chat.template import ChatTemplate, Rendered
+from llamaspec.chat.transcript import Transcript
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.errors import ContextFullError, PromptError
-from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.filters import Sampling
@@ -30,7 +28,7 @@ from llamaspec.values import TokenArray
 
 REGENERATION = 1_000_000  # added to the seed for each new attempt; no conversation has so many turns
 
-Tell = Callable[[str], None]  # receives a remark for the user
+OnText = Callable[[str], None]
 Turns = tuple[Message, ...]
 
 
@@ -48,12 +46,22 @@ class ChatSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerSoFar:
-    """An answer up to a point."""
+class _Answer:
+    """An answer that may be continued or regenerated."""
 
     tokens: tuple[int, ...] = ()
     text: str = ""  # with reasoning and marks
-    said: str = ""  # without reasoning and marks
+    content: str = ""  # without reasoning and marks
+    attempt: int = 0  # how often it was regenerated
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Prompt:
+    """A prompt, up to where the model continues."""
+
+    messages: Turns
+    tokens: TokenArray  # of the messages, and of the answer that is continued
+    is_thinking: bool  # reasoning comes next
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +70,7 @@ class Reply:
 
     completion: Completion
     seed: int
-    continues: bool = False  # continues the answer before
+    continues: bool = False  # it continues the previous answer
 
 
 @dataclass(slots=True)
@@ -70,15 +78,16 @@ class Totals:
     """Sums over all answers of a session, including dropped and regenerated ones."""
 
     n_answers: int = 0
-    n_prompt_tokens: int = 0  # of the conversation before each answer
+    n_prompt_tokens: int = 0
     n_cached: int = 0  # prompt tokens that were found in the KV cache
 
 
 class Session:
     """A growing conversation, with an open pair and its target's template.
 
-    `settings` may be replaced between two answers. `tell` receives remarks, for instance that old turns were
-    left out. `on_reasoning` receives the reasoning piece by piece; it is not part of the conversation.
+    `settings` may be replaced between two answers. `on_remark` receives remarks for the user, such as that
+    the model no longer sees the oldest turns. `on_reasoning` receives the reasoning piece by piece; it is not
+    part of the conversation.
     """
 
     def __init__(
@@ -88,25 +97,18 @@ class Session:
         settings: ChatSettings,
         *,
         system: str | None = None,
-        tell: Tell,
-        on_reasoning: Tell | None = None,
+        on_remark: OnText,
+        on_reasoning: OnText | None = None,
     ) -> None:
         self.settings = settings
         self.last: Reply | None = None
         self.totals = Totals()
         self._pair, self._template, self._system = pair, template, system
-        self._tell, self._on_reasoning = tell, on_reasoning
-        self._format = recognize(template.source)
-        self._vocabulary = pair.target.vocabulary
-        self._transcript = Transcript(self._vocabulary)
+        self._on_remark, self._on_reasoning = on_remark, on_reasoning
+        self._transcript = Transcript(pair.target.vocabulary)
         self._turns: Turns = ()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._prompted: Turns = ()  # the messages of the last prompt
         self._n_dropped = 0  # oldest messages that prompts leave out
-        self._attempt = 0  # how often the last answer was regenerated
-        self._answered: AnswerSoFar | None = None  # the last answer, if it was generated here
+        self._answer: _Answer | None = None  # the last answer, if it was generated here
 
     @property
     def messages(self) -> Turns:
@@ -115,13 +117,13 @@ class Session:
 
     def replace(self, messages: Sequence[Message]) -> None:
         """Continue another conversation, with its system prompt if it has one; PromptError if it has two."""
-        begins = bool(messages) and messages[0].role == "system"
-        turns = tuple(messages[1:] if begins else messages)
+        has_system = bool(messages) and messages[0].role == "system"
+        turns = tuple(messages[1:] if has_system else messages)
         if any(message.role == "system" for message in turns):
             raise PromptError("a conversation has one system prompt, at its beginning; correct the file")
-        self._system = messages[0].text if begins else self._system
+        self._system = messages[0].text if has_system else self._system
         self._turns, self.last = turns, None
-        self._begin()
+        self._n_dropped, self._answer = 0, None
 
     def reset(self) -> None:
         """Start over; the system prompt stays."""
@@ -130,10 +132,10 @@ class Session:
     def ask(self, text: str, on_prefill: Progress | None = None) -> Generator[str, None, None]:
         """Answer a message, piece by piece. Stopping early keeps the text so far.
 
-        `on_prefill` receives the number of processed prompt tokens, and of all. If the message does not fit
-        (ContextFullError) or the template refuses it (PromptError), nothing changes.
+        `on_prefill` receives the number of prompt tokens processed so far, and their total. If the message
+        does not fit (ContextFullError) or the template refuses it (PromptError), nothing changes.
         """
-        return self._answer((*self._turns, Message("user", text)), 0, on_prefill)
+        return self._generate((*self._turns, Message("user", text)), on_prefill)
 
     @property
     def last_message(self) -> str:
@@ -142,23 +144,24 @@ class Session:
 
     def ask_instead(self, text: str, on_prefill: Progress | None = None) -> Generator[str, None, None]:
         """Answer another message in place of the last one; otherwise as `ask`."""
-        return self._answer((*self._turns[: self._last_asked()], Message("user", text)), 0, on_prefill)
+        return self._generate((*self._turns[: self._last_asked()], Message("user", text)), on_prefill)
 
-    def go_on(self, on_prefill: Progress | None = None) -> Generator[str, None, None]:
+    def continue_answer(self, on_prefill: Progress | None = None) -> Generator[str, None, None]:
         """Continue the last answer, as a larger limit would have done; errors as `ask`."""
         self._require_answer("continue")
-        return self._answer(self._turns[:-1], self._attempt, on_prefill, more=True)
+        return self._generate(self._turns[:-1], on_prefill, continues=True)
 
     def regenerate(self, on_prefill: Progress | None = None) -> Generator[str, None, None]:
         """Answer the last message again, with another seed; errors as `ask`."""
         self._require_answer("regenerate")
         if self.settings.sampling.temperature == 0:
-            self._tell("at temperature 0 the answer is always the same")
-        return self._answer(self._turns[:-1], self._attempt + 1, on_prefill)
+            self._on_remark("at temperature 0 the answer is always the same")
+        attempt = 1 if self._answer is None else self._answer.attempt + 1
+        return self._generate(self._turns[:-1], on_prefill, attempt)
 
-    def _require_answer(self, what: str) -> None:
+    def _require_answer(self, action: str) -> None:
         if not self._turns or self._turns[-1].role != "assistant":
-            raise PromptError(f"there is no answer to {what}; write a message first")
+            raise PromptError(f"there is no answer to {action}; write a message first")
 
     def _last_asked(self) -> int:
         asked = [i for i, message in enumerate(self._turns) if message.role == "user"]
@@ -166,36 +169,37 @@ class Session:
             raise PromptError("there is no message yet; write one first")
         return asked[-1]
 
-    def _answer(
-        self, turns: Turns, attempt: int, on_prefill: Progress | None, *, more: bool = False
+    def _generate(
+        self, turns: Turns, on_prefill: Progress | None, attempt: int = 0, *, continues: bool = False
     ) -> Generator[str, None, None]:
-        before = AnswerSoFar()
-        if more:
-            before = self._answered or self._answer_of_file(self._turns[-1].text, turns)
-        prompt, is_thinking = self._prompt(turns, before)
+        before = _Answer(attempt=attempt)
+        if continues:
+            before = self._answer or self._known_answer(self._turns[-1].text, turns)
+        prompt = self._prompt(turns, before)
         n_turn = sum(message.role == "user" for message in turns) - 1
-        seed = self.settings.seed + n_turn + attempt * REGENERATION
-        parser = AnswerParser(self._format, thinking=is_thinking)
+        seed = self.settings.seed + n_turn + before.attempt * REGENERATION
+        parser = AnswerParser(self._template.answer_format, thinking=prompt.is_thinking)
         parser.feed(before.text)
-        stream = self._stream(prompt, seed, on_prefill, parser)
-        said: list[str] = []
+        stream = self._stream(prompt.tokens, seed, on_prefill, parser)
+        content: list[str] = []
         try:
-            for deltas in stream:
-                for delta in deltas:
-                    if isinstance(delta, ContentDelta):
-                        said.append(delta.text)
-                        yield delta.text
-                    elif isinstance(delta, ReasoningDelta) and self._on_reasoning is not None:
-                        self._on_reasoning(delta.text)
+            for delta in (delta for deltas in stream for delta in deltas):
+                if isinstance(delta, ContentDelta):
+                    content.append(delta.text)
+                    yield delta.text
+                elif isinstance(delta, ReasoningDelta) and self._on_reasoning is not None:
+                    self._on_reasoning(delta.text)
         finally:
             stream.close()
-            reply = Reply(stream.completion, seed, more)
-            self._keep(turns, reply, before, "".join(said), attempt)
+            reply = Reply(stream.completion, seed, continues)
+            # An answer that was interrupted before its first text leaves the conversation as it was.
+            if content or reply.completion.stop_reason is not StopReason.INTERRUPT:
+                self._keep(turns, prompt.messages, reply, before, "".join(content))
 
     def _stream(
         self, prompt: TokenArray, seed: int, on_prefill: Progress | None, parser: AnswerParser
     ) -> AnswerStream:
-        settings = self.settings
+        settings, vocabulary = self.settings, self._pair.target.vocabulary
 
         def open_stream(prompt: TokenArray, max_tokens: int) -> TextStream:
             return self._pair.stream(
@@ -203,27 +207,27 @@ class Session:
                 sampling=settings.sampling,
                 seed=seed,
                 max_tokens=max_tokens,
-                spelled=self._format.spelled(self._vocabulary.controls),
+                spelled=parser.answer_format.spelled(vocabulary.controls),
                 rule=settings.rule,
                 policy=settings.policy,
                 on_prefill=on_prefill,
             )
 
         return AnswerStream(
-            prompt, settings.max_tokens, open_stream, parser, self._vocabulary, settings.reasoning_budget
+            prompt, settings.max_tokens, open_stream, parser, vocabulary, settings.reasoning_budget
         )
 
-    def _keep(self, turns: Turns, reply: Reply, before: AnswerSoFar, said: str, attempt: int) -> None:
-        """Add an answer to the conversation, unless it was interrupted before its first text."""
+    def _keep(self, turns: Turns, prompted: Turns, reply: Reply, before: _Answer, content: str) -> None:
+        """Add an answer to the conversation; `prompted` are the messages of its prompt."""
         completion = reply.completion
-        if completion.stop_reason is StopReason.INTERRUPT and not said:
-            return
         self._transcript.wrote(completion.tokens)
-        self._answered = AnswerSoFar(
-            (*before.tokens, *completion.tokens), before.text + completion.text, before.said + said
+        self._answer = _Answer(
+            (*before.tokens, *completion.tokens),
+            before.text + completion.text,
+            before.content + content,
+            before.attempt,
         )
-        self._turns = (*turns, self._as_message(self._answered.said))
-        self._attempt = attempt
+        self._turns = (*turns, self._as_message(self._answer.content, prompted))
         self.last = reply
         self.totals.n_answers += 1
         self.totals.n_prompt_tokens += completion.n_prompt_tokens
@@ -232,147 +236,68 @@ class Session:
     def _system_messages(self) -> Turns:
         return (Message("system", self._system),) if self._system else ()
 
-    def _prompt(self, turns: Turns, answered: AnswerSoFar) -> tuple[TokenArray, bool]:
-        """Return the prompt, with the answer that is continued, and whether reasoning comes next.
+    def _prompt(self, turns: Turns, answer: _Answer) -> _Prompt:
+        """Return the prompt, with the answer that is continued.
 
-        Once there is no room for an answer, the oldest turns are dropped until half of the context is free.
-        After a drop the rest must be processed again, so drops should be rare.
+        If an answer no longer fits after it, the oldest turns are dropped until half of the context is free.
+        The model must process the rest again after a drop, so drops should be rare.
         """
         size = self._pair.target.context_size
         room = size - min(self.settings.max_tokens, size // 4)
         n_dropped = min(self._n_dropped, len(turns) - 1)
-        tokens, is_thinking = self._tokens(turns[n_dropped:], answered)
-        while len(tokens) > room and (next_turn := _next_turn(turns, n_dropped)) is not None:
+        prompt = self._prompt_of(turns[n_dropped:], answer)
+        while len(prompt.tokens) > room and (next_turn := _next_turn(turns, n_dropped)) is not None:
             n_dropped, room = next_turn, size // 2
-            tokens, is_thinking = self._tokens(turns[n_dropped:], answered)
-        if len(tokens) >= size:
-            what = "the message and its answer have" if answered.tokens else "the message has"
+            prompt = self._prompt_of(turns[n_dropped:], answer)
+        if len(prompt.tokens) >= size:
+            subject = "the message and its answer have" if answer.tokens else "the message has"
             raise ContextFullError(
-                f"{what} {len(tokens)} tokens with what the template and the system prompt add, the context "
-                f"{size}; shorten it or open a larger context"
+                f"{subject} {len(prompt.tokens)} tokens with the template and the system prompt, but the "
+                f"context has {size}; shorten it or open a larger context"
             )
         if n_dropped > self._n_dropped:
             n_turns = sum(message.role == "user" for message in turns[self._n_dropped : n_dropped])
-            self._tell(
+            self._on_remark(
                 f"the conversation has outgrown the context of {size} tokens; from now on the model "
                 f"does not see the {n_turns} oldest turns"
                 + (", but still the system prompt" if self._system else "")
             )
             self._n_dropped = n_dropped
-        return tokens, is_thinking
+        return prompt
+
+    def _prompt_of(self, turns: Turns, answer: _Answer) -> _Prompt:
+        messages = (*self._system_messages(), *turns)
+        rendered = self._render(messages)
+        tokens = self._transcript.read(rendered)
+        self._transcript.wrote(answer.tokens)
+        tokens = np.concatenate([tokens, np.array(answer.tokens, dtype=np.int32)])
+        return _Prompt(messages, tokens, self._template.answer_format.begins_thinking(rendered.text))
 
     def _render(self, messages: Turns) -> Rendered:
         return self._template.render(messages, template_kwargs=self.settings.template_kwargs)
 
-    def _tokens(self, turns: Turns, answered: AnswerSoFar) -> tuple[TokenArray, bool]:
-        self._prompted = (*self._system_messages(), *turns)
-        rendered = self._render(self._prompted)
-        tokens = self._transcript.read(rendered)
-        self._transcript.wrote(answered.tokens)
-        tokens = np.concatenate([tokens, np.array(answered.tokens, dtype=np.int32)])
-        return tokens, self._format.begins_thinking(rendered.text)
-
-    def _as_message(self, said: str) -> Message:
+    def _as_message(self, content: str, prompted: Turns) -> Message:
         """Return an answer as a message, without the spaces that the template writes itself."""
-        for variant in (said, said.strip()):
+        for variant in (content, content.strip()):
             message = Message("assistant", variant)
             with suppress(PromptError):  # a template may require a user message at the end
-                rendered = self._render((*self._prompted, message))
+                rendered = self._render((*prompted, message))
                 if rendered.text.startswith(self._transcript.text):
                     return message
-        return Message("assistant", said)
+        return Message("assistant", content)
 
-    def _answer_of_file(self, said: str, turns: Turns) -> AnswerSoFar:
+    def _known_answer(self, content: str, turns: Turns) -> _Answer:
         """Return an answer that was not generated here; its reasoning is unknown."""
         rendered = self._render((*self._system_messages(), *turns))
+        vocabulary = self._pair.target.vocabulary
         tokens: list[int] = []
         text = ""
-        for part, is_mark in self._format.begun(said, "", rendered.text):
-            tokens += self._vocabulary.tokenize_inside(part, parse_special=is_mark).tolist()
+        for part, is_mark in self._template.answer_format.begun(content, "", rendered.text):
+            tokens += vocabulary.tokenize_inside(part, parse_special=is_mark).tolist()
             text += part
-        return AnswerSoFar(tuple(tokens), text, said)
+        return _Answer(tuple(tokens), text, content)
 
 
 def _next_turn(turns: Turns, start: int) -> int | None:
     """Return where the turn after the one at `start` begins; None if there is none."""
     return next((i for i in range(start + 1, len(turns)) if turns[i].role == "user"), None)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Segment:
-    """Text and its tokens; reused as a whole or not at all."""
-
-    text: bytes
-    tokens: TokenArray  # [n]
-    specials: tuple[Span, ...] = ()  # control tokens in the text
-
-
-class Transcript:
-    """The tokens of one growing text, as it was read and generated.
-
-    A tokenizer may split a generated text differently than the model wrote it, and nothing behind the first
-    token that differs can be reused. So known text is not tokenized again. tests/chat/test_cached_turns.py.
-    """
-
-    def __init__(self, vocabulary: LlamaVocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._controls = {token: text.encode() for text, token in vocabulary.controls.items()}
-        self._segments: list[_Segment] = []
-        # SentencePiece vocabularies put a space before every text, even in the middle of one.
-        first = vocabulary.tokenize(b"a", add_special=False)[:1].tolist()
-        self._adds_space = any(vocabulary.piece(token).startswith(b" ") for token in first)
-
-    @property
-    def text(self) -> bytes:
-        """Everything that was read and generated."""
-        return b"".join(segment.text for segment in self._segments)
-
-    def read(self, rendered: Rendered) -> TokenArray:
-        """Tokenize a text, with the known tokens for as long as the text is known: int32 [n]."""
-        known = self._known(rendered)
-        n_known = sum(len(segment.text) for segment in known)
-        new = self._continuation(rendered.after(n_known)) if known else None
-        if new is None:
-            tokens = self._vocabulary.begun(rendered.tokenize(self._vocabulary))
-            known, new = [], _Segment(rendered.text, tokens, rendered.specials)
-        self._segments = [*known, new] if new.text else known
-        return np.concatenate([segment.tokens for segment in self._segments])
-
-    def wrote(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the model generated behind the text last read."""
-        for token in tokens:
-            text = self._vocabulary.piece(token)
-            specials: tuple[Span, ...] = ()
-            if not text and (text := self._controls.get(token, b"")):  # templates spell it like this
-                specials = ((0, len(text)),)
-            self._segments.append(_Segment(text, np.array([token], dtype=np.int32), specials))
-
-    def _known(self, rendered: Rendered) -> list[_Segment]:
-        """Return the known segments with which a text begins."""
-        known: list[_Segment] = []
-        end = n_specials = 0
-        for segment in self._segments:
-            # A token without text, such as a control token, is not part of the text.
-            if not (segment.text and rendered.text.startswith(segment.text, end)):
-                break
-            after = end + len(segment.text)
-            # The same letters with control tokens elsewhere are another text.
-            specials = rendered.specials[n_specials:]
-            here = [span for span in specials[: len(segment.specials) + 1] if span[0] < after]
-            if here != [(a + end, b + end) for a, b in segment.specials]:
-                break
-            known.append(segment)
-            end, n_specials = after, n_specials + len(here)
-        while known and end < len(rendered.text) and rendered.text[end] & 0xC0 == 0x80:  # within a character
-            end -= len(known.pop().text)
-        return known
-
-    def _continuation(self, rendered: Rendered) -> _Segment | None:
-        """Tokenize a text that follows a known one; None if the tokenizer cannot begin there."""
-        tokens = rendered.tokenize(self._vocabulary)
-        first = self._vocabulary.piece(int(tokens[0])) if len(tokens) else b""
-        if self._adds_space and first.startswith(b" "):
-            if first != b" ":
-                return None
-            tokens = tokens[1:]
-        return _Segment(rendered.text, tokens, rendered.specials)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from llamaspec.chat.families import AnswerFormat, recognize
 from llamaspec.chat.messages import Json, Message
 from llamaspec.chat.sandbox import PROCESS, RenderError, RenderTimeError
 from llamaspec.errors import ModelFileError, PromptError
@@ -82,6 +83,11 @@ class ChatTemplate:
             for token in (vocabulary.bos, vocabulary.eos)
         )
         return cls(source, bos, eos, SpecialTokens(vocabulary.controls))
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes reasoning and tool calls."""
+        return recognize(self.source)
 
     @property
     def takes_tools(self) -> bool:

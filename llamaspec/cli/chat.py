@@ -101,7 +101,7 @@ def chat(
             conversation.read_template(pair),
             settings,
             system=conversation.system,
-            tell=say,
+            on_remark=say,
             on_reasoning=thoughts.add,
         )
         if pair.target.path == demo_target():
@@ -216,7 +216,7 @@ class _Loop:
         actions: dict[str, Callable[[str], None]] = {
             "/help": lambda _: click.echo(HELP, err=True),
             "/reset": lambda _: self._reset(),
-            "/continue": lambda _: self._show(self.session.go_on),
+            "/continue": lambda _: self._show(self.session.continue_answer),
             "/regenerate": lambda _: self._show(self.session.regenerate),
             "/edit": lambda _: self._edit(),
             "/set": self._set,

@@ -14,7 +14,7 @@ import numpy as np
 from starlette.concurrency import run_in_threadpool
 
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat, recognize
+from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat
 from llamaspec.chat.infill import infill_prompt
 from llamaspec.chat.messages import Message, in_words
 from llamaspec.chat.parse import AnswerParser
@@ -119,7 +119,7 @@ class RequestBuilder:
     def __init__(self, pair: Pair, template: ChatTemplate | None) -> None:
         target = pair.target
         self.template, self.vocabulary = template, target.vocabulary
-        self.answer_format = AnswerFormat() if template is None else recognize(template.source)
+        self.answer_format = AnswerFormat() if template is None else template.answer_format
         self.takes_tools = template is not None and template.takes_tools
         # Some files call <tool_call> a control token, others a user-defined one.
         marks = {text.decode(errors="replace"): i for i, text in self.vocabulary.specials.items()}

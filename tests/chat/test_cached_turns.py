@@ -10,8 +10,8 @@ from chat_models import ASCII, ENDING, PLAIN, SENTENCEPIECE, TEMPLATE, last, say
 from forward_requests import Count
 from llamaspec import ModelOptions, Pair, StopReason, open_pair
 from llamaspec.chat.messages import Message
-from llamaspec.chat.session import Transcript
 from llamaspec.chat.template import ChatTemplate, Rendered, SpecialTokens
+from llamaspec.chat.transcript import Transcript
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from model_store import ModelStore
 from tiny_models import Recipe

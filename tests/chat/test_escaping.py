@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from chat_models import SENTENCEPIECE
 from llamaspec import LlamaModel, ModelOptions
 from llamaspec.chat.messages import Message
-from llamaspec.chat.session import Transcript
 from llamaspec.chat.template import ChatTemplate, Rendered, SpecialTokens
+from llamaspec.chat.transcript import Transcript
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from model_store import ModelStore
 from tiny_models import Recipe

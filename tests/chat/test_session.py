@@ -43,7 +43,7 @@ def test_the_first_answer_is_that_of_generate(pair: Pair, talker: list[Path]) ->
 
 def test_regenerate(pair: Pair) -> None:
     remarks = Remarks()
-    chat = session(pair, tell=remarks)
+    chat = session(pair, on_remark=remarks)
     with pytest.raises(PromptError, match="no answer to regenerate"):
         chat.regenerate()
     first = say(chat, "one")
@@ -64,8 +64,8 @@ def test_going_on_is_the_longer_answer(pair: Pair) -> None:
     say(whole, "one")
     chat = session(pair)
     with pytest.raises(PromptError, match="no answer to continue"):
-        chat.go_on()
-    parts = say(chat, "one") + "".join(chat.go_on()) + "".join(chat.go_on())
+        chat.continue_answer()
+    parts = say(chat, "one") + "".join(chat.continue_answer()) + "".join(chat.continue_answer())
     assert parts == whole.messages[-1].text
     assert chat.messages == whole.messages
     whole.settings = chat.settings
@@ -77,7 +77,7 @@ def test_an_answer_from_a_file_goes_on_in_the_final_channel(pair: Pair) -> None:
     template = ChatTemplate(f"{TEMPLATE}{{# <|channel|><|message|><|start|> #}}", "<s>", "</s>")
     chat = session(pair, template=template)
     chat.replace([Message("user", "one"), Message("assistant", "two")])
-    list(chat.go_on())
+    list(chat.continue_answer())
     prompt = template.render(chat.messages[:1]).text + b"<|channel|>final<|message|>two"
     assert last(chat)[0] == len(pair.target.vocabulary.tokenize(prompt[len("<s>") :], parse_special=True))
     assert chat.messages[-1].text.startswith("two")
@@ -136,7 +136,7 @@ def test_old_turns_are_left_out_when_the_context_is_full(talker: list[Path]) -> 
     remarks = Remarks()
     template = Spy(TEMPLATE, "<s>", "</s>")
     with open_pair(talker[0], target_options=ModelOptions(n_ctx=256, threads=1)) as small:
-        chat = session(small, system="Be brief.", tell=remarks, template=template)
+        chat = session(small, system="Be brief.", on_remark=remarks, template=template)
         texts = [f"message {i}" for i in range(10)]
         n_drops = n_known = 0
         for text in texts:
