@@ -161,7 +161,7 @@ def test_a_message_that_does_not_fit(talker: list[Path]) -> None:
         chat = session(small)
         say(chat, "one")
         before = chat.messages
-        with pytest.raises(ContextFullError, match=r"tokens with the template and the system prompt, but the context has 256; shorten it"):
+        with pytest.raises(ContextFullError, match=r"tokens .* but the context has 256; shorten it"):
             say(chat, "x" * 300)
         assert chat.messages == before
         say(chat, "x" * 200)  # fits alone
