@@ -130,7 +130,7 @@ def make_plan(
         own = draft_options or options
         return DraftPlan(ModelFile(path, replace(options, heads=True)), (), ModelFile(heads, own), copying)
     # A draft is small: a second context to read prompts gains little.
-    last = replace(draft_options or ModelOptions(max_scored=DRAFT_SCORED), reads_apart=False)
+    last = replace(draft_options or ModelOptions(max_scored=DRAFT_SCORED), prompt_context=False)
     others = replace(last, max_scored=MAX_DRAFT + 1)  # they verify drafts of their own
     drafts = [ModelFile(file, last if file is files[-1] else others) for file in files]
     return DraftPlan(ModelFile(path, options), tuple(drafts), None, copying)

@@ -59,7 +59,7 @@ class SimulatedCells(Cells):
         """Put positions into cells, as an evaluation does."""
         positions = range(segment.start, segment.start + len(segment.tokens))
         places = positions if segment.positions is None else segment.positions.tolist()
-        owners = segment.owners or [(segment.sequence,)] * len(segment.tokens)
+        owners = segment.owners or [(segment.seq_id,)] * len(segment.tokens)
         held = {number for numbers in owners for number in numbers}
         contents = {number: [self.cells[i].content for i in self.of(number)] for number in held}
         new = []
@@ -70,7 +70,7 @@ class SimulatedCells(Cells):
                 assert not position or contents[number][-1] == before
                 contents[number].append((*before, token))
             new.append((position, (*before, token)))
-        for i, numbers in zip(self._put(segment.sequence, new), owners, strict=True):
+        for i, numbers in zip(self._put(segment.seq_id, new), owners, strict=True):
             self.cells[i].owners = set(numbers)
 
     def _put(self, sequence: int, new: list[tuple[int, Content]]) -> list[int]:
@@ -149,7 +149,7 @@ class Checked:
         )
 
     def held(self, row: int) -> CachedSequence:
-        return self.cache.of_row[row]
+        return self.cache.running[row]
 
     def prepare(self, *batch: tuple[int, ForwardRequest, int]) -> list[int | ContextFullError]:
         answers = self.cache.prepare_all(batch)
@@ -193,8 +193,8 @@ class Checked:
 
     def check(self) -> None:
         """Noted cells are the simulated ones, ascend with positions, and hold the right content."""
-        for held in self.cache.of_row.values():
-            cells, text = self.cells.of(held.number)[: held.n], tuple(held.tokens[: held.n].tolist())
+        for held in self.cache.running.values():
+            cells, text = self.cells.of(held.seq_id)[: held.n], tuple(held.tokens[: held.n].tolist())
             assert cells == held.cells[: held.n].tolist()
             assert [self.cells.cells[i].content for i in cells] == [text[: i + 1] for i in range(held.n)]
         full = [cell for cell in self.cells.cells if cell.owners]
@@ -206,5 +206,5 @@ class Checked:
             contents = [self.cells.cells[i].content for i in cells]
             assert contents == [contents[-1][: i + 1] for i in range(len(cells))]
         assert all(self.garbage not in cell.owners or cell.owners == {self.garbage} for cell in full)
-        n_reserved = sum(held.n_reserved for held in self.cache.of_row.values())
+        n_reserved = sum(held.n_reserved for held in self.cache.running.values())
         assert self.cache.n_used + n_reserved <= self.size

@@ -377,7 +377,7 @@ def test_exact_logits_of_the_embedded_pair_are_the_same_in_every_situation(
     with open_pair(*demo_files, target_options=options) as pair:
         found = known_exactness(pair)
         if not found.reads:  # as `make_policy`, on hosts with other kernels
-            pair.target.isolate_texts()
+            pair.target.isolate_sequences()
         policy = auto_length(pair, frozenset(found.widths))
         recorder = Recorder(pair.target)
         recorder.arrange(monkeypatch)
@@ -394,7 +394,7 @@ def test_isolated_texts_have_the_same_logits_in_every_situation(
     """F16 weights round otherwise at other widths than 1, also where a prompt is read."""
     options = {"n_ctx": 512, "n_cells": 2048, "cache_type_v": "bf16", "threads": 1}
     with tiny_pair(store, kind, "f16", **options) as pair:
-        pair.target.isolate_texts()
+        pair.target.isolate_sequences()
         recorder = Recorder(pair.target)
         recorder.arrange(monkeypatch)
         policy = AutoLength(None, (1,), pads=not pair.target.keeps_states)

@@ -253,7 +253,7 @@ def make_policy(pair: Pair, drafting: Drafting, exactness: Exactness | None = No
         return auto_length(pair, tell=say, trees=drafting.trees)
     found = exactness or known_exactness(pair, say)
     if not found.reads:
-        pair.target.isolate_texts()
+        pair.target.isolate_sequences()
         say(
             "--exact: batch sizes round differently here, so prompts are processed in equal chunks and "
             "cached prefixes are not shared; Q8_0 and Q4_0 weights are exact on most CPUs"

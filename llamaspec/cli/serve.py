@@ -105,8 +105,8 @@ def serve(
     opened = open_socket(settings)
     with opened, learning(plan, models, drafting, cache_ram) as (pair, policy), _prefixes(folder, pair):
         with SlowProgress("preparing the server"):
-            if pair.target.reader is not None:
-                pair.target.reader.open_if_faster()
+            if pair.target.prompt_processor is not None:
+                pair.target.prompt_processor.open_if_faster()
             with suppress(ConstraintError):
                 pair.json_schema({})  # prepares the vocabulary now, not at the first request with a schema
         template = _template(pair, chat_template)

@@ -1,4 +1,4 @@
-"""llama.cpp's batch over numpy arrays of our own: filled by assignment, freed with the object."""
+"""A llama.cpp batch over numpy arrays: filled by assignment, freed with the object."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from llamaspec.values import TokenArray
 
 
 class Segment(NamedTuple):
-    """Positions of one sequence to evaluate: consecutive ones, or some text and a tree behind it."""
+    """Tokens of one sequence to evaluate: consecutive ones, perhaps followed by a tree."""
 
-    sequence: int
+    seq_id: int  # llama.cpp's
     start: int  # position of the first token
     tokens: TokenArray  # [n]
-    n_scored: int  # the last of them whose logits are wanted
-    hidden: Rows | None = None  # [n, E] for a prediction head: a hidden row with each token
-    positions: TokenArray | None = None  # [n] of a tree; None = one after the other
-    owners: Sequence[Sequence[int]] = ()  # [n] the sequences that hold each position of a tree
-    end: int = 0  # number of positions that `sequence` holds after it, if there is a tree
+    n_scored: int  # number of tokens, the last ones, that get logits
+    hidden: Rows | None = None  # [n, E] for a prediction head: the hidden row that goes with each token
+    positions: TokenArray | None = None  # [n] with a tree; None = consecutive
+    owners: Sequence[Sequence[int]] = ()  # [n] with a tree: the seq_ids of each token
+    end: int = 0  # with a tree: number of positions that `seq_id` holds afterwards
 
     def padding(self, n: int, n_scorable: int) -> Segment:
-        """Positions behind this segment whose logits nobody reads, scored as far as that is possible."""
+        """Return `n` unused positions after this segment, of which at most `n_scorable` get logits."""
         tokens = np.full(n, self.tokens[-1], dtype=np.int32)
         end = self.end or self.start + len(self.tokens)
-        return Segment(self.sequence, end, tokens, max(0, min(n, n_scorable)))
+        return Segment(self.seq_id, end, tokens, max(0, min(n, n_scorable)))
 
 
 class Batch:
-    """Room for `size` positions, each with a token and, if `width` > 0, a hidden row of that many numbers."""
+    """A batch of at most `size` positions: a token for each and, if `hidden_size` > 0, a hidden row."""
 
-    def __init__(self, size: int, width: int = 0) -> None:
-        self._hidden = np.zeros((size, width), dtype=np.float32) if width else None
+    def __init__(self, size: int, hidden_size: int = 0) -> None:
+        self.size = size
+        self._hidden = np.zeros((size, hidden_size), dtype=np.float32) if hidden_size else None
         self._token = np.zeros(size, dtype=np.int32)
         self._position = np.zeros(size, dtype=np.int32)
         self._wanted = np.zeros(size, dtype=np.int8)
         self._n_owners = np.zeros(size, dtype=np.int32)
         self._pointers = np.zeros(size, dtype=np.uintp)  # to the first owner of each position
-        self._owners: npt.NDArray[np.int32]  # llama.cpp reads it during an evaluation
+        self._owners: npt.NDArray[np.int32]  # kept: llama.cpp follows the pointers during an evaluation
         self._batch = lib.llama_batch(
             n_tokens=0,
             token=_pointer(self._token, lib.llama_token),
@@ -55,7 +56,7 @@ class Batch:
         )
 
     def fill(self, segments: Sequence[Segment]) -> lib.llama_batch:
-        """Return the batch that evaluates these positions; valid until the next call."""
+        """Return the batch that evaluates some segments; valid until the next call."""
         end, owners = 0, list[Sequence[int]]()
         for segment in segments:
             n = len(segment.tokens)
@@ -69,8 +70,8 @@ class Batch:
                 self._position[start:end] = segment.positions
             if self._hidden is not None and segment.hidden is not None:
                 self._hidden[start:end] = segment.hidden
-            owners += segment.owners or [(segment.sequence,)] * n
-        self._owners = np.array([number for each in owners for number in each], dtype=np.int32)
+            owners += segment.owners or [(segment.seq_id,)] * n
+        self._owners = np.array([seq_id for each in owners for seq_id in each], dtype=np.int32)
         self._n_owners[:end] = n_owners = np.array([len(each) for each in owners], dtype=np.int32)
         offsets = np.cumsum(n_owners) - n_owners
         self._pointers[:end] = self._owners.ctypes.data + self._owners.itemsize * offsets

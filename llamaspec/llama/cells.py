@@ -1,9 +1,9 @@
-"""The cells of a KV cache: what llama.cpp does with them, and which sequences hold each.
+"""The cells of a KV cache: operations on llama.cpp's cells, and a table of the sequences that hold each.
 
-Cells below the top are full, the others are empty. A cell that no sequence holds any more becomes empty if it
-is the last full one. Otherwise it becomes garbage, which a llama.cpp sequence of its own holds. So new cells
-are only appended, and the cells of a sequence ascend with its positions: attention adds up in the same order
-as if the sequence were alone.
+Cells below the top are full; the others are empty. If no sequence holds a cell any more and it is the last
+full one, it becomes empty. Otherwise it becomes garbage, which a separate llama.cpp sequence holds. So cells
+are filled only at the top, and the cells of a sequence ascend with its positions: attention adds up in the
+same order as if the sequence were alone.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from llamaspec.llama.nextn import HiddenRows
 from llamaspec.llama.prefix_store import Bytes
 from llamaspec.values import NO_TOKENS, ForwardRequest, TokenArray, n_common
 
-BLOCK = 256  # cells; llama.cpp's attention goes over whole blocks
+BLOCK = 256  # cells; llama.cpp's attention passes over whole blocks
 
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """Tokens that are cached, and their cells."""
+    """A sequence of cached tokens, and their cells."""
 
-    number: int  # llama.cpp's seq_id
+    seq_id: int  # llama.cpp's
     last_used: int = 0
-    n_reserved: int = 0  # cells that its row will fill next
+    n_reserved: int = 0  # cells that the next evaluation fills
     n_padding: int = 0  # of these, cells for padding
     n: int = 0
-    tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity]; the first n count
+    tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity], of which the first n are used
     cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell
     hidden: HiddenRows = field(default_factory=HiddenRows)
 
     def append(self, tokens: TokenArray, cells: TokenArray) -> None:
-        """Hold more tokens. The length is set last, so an exception leaves what was held before."""
+        """Append tokens. The length is set last, so an exception leaves the sequence as it was."""
         end = self.n + len(tokens)
         self.hidden.cut(self.n)
         if end > len(self.tokens):
@@ -50,42 +50,42 @@ class CachedSequence:
         self.n = end
 
     def shared(self, tokens: TokenArray) -> int:
-        """Length of the common beginning with other tokens."""
+        """Return the length of the common beginning with `tokens`."""
         return n_common(self.tokens[: self.n], tokens)
 
     def segment(self, request: ForwardRequest) -> Segment:
-        """What must be evaluated of a request that begins with this sequence."""
+        """Return what to evaluate for a request that begins with this sequence."""
         new = request.tokens[self.n :]
         if len(request.draft):
             new = np.concatenate((new, request.draft))
-        return Segment(self.number, self.n, new, request.n_scored)
+        return Segment(self.seq_id, self.n, new, request.n_scored)
 
 
 class Cells:
     """llama.cpp's cells of one context.
 
-    The seq_id `carrier` is for copying only. At most `block` positions are copied at once;
-    0 = the cells cannot be copied. In a layer with a sliding window llama.cpp copies only the positions that
-    the last one sees, so a block is not longer than that.
+    The seq_id `carrier` is for copying only. At most `block` positions are copied at once; 0 = the cells
+    cannot be copied. In a layer with a sliding window, llama.cpp copies only the positions that the last one
+    sees, so a block is at most as long as the window.
     """
 
     def __init__(self, context: Any, carrier: int, block: int = BLOCK) -> None:
         self._context, self._carrier, self.block = context, carrier, block
         self._memory = lib.llama_get_memory(context)
 
-    def remove(self, sequence: int, start: int) -> None:
-        """Take a sequence's positions from `start` on out of their cells."""
-        lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
+    def remove(self, seq_id: int, start: int) -> None:
+        """Remove a sequence's positions from `start` on."""
+        lib.llama_memory_seq_rm(self._memory, seq_id, start, -1)
 
-    def share(self, source: int, sequence: int, start: int, end: int) -> None:
-        """Let `sequence` hold the cells of some positions of `source`, too."""
-        lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
+    def share(self, source: int, seq_id: int, start: int, end: int) -> None:
+        """Let `seq_id` also hold the cells of some positions of `source`."""
+        lib.llama_memory_seq_cp(self._memory, source, seq_id, start, end)
 
-    def copy_out(self, sequence: int, start: int, end: int) -> Bytes | None:
+    def copy_out(self, seq_id: int, start: int, end: int) -> Bytes | None:
         """Return the content of a block of positions; None if it cannot be copied."""
         if not self.block:
             return None
-        self.share(sequence, self._carrier, start, end)
+        self.share(seq_id, self._carrier, start, end)
         try:
             return copy_state(self._context, self._carrier)
         except MemoryError:
@@ -94,14 +94,14 @@ class Cells:
             self.remove(self._carrier, 0)
 
     def copy_in(self, content: Bytes, parts: Sequence[tuple[int, int, int]]) -> bool:
-        """Put a block into the first empty cells, for the sequences of its parts; False if that failed.
+        """Copy a block into the first empty cells, and give them to sequences; False if that failed.
 
-        A part is a sequence, and the positions that it gets: start and end.
+        A part is (seq_id, start, end): a sequence and the positions that it gets.
         """
         is_in = put_state(self._context, self._carrier, content)
         if is_in:
-            for sequence, start, end in parts:
-                self.share(self._carrier, sequence, start, end)
+            for seq_id, start, end in parts:
+                self.share(self._carrier, seq_id, start, end)
         self.remove(self._carrier, 0)
         return is_in
 
@@ -112,28 +112,28 @@ class Cells:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moved:
-    """The cells of a sequence that were copied out to be moved."""
+    """A sequence on the way to lower cells: what was copied out of its old ones."""
 
     sequence: CachedSequence
     n: int  # tokens that it had
-    trunk: CachedSequence | None  # moved before; the first `n_shared` cells are the same
+    trunk: CachedSequence | None  # a sequence that is moved earlier and has the same first `n_shared` cells
     n_shared: int
-    blocks: Sequence[Bytes]  # of the other cells
+    blocks: Sequence[Bytes]  # content of the other cells
 
 
 class CellTable:
-    """Which sequences hold which of `size` cells; changes llama.cpp's cells and its own notes together."""
+    """The sequences that hold each of `size` cells; each change is made in llama.cpp and in the table."""
 
     def __init__(self, cells: Cells, size: int, garbage: int) -> None:
         self.cells, self.size = cells, size
-        self.garbage = garbage  # llama.cpp's seq_id of what holds the garbage
+        self.garbage = garbage  # seq_id of the sequence that holds the garbage
         self.top = 0  # cells below are full, cells from here on are empty
         self.n_garbage = 0
         self._n_owners = np.zeros(size, dtype=np.int16)  # [size] sequences that hold each cell
 
     @property
     def n_live(self) -> int:
-        """Cells that some sequence holds, without garbage."""
+        """Number of full cells that are not garbage."""
         return self.top - self.n_garbage
 
     def clear(self) -> None:
@@ -143,20 +143,20 @@ class CellTable:
         self.top = self.n_garbage = 0
 
     def take(self, n: int) -> TokenArray:
-        """Note that the next empty cells have been filled; return them in order: [n] int32."""
+        """Record that the next empty cells have been filled; return them in order: [n] int32."""
         taken = np.arange(self.top, self.top + n, dtype=np.int32)
         self._n_owners[taken] = 1
         self.top += n
         return taken
 
     def drop(self, cells: TokenArray, n_top: int) -> None:
-        """Note that no sequence holds some cells any more: the last `n_top` are empty, the others garbage."""
+        """Record that no sequence holds some cells: the last `n_top` are empty, the others garbage."""
         self._n_owners[cells] = 0
         self.top -= n_top
         self.n_garbage += len(cells) - n_top
 
     def cut(self, sequence: CachedSequence, n: int) -> None:
-        """Take the tokens from `n` on out of a sequence."""
+        """Remove the tokens from `n` on from a sequence."""
         n_held = sequence.n
         if n >= n_held:
             return
@@ -168,32 +168,32 @@ class CellTable:
             n_top = len(cells) if is_top.all() else int(is_top[::-1].argmin())
         is_garbage = owners[: len(cells) - n_top] == 1
         for start, end in _runs(is_garbage):
-            self.cells.share(sequence.number, self.garbage, n + start, n + end)
+            self.cells.share(sequence.seq_id, self.garbage, n + start, n + end)
         sequence.n = n
-        self.cells.remove(sequence.number, n)
+        self.cells.remove(sequence.seq_id, n)
         self._n_owners[cells] = owners - 1
         self.top -= n_top
         self.n_garbage += int(np.count_nonzero(is_garbage))
 
     def take_over(self, sequence: CachedSequence, other: CachedSequence, n: int) -> None:
-        """Let a sequence hold the first `n` tokens of another too, of which it has the beginning."""
+        """Share the first `n` tokens of another sequence, which begins with the tokens of this one."""
         start = sequence.n
         if start and other.cells[start] < sequence.cells[start - 1]:
-            self.cut(sequence, 0)  # else the cells would not ascend: take the beginning over, too
+            self.cut(sequence, 0)  # otherwise the cells would not ascend: share the beginning, too
             start = 0
-        self.cells.share(other.number, sequence.number, start, n)
+        self.cells.share(other.seq_id, sequence.seq_id, start, n)
         cells = other.cells[start:n]
         self._n_owners[cells] += 1
         sequence.append(other.tokens[start:n], cells)
         sequence.hidden = other.hidden.tail(n)
 
     def put_in(self, sequence: CachedSequence, tokens: TokenArray, start: int, content: Bytes) -> bool:
-        """Append tokens of a block that begins at position `start`; False if that failed.
+        """Append tokens from a stored block that begins at position `start`; False if that failed.
 
-        The block's cells for tokens that the sequence has already become garbage.
+        The sequence may already hold the first tokens of the block: their new cells become garbage.
         """
         n = sequence.n
-        parts = (self.garbage, start, n), (sequence.number, n, n + len(tokens))
+        parts = (self.garbage, start, n), (sequence.seq_id, n, n + len(tokens))
         if not self.cells.copy_in(content, parts):
             return False
         self.drop(self.take(n - start), 0)
@@ -201,7 +201,7 @@ class CellTable:
         return True
 
     def compact(self, sequences: Sequence[CachedSequence]) -> None:
-        """Move cells down so that there is no garbage; a sequence is cut where that fails."""
+        """Move full cells down over the garbage. If a block cannot be moved, its sequence ends before it."""
         first = int((self._n_owners[: self.top] == 0).argmax())  # cells below stay where they are
         moved: list[Moved] = []
         for sequence in sequences:
@@ -209,7 +209,7 @@ class CellTable:
         for each in moved:
             sequence = each.sequence
             sequence.n = int(np.searchsorted(sequence.cells[: sequence.n], first))
-            self.cells.remove(sequence.number, sequence.n)
+            self.cells.remove(sequence.seq_id, sequence.n)
         self.cells.remove(self.garbage, 0)
         self._n_owners[first:] = 0
         self.top, self.n_garbage = first, 0
@@ -217,53 +217,54 @@ class CellTable:
             self._copy_in(each)
 
     def _copy_out(self, sequence: CachedSequence, first: int, earlier: Sequence[CachedSequence]) -> Moved:
-        """Copy the cells of a sequence from cell `first` on, but for those that an earlier one has, too."""
+        """Copy out the cells of a sequence from cell `first` on, except those that an earlier one shares."""
         n, cells = sequence.n, sequence.cells[: sequence.n]
         n_shared = [n_common(other.cells[: other.n], cells) for other in earlier]
         n_most = max(n_shared, default=0)
         n_before, blocks = max(n_most, int(np.searchsorted(cells, first))), list[Bytes]()
         for start in range(n_before, n, self.cells.block or n):
-            content = self.cells.copy_out(sequence.number, start, min(start + self.cells.block, n))
+            content = self.cells.copy_out(sequence.seq_id, start, min(start + self.cells.block, n))
             if content is None:
                 break
             blocks.append(content)
         return Moved(sequence, n, earlier[n_shared.index(n_most)] if n_most else None, n_most, blocks)
 
     def _copy_in(self, moved: Moved) -> None:
+        """Put a sequence into the first empty cells, as far as that succeeds."""
         sequence, trunk, n_shared = moved.sequence, moved.trunk, moved.n_shared
         if n_shared > sequence.n and trunk is not None:
             if trunk.n < n_shared:
                 return
-            self.cells.share(trunk.number, sequence.number, sequence.n, n_shared)
+            self.cells.share(trunk.seq_id, sequence.seq_id, sequence.n, n_shared)
             cells = trunk.cells[sequence.n : n_shared]
             self._n_owners[cells] += 1
             sequence.cells[sequence.n : n_shared] = cells
             sequence.n = n_shared
         for content in moved.blocks:
             start, end = sequence.n, min(sequence.n + self.cells.block, moved.n)
-            if not self.cells.copy_in(content, [(sequence.number, start, end)]):
+            if not self.cells.copy_in(content, [(sequence.seq_id, start, end)]):
                 return
             sequence.cells[start:end] = self.take(end - start)
             sequence.n = end
 
 
 def _runs(is_in: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The stretches of True: (start, end) each."""
+    """Return the runs of True: (start, end) each."""
     edges = np.flatnonzero(np.diff(is_in, prepend=False, append=False))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
 
-def copy_state(context: Any, sequence: int, flags: int = 0) -> Bytes | None:
-    """Copy what llama.cpp holds of a sequence; None if it cannot be copied."""
-    size = int(lib.llama_state_seq_get_size_ext(context, sequence, flags))
+def copy_state(context: Any, seq_id: int, flags: int = 0) -> Bytes | None:
+    """Return a copy of llama.cpp's memory of a sequence; None if it cannot be copied."""
+    size = int(lib.llama_state_seq_get_size_ext(context, seq_id, flags))
     content = np.empty(size, dtype=np.uint8)
-    n = lib.llama_state_seq_get_data_ext(context, _pointer(content), size, sequence, flags)
+    n = lib.llama_state_seq_get_data_ext(context, _pointer(content), size, seq_id, flags)
     return content if n == size else None
 
 
-def put_state(context: Any, sequence: int, content: Bytes, flags: int = 0) -> bool:
-    """Replace what llama.cpp holds of a sequence by what was copied; False if that failed."""
-    n = lib.llama_state_seq_set_data_ext(context, _pointer(content), len(content), sequence, flags)
+def put_state(context: Any, seq_id: int, content: Bytes, flags: int = 0) -> bool:
+    """Replace llama.cpp's memory of a sequence by a copy; False if that failed."""
+    n = lib.llama_state_seq_set_data_ext(context, _pointer(content), len(content), seq_id, flags)
     return bool(n == len(content))
 
 

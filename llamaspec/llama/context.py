@@ -1,7 +1,7 @@
-"""A llama.cpp context over loaded weights: evaluates rows in one batch, with its KV cache as their memory.
+"""A llama.cpp context over loaded weights: evaluates sequences in one batch and keeps their KV cache.
 
-There may be several contexts over the same weights. Logits are views of llama.cpp's buffer, and a view keeps
-the context alive.
+Several contexts may use the same weights. Logits are views of llama.cpp's buffer; a view keeps the context
+alive.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits
 
 CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
-CONTEXT_BYTES = 1 << 30  # and no more than the weights, or than this if they are smaller
-STATES_BACK = 8  # earlier states that llama.cpp keeps itself, if it can: (1 + this) times the memory
+CONTEXT_BYTES = 1 << 30  # and at most as much as the weights, or this if they are smaller
+STATES_BACK = 8  # earlier states for llama.cpp to keep: (1 + this) times the memory of one
 
 
 class Context:
-    """A context for a model, or for its prediction head `head`, counted from 0; `close` it.
+    """A context for a model, or for its prediction head number `head`, from 0. Close it after use.
 
-    A head without a KV cache of its own reads that of `other`. Contexts of which one evaluates at a time may
-    share `abort`; contexts of one model share `store`, where their finished sequences go.
+    A head without its own KV cache uses that of `other`. Contexts that never evaluate at the same time may
+    share `abort`. Contexts of one model share `store`, which receives their finished sequences.
 
-    MemoryFullError if the machine has no room for the KV cache; ModelFileError if it generates no text.
+    Raises MemoryFullError if the machine has no room for the KV cache, and ModelFileError if the model cannot
+    generate text.
     """
 
     def __init__(
@@ -69,8 +70,7 @@ class Context:
         abort: AbortFlag | None = None,
         store: PrefixStore | None = None,
     ) -> None:
-        self._path = weights.path
-        self._n_vocabulary, self.hidden_size = weights.vocabulary.size, weights.hidden_size  # V, E
+        self.weights = weights  # only for facts about them: the caller may have closed them
         self._keeps_hidden = options.heads and head is None
         self.context_size = options.n_ctx or _free_context_size(weights, options)
         keeps_states = weights.facts.keeps_states and head is None  # heads keep keys and values
@@ -84,12 +84,12 @@ class Context:
         if not lib.llama_get_memory(pointer):
             self.close()
             raise ModelFileError(f"{weights.path} is an embedding model; give a model that generates text")
-        self.batch_size: int = min(lib.llama_n_batch(pointer), n_cells)
         lib.llama_set_abort_callback(pointer, AbortFlag.ASK, self._abort.address)
-        self._batch = Batch(self.batch_size, self.hidden_size if head is not None else 0)
+        batch_size = min(lib.llama_n_batch(pointer), n_cells)
+        self._batch = Batch(batch_size, weights.hidden_size if head is not None else 0)
         if head is not None:
             nextn.choose_head(pointer, head)
-        # Whether there are hidden rows of scored positions only.
+        # Whether llama.cpp returns hidden rows of the scored positions only.
         self.scored_only = head is not None and weights.facts.architecture in nextn.SCORED_ROWS_ONLY
         if options.heads:
             nextn.show_hidden_rows(pointer, scored_only=self.scored_only)
@@ -122,18 +122,23 @@ class Context:
         self._handle.check()
         return self._handle.pointer
 
+    @property
+    def batch_size(self) -> int:
+        """Maximum number of positions in one evaluation."""
+        return self._batch.size
+
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
-        """Evaluate prepared requests together: views [n_logits + K, V] float32."""
-        if len(batch) > 1 and _n_branches(batch) > N_BRANCHES:  # one half of the rows after the other
+        """Evaluate prepared requests together; return a view of the logits of each: [n_scored, V]."""
+        if len(batch) > 1 and _n_branches(batch) > N_BRANCHES:  # evaluate one half after the other
             half = len(batch) // 2
             first = [logits.copy() for logits in self.evaluate(batch[:half])]
             return first + self.evaluate(batch[half:], n_padding)
-        if isinstance(self.cache, RecurrentCache) and self.cache.reads_first(batch[0][1]):
-            row, request = batch[0]
-            self.evaluate([(row, request.prefill(request.n_before))])
-        rows = [row for row, _ in batch]
-        segments = [self.cache.segment(row, request, rows) for row, request in batch]
-        new = [(row, segment.tokens) for row, segment in zip(rows, segments, strict=True)]
+        if isinstance(self.cache, RecurrentCache) and self.cache.splits(batch[0][1]):
+            number, request = batch[0]
+            self.evaluate([(number, request.prefill(request.n_before))])
+        numbers = [number for number, _ in batch]
+        segments = [self.cache.segment(number, request, numbers) for number, request in batch]
+        new = [(number, segment.tokens) for number, segment in zip(numbers, segments, strict=True)]
         n_positions = n_padding + sum([len(segment.tokens) for segment in segments])
         n_scored = sum([segment.n_scored for segment in segments])
         if n_padding:
@@ -144,14 +149,14 @@ class Context:
         self.decode(segments)
         self.cache.commit(new, n_padding)
         if self._keeps_hidden:
-            self._keep_hidden(rows, segments)
+            self._keep_hidden(numbers, segments)
         return parts(self.logits(n_scored), [request.n_scored for _, request in batch])
 
     def decode(self, segments: Sequence[Segment]) -> None:
-        """Evaluate segments with llama.cpp; the caller commits what is new in the KV cache.
+        """Evaluate segments with llama.cpp; the caller commits the new tokens to the KV cache.
 
-        EvaluationAbortedError if `abort` was called. EvaluationError or MemoryFullError if llama.cpp failed;
-        then the KV cache is empty.
+        Raises EvaluationAbortedError if `abort` was called, and EvaluationError or MemoryFullError if
+        llama.cpp failed; in the latter case the KV cache is empty.
         """
         pointer, batch = self.pointer, self._batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))
@@ -162,7 +167,7 @@ class Context:
         try:
             status = lib.llama_decode(pointer, batch)
         finally:
-            self._abort.clear()  # after it: an abort just before an evaluation ends it, too
+            self._abort.clear()  # only now: an abort just before an evaluation must end it, too
             for each in self._governors:
                 each.finish(self._n_threads)
         if status == 0:
@@ -180,34 +185,37 @@ class Context:
             lib.llama_set_n_threads(pointer, self._n_threads, self._n_threads)
 
     def logits(self, n: int) -> Logits:
-        """The first `n` rows of llama.cpp's own buffer: a view; ScoresError if they are not numbers."""
+        """Return a view of the first `n` rows of logits; ScoresError unless all are finite."""
+        n_vocabulary = self.weights.vocabulary.size
         if not n:
-            return np.empty((0, self._n_vocabulary), dtype=np.float32)
-        logits = self._view(lib.llama_get_logits(self.pointer), n, self._n_vocabulary)
+            return np.empty((0, n_vocabulary), dtype=np.float32)
+        logits = self._view(lib.llama_get_logits(self.pointer), n, n_vocabulary)
         if not np.isfinite(logits.max(axis=1)).all():
-            self.cache.forget()  # its cells would spoil every row
-            raise ScoresError(f"{self._path} gives scores that are not numbers; download or convert it again")
+            self.cache.forget()  # its cells would spoil every later evaluation
+            raise ScoresError(
+                f"{self.weights.path} gives scores that are not numbers; download or convert it again"
+            )
         return logits
 
     def hidden_rows(self, n: int) -> Rows:
-        """A view of hidden rows, of all positions or the scored ones: [n, E]."""
-        return self._view(nextn.hidden_rows(self.pointer), n, self.hidden_size)
+        """Return a view of the first `n` hidden rows, of all positions or only the scored ones: [n, E]."""
+        return self._view(nextn.hidden_rows(self.pointer), n, self.weights.hidden_size)
 
     def clear(self) -> None:
-        """Forget everything, including what is in the store."""
-        _ = self.pointer  # ClosedError if it is closed
+        """Empty the KV cache and the store."""
+        _ = self.pointer  # raises ClosedError if the context is closed
         self.cache.clear()
 
     def close(self) -> None:
-        """Free the context, once no view of its logits is left; more than once is allowed."""
+        """Free the context as soon as no view of its logits is left. Later calls do nothing."""
         self._handle = None
 
-    def _keep_hidden(self, rows: Sequence[int], segments: Sequence[Segment]) -> None:
-        """Note the hidden rows of tokens that have just been committed, not those of padding or a tree."""
+    def _keep_hidden(self, numbers: Sequence[int], segments: Sequence[Segment]) -> None:
+        """Record the hidden rows of the committed tokens, without padding and trees."""
         lengths = [len(segment.tokens) for segment in segments]
         hidden = parts(self.hidden_rows(sum(lengths)), lengths)
-        for row, segment, part in zip(rows, segments, hidden, strict=False):
-            sequence = self.cache.of_row[row]
+        for number, segment, part in zip(numbers, segments, hidden, strict=False):
+            sequence = self.cache.running[number]
             sequence.hidden.add(segment.start, part[: sequence.n - segment.start])
 
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
@@ -217,18 +225,18 @@ class Context:
 
 
 def parts(rows: Rows, lengths: Sequence[int]) -> list[Rows]:
-    """Views of consecutive rows."""
+    """Split rows into consecutive views of the given lengths."""
     ends = list(itertools.accumulate(lengths, initial=0))
     return [rows[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def leaves_main_memory(weights: Weights, options: ModelOptions) -> bool:
-    """Whether layers, and their cells, are in the memory of other devices."""
+    """Whether other devices hold layers and their cells of the KV cache."""
     return bool(weights.devices) or (runtime.can_offload() and options.offloads)
 
 
 def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | None, is_head: bool) -> Any:
-    """Make a llama_context; `other` is one whose KV cache it reads."""
+    """Make a llama_context; `other` is a llama_context whose KV cache it uses."""
     parameters = lib.llama_context_default_params()
     parameters.n_ctx = n_cells
     parameters.n_batch = parameters.n_ubatch = BATCH
@@ -240,7 +248,7 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
     if other is not None:
         parameters.ctx_other = other
     n_branches = 0 if is_head else N_BRANCHES
-    # Two more sequences: for garbage, and for what is copied.
+    # Two more sequences: one for garbage, one for copying.
     parameters.n_seq_max = 1 if keeps_states else _n_sequences(options) + n_branches + 2
     parameters.n_outputs_max = max(options.max_scored, parameters.n_seq_max)
     parameters.kv_unified = True
@@ -263,39 +271,39 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
 
 
 def _n_sequences(options: ModelOptions) -> int:
-    """Sequences for rows and prefixes: llama.cpp wants room for one row of logits for each."""
+    """Number of cached sequences: llama.cpp reserves one row of logits for each."""
     return max(2, min(N_SEQUENCES - 1, options.max_scored))
 
 
 def _n_branches(batch: Sequence[tuple[int, ForwardRequest]]) -> int:
-    """Sequences that the trees of some requests need beside the rows' own."""
+    """Number of llama.cpp sequences that the trees of a batch need, besides one for each request."""
     return sum([n_leaves(request.parents) - 1 for _, request in batch if request.parents is not None])
 
 
 def _can_restore_states(weights: Weights) -> bool:
-    """Not beside a sliding window: llama.cpp may have given away positions it would need."""
+    """Whether earlier states can be restored. With a sliding window, llama.cpp may have dropped positions."""
     return weights.facts.keeps_states and weights.facts.window is None
 
 
 def _free_context_size(weights: Weights, options: ModelOptions) -> int:
-    """The default size: by free main memory, or by that of the devices that compute the model."""
-    n_bytes, room = int(lib.llama_model_size(weights.pointer)), resources.available_bytes()
+    """Return the default size for the free memory of this machine, or of the devices that hold the layers."""
+    n_bytes, room = weights.facts.weights_bytes, resources.available_bytes()
     if weights.devices:
         free = sum(device_of(handle).free_bytes for handle in weights.devices)
-        room = max(0, free - n_bytes) if options.workers else free  # CPUs report all they have
+        room = max(0, free - n_bytes) if options.workers else free  # a worker's CPU reports all its memory
     elif runtime.can_offload() and options.offloads:
         gpus = [device for device in find_devices() if device.is_gpu]
-        room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights have been loaded
+        room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights are loaded already
     if weights.facts.keeps_states:
-        n_bytes, room = 0, room // 4  # every row has a context of its own
+        n_bytes, room = 0, room // 4  # each sequence gets its own context
     per_token = weights.kv_bytes_per_token(options)
     return default_context_size(weights.trained_context_size, per_token, n_bytes, room)
 
 
 def default_context_size(trained: int, kv_bytes_per_token: float, weights_bytes: int, room: int) -> int:
-    """Default tokens of a context, with `room` bytes of free memory.
+    """Return the default size of a context in tokens, with `room` bytes of free memory.
 
-    As many as the model was trained for if they fit, otherwise 4096, doubled as often as fits.
+    It is the size the model was trained for if that fits, otherwise 4096, doubled as often as fits.
     """
     n = min(DEFAULT_CONTEXT, trained)
     budget = min(room // CONTEXT_SHARE, max(weights_bytes, CONTEXT_BYTES))
@@ -307,12 +315,12 @@ def default_context_size(trained: int, kv_bytes_per_token: float, weights_bytes:
 
 
 def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
-    """Refuse a KV cache larger than the machine: the system would end the process, not the call."""
+    """Raise MemoryFullError if main memory cannot hold the KV cache: the system would kill the process."""
     if leaves_main_memory(weights, options):
         return
     n_bytes, room = weights.kv_bytes_per_token(options) * n_cells, resources.available_bytes()
     if n_bytes > room:
         raise MemoryFullError(
-            f"a context of {n_cells} tokens needs {n_bytes / 2**30:.1f} GiB, this machine has "
-            f"{room / 2**30:.1f} GiB to give; use a smaller context"
+            f"a context of {n_cells} tokens needs {n_bytes / 2**30:.1f} GiB, but only "
+            f"{room / 2**30:.1f} GiB are free; use a smaller context"
         )

@@ -1,10 +1,10 @@
-"""The target's own prediction heads (MTP, NextN) as a model that drafts: more layers over the same weights.
+"""The target's prediction heads (MTP, NextN) as a draft model: more layers over the same weights.
 
-A head predicts the next token from the embedding of the last one and the hidden row of the position before
-it: the target's row if the target has evaluated that position, otherwise a head's own. The target keeps its
-rows only for a while. If a row is lost, the head reads the next token with zeros, as it reads the first one,
-and drafts a little worse. A single head drafts any number of tokens; of several, each drafts one.
-tests/llama/test_heads.py, tests/llama/test_shared_head.py.
+A head predicts the next token from the embedding of the last token and a hidden row: what the last layer
+computed at the position before. The row is the target's if the target has evaluated that position, otherwise
+a head's own. The target keeps only its latest rows. For a row that is not known, as before the first token, a
+head gets zeros, and drafts a little worse. A single head drafts any number of tokens; of several heads, each
+drafts one. tests/llama/test_heads.py, tests/llama/test_shared_head.py.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from llamaspec.values import MTP, NO_TOKENS, TARGET, ForwardRequest, Logits, Tok
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
-    """Tokens for a head, and the hidden rows to read them with: each goes with the token behind it."""
+class HeadInput:
+    """The input of a head: tokens, each with the hidden row of the position before it."""
 
-    row: int
-    tokens: TokenArray  # [n] text, and draft tokens behind it
-    n_text: int  # at least 1; the target has evaluated all of them, perhaps not the last
-    n_scored: int  # 1 = logits and the hidden row of the last token are wanted; else 0
+    number: int  # of the sequence
+    tokens: TokenArray  # [n] text, then draft tokens
+    n_text: int  # at least 1; the target has evaluated all of these but perhaps the last
+    n_scored: int  # 1 = logits and the hidden row of the last token are wanted; otherwise 0
     hidden: HiddenRows  # the target's
-    own: HiddenRows  # the heads' own, behind the text
+    own: HiddenRows  # the heads' own, after the text
 
     @property
     def is_possible(self) -> bool:
@@ -49,14 +49,14 @@ class Reading:
 
     @property
     def keys(self) -> TokenArray:
-        """What stands for the tokens in a head's KV cache: draft tokens count as their complement.
+        """The tokens as a head's KV cache names them: draft tokens as their complement.
 
-        So a draft token that has become text is read again, with the target's hidden row.
+        So an accepted draft token is evaluated again, with the target's hidden row.
         """
         return np.concatenate([self.tokens[: self.n_text], ~self.tokens[self.n_text :]])
 
     def rows(self, start: int, hidden_size: int) -> Rows:
-        """The hidden rows for the tokens from `start` on: [n - start, E]; zeros where they are not known."""
+        """Return the hidden rows for the tokens from `start` on: [n - start, E], zeros if not known."""
         rows = np.zeros((len(self.tokens) - start, hidden_size), dtype=np.float32)
         n_text = max(0, self.n_text - start)
         self.hidden.fill(rows[:n_text], start - 1)
@@ -65,25 +65,25 @@ class Reading:
 
 
 class Head:
-    """A head with a KV cache of its own."""
+    """A head with its own KV cache."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def prepare(self, batch: Sequence[Reading]) -> list[int | ContextFullError]:
-        """Make room: for each how many of its tokens are read, or why it cannot be read."""
+    def prepare(self, batch: Sequence[HeadInput]) -> list[int | ContextFullError]:
+        """Make room; return for each input its number of cached tokens, or why there is no room."""
         return self.context.cache.prepare_all([
-            (each.row, ForwardRequest(MTP, each.keys, each.n_scored), 0) for each in batch
+            (each.number, ForwardRequest(MTP, each.keys, each.n_scored), 0) for each in batch
         ])  # fmt: skip
 
-    def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
-        """Read what has been prepared: logits [n_scored, V] and the hidden row [n_scored, E] of each."""
+    def evaluate(self, batch: Sequence[HeadInput]) -> list[tuple[Logits, Rows]]:
+        """Evaluate prepared inputs; return the logits [n_scored, V] and hidden row [n_scored, E] of each."""
         segments, new = [], []
         for each in batch:
-            held = self.context.cache.of_row[each.row]
-            rows = each.rows(held.n, self.context.hidden_size)
-            segments.append(Segment(held.number, held.n, each.tokens[held.n :], each.n_scored, rows))
-            new.append((each.row, each.keys[held.n :]))
+            held = self.context.cache.running[each.number]
+            rows = each.rows(held.n, self.context.weights.hidden_size)
+            segments.append(Segment(held.seq_id, held.n, each.tokens[held.n :], each.n_scored, rows))
+            new.append((each.number, each.keys[held.n :]))
         self.context.decode(segments)
         self.context.cache.commit(new)
         n_scored = [segment.n_scored for segment in segments]
@@ -92,16 +92,16 @@ class Head:
         hidden = parts(self.context.hidden_rows(sum(n_rows)), n_rows)
         return [(part, rows[len(rows) - len(part) :]) for part, rows in zip(logits, hidden, strict=True)]
 
-    def lacks(self, reading: Reading) -> bool:
-        """Whether something prepared is still to be read; EvaluationAbortedError if the text has changed."""
-        held = self.context.cache.of_row[reading.row]
-        if held.shared(reading.keys) < min(held.n, len(reading.tokens)):
-            raise _forgotten()
-        return held.n < len(reading.tokens)
+    def lacks(self, wanted: HeadInput) -> bool:
+        """Whether a prepared input must be evaluated; EvaluationAbortedError if it has changed since."""
+        held = self.context.cache.running[wanted.number]
+        if held.shared(wanted.keys) < min(held.n, len(wanted.tokens)):
+            raise _lost()
+        return held.n < len(wanted.tokens)
 
-    def release(self, row: int) -> None:
-        """End a row."""
-        self.context.cache.release(row)
+    def release(self, number: int) -> None:
+        """End a sequence."""
+        self.context.cache.release(number)
 
     def forget(self) -> None:
         """Empty the KV cache."""
@@ -109,69 +109,75 @@ class Head:
 
 
 class SharedHead:
-    """Gemma 4's assistant: its own weights, the target's KV cache; PairError if made for another target.
+    """Gemma 4's assistant: its own weights, the target's KV cache. PairError if made for another target.
 
-    It reads one token at a time: the last of the text with the target's hidden row, then its own draft tokens
-    with its own rows, all at the position behind what the target has evaluated. So rejected draft tokens must
-    be out of the target's cache before.
+    It evaluates one token at a time: first the last of the text, with the target's hidden row, then its own
+    draft tokens, with its own rows. All of them have the position after those that the target has evaluated,
+    so rejected draft tokens must be removed from the target's cache before.
     """
 
     def __init__(self, weights: Weights, target: LlamaModel, abort: AbortFlag) -> None:
         if weights.hidden_size != target.weights.hidden_size or target.weights.facts.architecture != "gemma4":
-            raise PairError(f"{weights.path} drafts for another target than {target.path}; name that")
-        self.context = target.context_beside(weights, abort)
+            raise PairError(
+                f"{weights.path} was made for another target than {target.path}; name its own target"
+            )
+        self.context = target.open_shared_head(weights, abort)
         self._target = target
 
-    def prepare(self, batch: Sequence[Reading]) -> list[int | ContextFullError]:
-        """Take rejected draft tokens out of the target's cache; all tokens but the last count as read."""
-        return [self._prepared(reading) if reading.n_scored else len(reading.tokens) for reading in batch]
+    def prepare(self, batch: Sequence[HeadInput]) -> list[int | ContextFullError]:
+        """Remove rejected draft tokens from the target's cache. All tokens but the last count as cached."""
+        return [self._prepare(each) if each.n_scored else len(each.tokens) for each in batch]
 
-    def evaluate(self, batch: Sequence[Reading]) -> list[tuple[Logits, Rows]]:
-        """Read the last token of each: logits [1, V] and the hidden row [1, E]."""
+    def evaluate(self, batch: Sequence[HeadInput]) -> list[tuple[Logits, Rows]]:
+        """Evaluate the last token of each input; return its logits [1, V] and hidden row [1, E]."""
         segments = []
-        for reading in batch:
-            cached = self._target.cached(reading.row)
+        for each in batch:
+            cached = self._target.cached(each.number)
             assert cached is not None  # prepared
-            rows = reading.rows(len(reading.tokens) - 1, self.context.hidden_size)
-            segments.append(Segment(cached.number, reading.n_text - 1, reading.tokens[-1:], 1, rows))
+            rows = each.rows(len(each.tokens) - 1, self.context.weights.hidden_size)
+            segments.append(Segment(cached.seq_id, each.n_text - 1, each.tokens[-1:], 1, rows))
         self.context.decode(segments)
         logits, hidden = self.context.logits(len(batch)), self.context.hidden_rows(len(batch))
         return [(logits[i : i + 1], hidden[i : i + 1]) for i in range(len(batch))]
 
-    def lacks(self, reading: Reading) -> bool:
-        """Whether there is something to read; EvaluationAbortedError if the target has forgotten the text."""
-        cached = self._target.cached(reading.row)
-        if cached is None or cached.n != reading.n_text - 1:
-            raise _forgotten()
-        return bool(reading.n_scored)
+    def lacks(self, wanted: HeadInput) -> bool:
+        """Whether a prepared input must be evaluated; EvaluationAbortedError if the target has dropped it."""
+        cached = self._target.cached(wanted.number)
+        if cached is None or cached.n != wanted.n_text - 1:
+            raise _lost()
+        return bool(wanted.n_scored)
 
-    def release(self, row: int) -> None:
-        """Nothing is kept of a row."""
+    def release(self, number: int) -> None:
+        """Do nothing: the target's KV cache is not this head's."""
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the target's KV cache is not this head's."""
 
-    def _prepared(self, reading: Reading) -> int | ContextFullError:
-        n_evaluated = reading.n_text - 1
-        request = ForwardRequest(TARGET, reading.tokens[: reading.n_text])
-        if not n_evaluated or list(self._target.prepare([(reading.row, request, 0)])) != [n_evaluated]:
-            return ContextFullError("the target has not cached this text")
-        return len(reading.tokens) - 1
+    def _prepare(self, wanted: HeadInput) -> int | ContextFullError:
+        n_evaluated = wanted.n_text - 1
+        request = ForwardRequest(TARGET, wanted.tokens[: wanted.n_text])
+        if not n_evaluated or list(self._target.prepare([(wanted.number, request, 0)])) != [n_evaluated]:
+            return ContextFullError("the target has not cached this sequence")
+        return len(wanted.tokens) - 1
 
 
 class PredictionHeads:
-    """The heads of a target that was loaded with `ModelOptions(heads=True)`, and stays open.
+    """The heads of a target that was loaded with `ModelOptions(heads=True)` and stays open.
 
-    Of `options`, threads and types of the KV cache count; default as the target's. `path` is a head in a file
-    of its own, which reads the target's KV cache.
+    Only the threads and cache types of `options` matter; the target's are the default. `path` is a separate
+    file with a head that uses the target's KV cache.
 
     Raises
     ------
     PairError
-        The file has no heads, llama.cpp cannot compute them, or they are another target's.
+        The file has no heads, llama.cpp cannot compute them, or they were made for another target.
     MemoryFullError
         The machine has no room for their KV cache.
     """
+
+    max_scored = DRAFT_SCORED
+    max_chunked_prefill = 0
+    n_cells = None
 
     def __init__(
         self,
@@ -190,18 +196,15 @@ class PredictionHeads:
         )
         self._target, self.path = target, path or target.path
         self.vocabulary_size, self.context_size = target.vocabulary_size, target.context_size
-        self.max_scored, self.max_chunked_prefill = DRAFT_SCORED, 0
-        self.n_cells: int | None = None
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
         self._heads: list[Head | SharedHead] = []
         self._abort = AbortFlag()
         try:
             if path is not None:
-                at_home = replace(options, workers=(), devices=None, tensor_split=())
-                with closing(Weights(path, at_home, on_load)) as weights:  # the context keeps what it needs
+                local = replace(options, workers=(), devices=None, tensor_split=())
+                with closing(Weights(path, local, on_load)) as weights:  # the context keeps them alive
                     check_pair(target.vocabulary, weights.vocabulary)
                     self._heads.append(SharedHead(weights, target, self._abort))
-            # A context for each: its KV cache holds what this head has read.
             for i in range(n_heads if path is None else 0):
                 store = PrefixStore(beside=target.store)
                 context = Context(target.weights, options, head=i, abort=self._abort, store=store)
@@ -210,51 +213,51 @@ class PredictionHeads:
             self.close()
             raise
         self.batch_size = self.prompt_chunk = self._heads[0].context.batch_size
-        # By row: text and draft tokens, and the hidden rows that the heads made of the last of them.
+        # By the number of the sequence: its tokens with the draft, and the heads' hidden rows of the last.
         self._own: dict[int, tuple[TokenArray, HiddenRows]] = {}
 
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | ContextFullError]:
-        """Make room for requests: how many tokens of each need not be read, or why there is no draft.
+        """Make room for requests; return for each its number of cached tokens, or why it gets no draft.
 
-        ValueError if a request scores more than its last token, or llama.cpp would abort.
+        Raises ValueError if a request scores more than its last token, or if llama.cpp would abort.
         """
-        readings = [self._reading(row, request) for row, request, _ in batch]
+        inputs = [self._input(number, request) for number, request, _ in batch]
         answers: list[list[int | ContextFullError]] = [[] for _ in batch]
         for i, head in enumerate(self._heads):
-            asked = [n for n, each in enumerate(readings) if each.is_possible and self._reads(i, each)]
-            for n, answer in zip(asked, head.prepare([readings[n] for n in asked]), strict=True):
+            asked = [n for n, each in enumerate(inputs) if each.is_possible and self._uses(i, each)]
+            for n, answer in zip(asked, head.prepare([inputs[n] for n in asked]), strict=True):
                 answers[n].append(answer)
-        return [_least(*each) for each in zip(readings, answers, strict=True)]
+        return [_combine(*each) for each in zip(inputs, answers, strict=True)]
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
-        """Evaluate prepared requests: views [n_logits, V] float32, valid until the next call.
+        """Evaluate prepared requests; return a view of the logits of each, valid until the next call.
 
-        EvaluationAbortedError if `abort` was called, or the target has forgotten a text since `prepare`.
-        EvaluationError, MemoryFullError or ScoresError if llama.cpp failed, or the logits are not numbers;
-        then the KV cache of a head is empty.
+        The views have shape [n_logits, V]. Raises EvaluationAbortedError if `abort` was called or the target
+        has dropped a sequence since `prepare`, and EvaluationError, MemoryFullError or ScoresError if
+        llama.cpp failed or the logits are not finite; in the latter case the KV cache of a head is empty.
         """
-        readings = [self._reading(row, request) for row, request in batch]
-        if not all(reading.is_possible for reading in readings):
-            raise _forgotten()
+        inputs = [self._input(number, request) for number, request in batch]
+        if not all(each.is_possible for each in inputs):
+            raise _lost()
         logits: list[Logits] = [np.empty((0, self.vocabulary_size), dtype=np.float32) for _ in batch]
         for i, head in enumerate(self._heads):
-            asked = [n for n, each in enumerate(readings) if self._reads(i, each) and head.lacks(each)]
-            answers = head.evaluate([readings[n] for n in asked]) if asked else []
+            asked = [n for n, each in enumerate(inputs) if self._uses(i, each) and head.lacks(each)]
+            answers = head.evaluate([inputs[n] for n in asked]) if asked else []
             for n, (scores, rows) in zip(asked, answers, strict=True):
                 logits[n] = scores
                 if len(rows):
-                    self._keep(readings[n], rows[-1:])
+                    self._keep(inputs[n], rows[-1:])
         return logits
 
-    def can_share(self, row: int) -> bool:
-        """Rows are evaluated together."""
+    def can_share(self, number: int) -> bool:
+        """Return True: sequences are always evaluated together."""
         return True
 
-    def release(self, row: int) -> None:
-        """End a row. What the heads have read of it may serve others."""
+    def release(self, number: int) -> None:
+        """End a sequence. Its tokens in the heads' KV caches may serve others."""
         for head in self._heads:
-            head.release(row)
-        self._own.pop(row, None)
+            head.release(number)
+        self._own.pop(number, None)
 
     def forget(self) -> None:
         """Empty the KV caches."""
@@ -263,30 +266,30 @@ class PredictionHeads:
             head.forget()
 
     def abort(self) -> None:
-        """End a running evaluation soon; from any thread."""
+        """Abort the running evaluation; may be called from any thread."""
         self._abort.set()
 
     def close(self) -> None:
-        """Free the contexts; more than once is allowed."""
+        """Free the contexts. Later calls do nothing."""
         for head in self._heads:
             head.context.close()
 
-    def _reads(self, i: int, reading: Reading) -> bool:
-        """Whether head `i` reads this: all heads read a prompt, one drafts."""
-        n_drafted = len(reading.tokens) - reading.n_text
-        return not reading.n_scored or i == (0 if self.longest is None else n_drafted)
+    def _uses(self, i: int, wanted: HeadInput) -> bool:
+        """Whether head `i` evaluates an input: all heads process a prompt, one head drafts a token."""
+        n_drafted = len(wanted.tokens) - wanted.n_text
+        return not wanted.n_scored or i == (0 if self.longest is None else n_drafted)
 
-    def _reading(self, row: int, request: ForwardRequest) -> Reading:
+    def _input(self, number: int, request: ForwardRequest) -> HeadInput:
         self._target.check(request)
         if request.n_scored > 1 or len(request.draft):
             raise ValueError("a prediction head scores the last token only")
-        tokens, cached = request.tokens, self._target.cached(row)
+        tokens, cached = request.tokens, self._target.cached(number)
         n_evaluated = 0 if cached is None else cached.shared(tokens)
-        drafted, own = self._own.get(row, (NO_TOKENS, HiddenRows()))
+        drafted, own = self._own.get(number, (NO_TOKENS, HiddenRows()))
         if not len(drafted) == n_common(drafted, tokens) < len(tokens):
             own = HiddenRows()
-        return Reading(
-            row=row,
+        return HeadInput(
+            number=number,
             tokens=tokens,
             n_text=min(n_evaluated + 1, len(tokens)),
             n_scored=request.n_scored,
@@ -294,22 +297,22 @@ class PredictionHeads:
             own=own,
         )
 
-    def _keep(self, reading: Reading, rows: Rows) -> None:
-        """Note the hidden row behind the last token, [1, E]: the next draft token needs it."""
-        is_drafted = len(reading.tokens) > reading.n_text
-        own = reading.own if is_drafted else HiddenRows()
-        own.add(len(reading.tokens) - 1, rows)
-        self._own[reading.row] = reading.tokens, own
+    def _keep(self, evaluated: HeadInput, rows: Rows) -> None:
+        """Keep the hidden row of the last token, [1, E]: the next draft token needs it."""
+        is_drafted = len(evaluated.tokens) > evaluated.n_text
+        own = evaluated.own if is_drafted else HiddenRows()
+        own.add(len(evaluated.tokens) - 1, rows)
+        self._own[evaluated.number] = evaluated.tokens, own
 
 
-def _least(reading: Reading, answers: Sequence[int | ContextFullError]) -> int | ContextFullError:
+def _combine(wanted: HeadInput, answers: Sequence[int | ContextFullError]) -> int | ContextFullError:
     """Combine the answers of several heads to one request."""
     if not answers:
-        reason = "no head drafts so far ahead" if reading.is_possible else "the hidden rows are not known"
+        reason = "no head drafts so far ahead" if wanted.is_possible else "the hidden rows are not known"
         return ContextFullError(reason)
     faults = [answer for answer in answers if isinstance(answer, ContextFullError)]
     return faults[0] if faults else min(answer for answer in answers if isinstance(answer, int))
 
 
-def _forgotten() -> EvaluationAbortedError:
-    return EvaluationAbortedError("the target has forgotten a text; prepare again")
+def _lost() -> EvaluationAbortedError:
+    return EvaluationAbortedError("the target has dropped a sequence; prepare it again")

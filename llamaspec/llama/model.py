@@ -1,8 +1,8 @@
-"""A GGUF model that evaluates rows of tokens, computed by llama.cpp: the engine's `Model`.
+"""A GGUF model computed by llama.cpp: the engine's `Model`.
 
-If the KV cache is made of keys and values, all rows share one context; long prompts may be processed in
-another one. If layers keep recurrent states, every row has a context of its own, because such memories cannot
-be rolled back side by side.
+If the model caches keys and values, all sequences share one context; a second one may process long prompts.
+If layers keep recurrent states, each sequence has its own context, because llama.cpp cannot roll back several
+of them in one.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.prompt_reader import make_reader
+from llamaspec.llama.prompt_processor import make_processor
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
 from llamaspec.values import CHUNK, TARGET, ForwardRequest, Logits, TokenArray
 
 TILE = 64  # positions
-STORE_SHARE, MOST_STORED = 4, 8 << 30  # of the free memory, and bytes
-N_READ, N_DRAFTED, N_REJECTED = 16, 4, 2  # tokens of a trial of the memory
+STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # the store takes at most 1 / STORE_SHARE of the free memory
+N_TEXT, N_DRAFT, N_REJECTED = 16, 4, 2  # tokens of `try_memory`
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """The size of the KV cache, and what is left of it after the last draft tokens were rejected."""
+    """The size of the KV cache, and how much of it survived a rejection of draft tokens in a trial."""
 
     bytes_per_token: float
-    fixed_bytes: int  # of states, whatever the length of the text
-    n_right: int  # tokens of the trial that stayed right
-    n_kept: int  # of them, those that the memory still held
+    fixed_bytes: int  # of states, at any length
+    n_right: int  # tokens before the rejected ones
+    n_kept: int  # of these, tokens that were still cached
 
     @property
-    def n_reread(self) -> int:
-        """Tokens that had to be read again."""
+    def n_repeated(self) -> int:
+        """Number of tokens that were evaluated again."""
         return self.n_right - self.n_kept
 
     def size(self, n_ctx: int) -> int:
-        """Bytes for a whole context."""
+        """Return the bytes of a full context."""
         return self.fixed_bytes + round(self.bytes_per_token * n_ctx)
 
 
@@ -63,11 +63,11 @@ class LlamaModel:
         A GGUF file.
     options : ModelOptions
     on_load : callable, optional
-        Called with the fraction that is loaded.
+        Called with the loaded fraction.
     weights : Weights, optional
-        Of the same file, if they are loaded already; the caller closes them.
+        The weights of the file if they are loaded already; the caller closes them.
     store : PrefixStore, optional
-        Of another model, whose memory for finished sequences this model shares; default: memory of its own.
+        Another model's store, whose limit this model's store shares; default: a limit of its own.
 
     Raises
     ------
@@ -91,9 +91,6 @@ class LlamaModel:
         self._owns_weights = weights is None
         self.vocabulary = self.weights.vocabulary
         self.vocabulary_size = self.vocabulary.size  # V, the number of logits for each position
-        self.trained_context_size = self.weights.trained_context_size
-        # Some layers keep states: no padding, no trees of draft tokens, a context for each row.
-        self.keeps_states = self.weights.facts.keeps_states
         self._abort = AbortFlag()
         own_bytes = default_store_bytes(self.weights.facts.weights_bytes) if store is None else 0
         self.store = PrefixStore(own_bytes, beside=store)
@@ -101,53 +98,78 @@ class LlamaModel:
         try:
             if self.weights.facts.architecture in PARTS:  # llama.cpp cannot evaluate it alone
                 raise ModelFileError(
-                    f"{path} is no whole model but a part of one ({self.weights.facts.architecture}); "
-                    "give a whole one"
+                    f"{path} is only a part of a model ({self.weights.facts.architecture}); "
+                    "give the whole model"
                 )
             context = self._open(self.weights, self.options)
         except BaseException:
             if self._owns_weights:
                 self.weights.close()
             raise
-        self._contexts = [context]  # more only if every row has its own
-        self.context_size = context.context_size
-        self.batch_size = context.batch_size
-        self._chunk = self.batch_size
-        self._shares = True  # rows take over what others have computed
-        self.reader = make_reader(self.weights, self.options, context, self._open)
-        self.max_scored = context.max_scored
+        self._contexts = [context]  # one for each sequence if layers keep states, otherwise one
+        self.prompt_processor = make_processor(self.weights, self.options, context, self._open)
         self.max_chunked_prefill = (
             0 if self.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
         )
 
     @property
+    def context_size(self) -> int:
+        """The longest sequence, in tokens."""
+        return self._contexts[0].context_size
+
+    @property
+    def trained_context_size(self) -> int:
+        """The longest sequence that the model was trained on, in tokens."""
+        return self.weights.trained_context_size
+
+    @property
+    def batch_size(self) -> int:
+        """Maximum number of positions in one evaluation."""
+        return self._contexts[0].batch_size
+
+    @property
+    def max_scored(self) -> int:
+        """Maximum number of positions in one evaluation that have logits."""
+        return self._contexts[0].max_scored
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether layers keep states: then there is no padding, no draft tree, and a context per sequence."""
+        return self.weights.facts.keeps_states
+
+    @property
     def n_cells(self) -> int | None:
-        """Tokens that all rows together can cache; None if each has a context of its own."""
+        """Number of tokens that all sequences together can cache; None if each has its own context."""
         return None if self.keeps_states else self._contexts[0].cache.size
 
     def n_cached(self, tokens: TokenArray) -> int:
-        """How many of the first of some tokens need not be evaluated again."""
+        """Return how many of the first tokens need not be evaluated again."""
         return max(context.cache.n_known(tokens) for context in self._contexts)
 
     @property
     def prompt_chunk(self) -> int:
-        """Positions of a prompt to evaluate at once while no other row waits."""
-        return (self.reader and self.reader.chunk) or self._chunk
+        """Number of prompt positions to evaluate at once if no other sequence waits."""
+        chunk = self.prompt_processor and self.prompt_processor.chunk
+        return chunk or (self.batch_size if self._shares else min(CHUNK, self.batch_size))
 
-    def isolate_texts(self) -> None:
-        """Compute every row as if it were alone, for models that round differently at other widths.
+    @property
+    def _shares(self) -> bool:
+        """Whether sequences may use what was computed for others."""
+        return self._contexts[0].cache.shares
 
-        Rows take over nothing from each other, and prompts are processed in equal parts, beside no other row.
+    def isolate_sequences(self) -> None:
+        """Compute each sequence as if it were alone, because this model rounds differently at other widths.
+
+        Sequences share no cached tokens, and prompts are processed alone, in equal parts.
         """
-        self._shares, self.max_chunked_prefill = False, 0
-        self._chunk = min(CHUNK, self.batch_size)
+        self.max_chunked_prefill = 0
         for context in self._contexts:
             context.cache.shares = False
 
-    def can_share(self, row: int) -> bool:
-        """Whether other rows may take part in the next evaluation of a row, and padding."""
-        is_apart = self.reader is not None and self.reader.is_reading(row)
-        return not (self.keeps_states or is_apart)
+    def can_share(self, number: int) -> bool:
+        """Whether the next evaluation of a sequence may include other sequences and padding."""
+        processor = self.prompt_processor
+        return not (self.keeps_states or (processor is not None and processor.is_processing(number)))
 
     @property
     def description(self) -> str:
@@ -155,99 +177,100 @@ class LlamaModel:
         return self.weights.description
 
     def metadata(self, key: str) -> str | None:
-        """One metadata entry of the file as text; None if there is none."""
+        """Return a metadata entry of the file as text; None if there is none."""
         return self.weights.metadata(key)
 
     def facts(self) -> ModelFacts:
-        """What the weights are."""
+        """Return facts about the weights."""
         return self.weights.facts
 
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | ContextFullError]:
-        """Make room for requests: how many tokens of each are cached, or why there is no room.
+        """Make room for requests; return for each its number of cached tokens, or why there is no room.
 
-        ValueError if a request is not possible: llama.cpp would abort the process.
+        Raises ValueError for an impossible request, on which llama.cpp would abort the process.
         """
         for _, request, _ in batch:
             self.check(request)
         if self.keeps_states:
             return [self._prepare_alone(entry) for entry in batch]
         answers = self._contexts[0].cache.prepare_all(batch)
-        if self.reader is None:
+        if self.prompt_processor is None:
             return answers
-        return [self.reader.prepare(entry, each) for entry, each in zip(batch, answers, strict=True)]
+        return [self.prompt_processor.prepare(*each) for each in zip(batch, answers, strict=True)]
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
-        """Evaluate prepared requests: views [n_logits + K, V] float32, valid until the next call.
+        """Evaluate prepared requests; return a view of the logits of each, valid until the next call.
 
-        EvaluationAbortedError if `abort` was called. EvaluationError, MemoryFullError or ScoresError if
-        llama.cpp failed, or the logits are not numbers; then the KV cache is empty.
+        The views have shape [n_scored, V]. Raises EvaluationAbortedError if `abort` was called, and
+        EvaluationError, MemoryFullError or ScoresError if llama.cpp failed or the logits are not finite; in
+        the latter case the KV cache is empty.
         """
-        if self.reader is not None and len(batch) == 1 and not batch[0][1].n_scored:
-            return self.reader.evaluate(*batch[0])
+        if self.prompt_processor is not None and len(batch) == 1 and not batch[0][1].n_scored:
+            return self.prompt_processor.evaluate(*batch[0])
         context = self._context(batch[0][0])
         assert context is not None  # prepared
         return context.evaluate(batch, n_padding)
 
-    def forward(self, request: ForwardRequest, row: int = -1) -> Logits:
-        """Prepare and evaluate one request, beside no other row; raises ContextFullError, too."""
-        (n_cached,) = self.prepare([(row, request, 0)])
+    def forward(self, request: ForwardRequest, number: int = -1) -> Logits:
+        """Prepare and evaluate a single request. Raises ContextFullError if it has no room."""
+        (n_cached,) = self.prepare([(number, request, 0)])
         if isinstance(n_cached, ContextFullError):
             raise n_cached
         while request.n_tokens - n_cached > self.batch_size:
             n_cached = min(n_cached + self.batch_size, request.n_before)
-            self.evaluate([(row, request.prefill(n_cached))])
-        return self.evaluate([(row, request)])[0]
+            self.evaluate([(number, request.prefill(n_cached))])
+        return self.evaluate([(number, request)])[0]
 
-    def release(self, row: int) -> None:
-        """End a row. What is cached of it may serve others, until its room is needed."""
-        context = self._context(row)
-        if self.reader is not None:
-            self.reader.release(row)
+    def release(self, number: int) -> None:
+        """End a sequence. Its cached tokens may serve others until their room is needed."""
+        context = self._context(number)
+        if self.prompt_processor is not None:
+            self.prompt_processor.release(number)
         if context is not None:
-            context.cache.release(row)
+            context.cache.release(number)
 
     def forget(self) -> None:
         """Empty the KV cache and the store, as if nothing had been evaluated."""
         for context in self._contexts:
             context.clear()
-        if self.reader is not None:
-            self.reader.forget()
+        if self.prompt_processor is not None:
+            self.prompt_processor.forget()
 
     def store_finished(self) -> None:
-        """Have the sequences that have ended in the store."""
+        """Move or copy all finished sequences to the store."""
         for context in self._contexts:
             context.cache.store_finished()
 
     def abort(self) -> None:
-        """End a running evaluation, or else the next one, soon; from any thread."""
+        """Abort the running evaluation, or otherwise the next one; may be called from any thread."""
         self._abort.set()
 
-    def cached(self, row: int) -> CachedSequence | None:
-        """What the KV cache holds of a row, with its last hidden rows; None before its first request."""
-        context = self._context(row)
-        return None if context is None else context.cache.of_row[row]
+    def cached(self, number: int) -> CachedSequence | None:
+        """Return the cached tokens of a sequence and their hidden rows; None before its first request."""
+        context = self._context(number)
+        return None if context is None else context.cache.running[number]
 
     def cache_use(self) -> tuple[int, int]:
-        """Tokens that the KV cache holds, and how many it could: of all contexts, from any thread."""
+        """Return the numbers of used and of all KV cells, in all contexts; may be called from any thread."""
         caches = [context.cache for context in list(self._contexts)]
         return sum(cache.n_used for cache in caches), sum(cache.size for cache in caches)
 
-    def context_beside(self, weights: Weights, abort: AbortFlag) -> Context:
-        """A context for a prediction head with weights of its own, which reads this model's KV cache."""
+    def open_shared_head(self, weights: Weights, abort: AbortFlag) -> Context:
+        """Open a context for a prediction head with its own weights that uses this model's KV cache."""
         options = replace(self.options, n_ctx=self.context_size)
         return Context(weights, options, head=0, other=self._contexts[0], abort=abort)
 
     def try_memory(self) -> MemoryFacts:
-        """Find out by trying how much the KV cache needs and how it goes back; it is emptied."""
-        tokens, context, sizes = np.ones(N_READ + N_DRAFTED, dtype=np.int32), self._contexts[0], []
+        """Measure by a trial how large the KV cache is and how it rolls back. Empties the KV cache."""
+        tokens, context, sizes = np.ones(N_TEXT + N_DRAFT, dtype=np.int32), self._contexts[0], []
         try:
-            for n in (1, N_READ):
+            for n in (1, N_TEXT):
                 self.forget()
                 self.forward(ForwardRequest(TARGET, tokens[:n]))
-                number = context.cache.of_row[-1].number
-                sizes.append(int(lib.llama_state_seq_get_size(context.pointer, number)))
-            per_token = (sizes[1] - sizes[0]) / (N_READ - 1)
-            self.forward(ForwardRequest(TARGET, tokens, min(N_DRAFTED + 1, self.max_scored)))
+                seq_id = context.cache.running[-1].seq_id
+                sizes.append(int(lib.llama_state_seq_get_size(context.pointer, seq_id)))
+            per_token = (sizes[1] - sizes[0]) / (N_TEXT - 1)
+            self.forward(ForwardRequest(TARGET, tokens, min(N_DRAFT + 1, self.max_scored)))
             tokens[-N_REJECTED:] = 0
             (n_kept,) = self.prepare([(-1, ForwardRequest(TARGET, tokens), 0)])
             n_kept = n_kept if isinstance(n_kept, int) else 0
@@ -271,11 +294,11 @@ class LlamaModel:
                 raise ValueError(f"token ids must be from 0 to {self.vocabulary.size - 1}")
 
     def close(self) -> None:
-        """Free everything; more than once is allowed."""
+        """Free everything. Later calls do nothing."""
         for context in self._contexts:
             context.close()
-        if self.reader is not None:
-            self.reader.close()
+        if self.prompt_processor is not None:
+            self.prompt_processor.close()
         if self._owns_weights:
             self.weights.close()
 
@@ -287,23 +310,23 @@ class LlamaModel:
     ) -> None:
         self.close()
 
-    def _context(self, row: int) -> Context | None:
-        """The context that holds a row's sequence; None before its first request."""
+    def _context(self, number: int) -> Context | None:
+        """Return the context that holds a sequence; None before its first request."""
         for context in self._contexts:
-            if row in context.cache.of_row:
+            if number in context.cache.running:
                 return context
         return None
 
     def _prepare_alone(self, entry: Prepared) -> int | ContextFullError:
-        """Prepare in the row's own context: the free one that knows most of the sequence, or a new one."""
-        row, request, _ = entry
-        context = self._context(row)
+        """Prepare a request in its own context: the free one that holds most of its tokens, or a new one."""
+        number, request, _ = entry
+        context = self._context(number)
         if context is None:
-            free = [context for context in self._contexts if not context.cache.of_row]
+            free = [context for context in self._contexts if not context.cache.running]
             if not free and len(self._contexts) >= N_SEQUENCES:
-                return ContextFullError(f"{N_SEQUENCES} texts are running already; wait for one to end")
+                return ContextFullError(f"{N_SEQUENCES} completions are running already; wait for one to end")
             if not free:
-                # Of the same size, though the memory that is free may have changed.
+                # The size is that of the first context: free memory may have changed since.
                 free = [self._open(self.weights, replace(self.options, n_ctx=self.context_size))]
                 free[0].cache.shares = self._shares
                 self._contexts += free
@@ -312,12 +335,15 @@ class LlamaModel:
 
 
 def default_store_bytes(weights_bytes: int) -> int:
-    """Default size of the store: a quarter of the memory that the weights leave, at most 8 GiB."""
-    return min(max(0, resources.available_bytes() - weights_bytes) // STORE_SHARE, MOST_STORED)
+    """Return the default limit of the store: a quarter of the memory besides the weights, at most 8 GiB."""
+    return min(max(0, resources.available_bytes() - weights_bytes) // STORE_SHARE, MAX_STORE_BYTES)
 
 
 def _max_chunked_prefill(weights: Weights, options: ModelOptions, context: Context) -> int:
-    """On CPUs flash attention over f16 adds in another order if 64 positions are evaluated at once."""
+    """Return the widest evaluation that rounds like a narrow one.
+
+    On CPUs, flash attention over f16 adds up in another order from 64 positions on.
+    """
     types = options.cache_type_k, options.cache_type_v
     is_tiled = options.flash_attention != "off" and types == ("f16", "f16")
     if not is_tiled or leaves_main_memory(weights, options):

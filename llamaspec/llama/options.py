@@ -48,7 +48,7 @@ class ModelOptions:
     n_cells: int | None = None  # KV cache shared by all rows, in tokens; None = as n_ctx
     max_scored: int = BATCH  # positions whose logits one evaluation can return
     repack: bool = True  # let llama.cpp rearrange weights for faster kernels
-    reads_apart: bool = True  # process long prompts without that, if it was measured to be faster
+    prompt_context: bool = True  # process long prompts without that, if it was measured to be faster
     devices: tuple[str, ...] | None = None  # llama.cpp's names; None = workers and all GPUs, () = none
     tensor_split: tuple[float, ...] = ()  # shares of the layers, device by device; () = by free memory
     workers: tuple[str, ...] = ()  # HOST:PORT of RPC workers, whose devices are RPC0, RPC1, ...
@@ -123,7 +123,7 @@ def exact(options: ModelOptions, *, chooses_values: bool = True) -> ModelOptions
 
     ValueError if the caller has chosen options that rule this out.
     """
-    options = replace(options, reads_apart=False)  # with other kernels
+    options = replace(options, prompt_context=False)  # it has other kernels
     if options.has_one_attention or (options.offloads and (options.workers or runtime.can_offload())):
         return options
     if options.flash_attention == "off":

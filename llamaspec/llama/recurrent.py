@@ -1,10 +1,11 @@
-"""The cache of a context whose layers keep recurrent states (Mamba, RWKV, hybrids): one row, checkpoints.
+"""The cache of a context whose layers keep recurrent states (Mamba, RWKV, hybrids): one sequence.
 
-Every token overwrites a state, so llama.cpp cannot forget a part of it. It goes back to an earlier state that
-llama.cpp kept itself (`n_rs_seq`; right only within the last evaluation, though llama.cpp allows more), or to
-a checkpoint copied before an evaluation; the tokens since then are evaluated again. Keys and values of a
-hybrid are cut as always. Rows cannot share such a memory, so every row has a context of its own. When another
-row takes the context, the state of the sequence before it goes to the store, with its checkpoints.
+A state is overwritten with every token, so llama.cpp cannot forget a part of it. To roll back, the cache
+returns to an earlier state and the tokens since then are evaluated again. The earlier state is one that
+llama.cpp kept (`n_rs_seq`; it is right only within the last evaluation, though llama.cpp allows more), or a
+checkpoint that was copied before an evaluation. The keys and values of a hybrid are cut as usual. Sequences
+cannot share such a memory, so each has its own context. When another sequence starts in a context, the state
+of the previous one goes to the store, with its checkpoints.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.cells import CachedSequence, copy_state, put_state
-from llamaspec.llama.kv_cache import WORTH_COPYING, Prepared
+from llamaspec.llama.kv_cache import MIN_COPIED, Prepared
 from llamaspec.llama.prefix_store import Checkpoint, Node, PrefixStore
 from llamaspec.values import ForwardRequest, TokenArray
 
-MOST = 4  # checkpoints
-SPACING = 8  # tokens between two checkpoints while positions are scored one by one, as a draft's are
+MAX_CHECKPOINTS = 4
+SPACING = 8  # minimum number of tokens between two checkpoints, unless a long draft is verified
 SEQUENCE = 0  # llama.cpp's seq_id
 _FLAGS = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class RecurrentCache:
-    """What a context with recurrent states holds, for one row at a time; the methods are the KV cache's.
+    """The memory of a context with recurrent states: one sequence at a time. Its methods are the KV cache's.
 
-    `size` is the length of the longest sequence; `can_restore` says whether llama.cpp can put a state back.
+    `size` is the length of the longest sequence. `can_restore` says whether llama.cpp can restore a state.
     """
 
     def __init__(self, context: Any, size: int, *, can_restore: bool, store: PrefixStore) -> None:
@@ -40,109 +41,109 @@ class RecurrentCache:
         self._store, self._can_restore = store, can_restore
         self._checkpoints: list[Checkpoint] = []  # ascending
         self._held = CachedSequence(SEQUENCE)
-        self.of_row: dict[int, CachedSequence] = {}  # at most one
-        self._is_settled = True  # no evaluation was interrupted, so llama.cpp holds only what is noted
-        self.shares = True  # a row takes over what an earlier one has computed
-        self._n_states_back = int(lib.llama_n_rs_seq(context))  # that llama.cpp keeps itself
-        self._n_last = 0  # tokens of the last evaluation, after which nothing was taken back
+        self.running: dict[int, CachedSequence] = {}  # by the number of the running sequence; at most one
+        self._is_settled = True  # llama.cpp holds what is recorded here: no evaluation was interrupted
+        self.shares = True  # a sequence may use what was computed for earlier ones
+        self._n_states_back = int(lib.llama_n_rs_seq(context))  # earlier states that llama.cpp keeps
+        self._n_last = 0  # tokens of the last evaluation; 0 once some of them were removed
 
     @property
     def n_used(self) -> int:
-        """Tokens of the sequence that is held."""
+        """Number of tokens of the sequence."""
         return self._held.n
 
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
-        """Prepare the row; return how many of its tokens are cached."""
-        ((row, request, _),) = batch
+        """Prepare the only request; return its number of cached tokens."""
+        ((number, request, _),) = batch
         n_before = request.n_before
-        if row not in self.of_row:
-            self._start_row(request.tokens[:n_before])
-            self.of_row = {row: self._held}
+        if number not in self.running:
+            self._start(request.tokens[:n_before])
+            self.running = {number: self._held}
         n_shared = self._held.shared(request.tokens)
         if n_shared == n_before == request.n_tokens:
-            return [n_shared]  # and keep what follows: it may be wanted next
+            return [n_shared]  # and keep the tokens after these: the next request may want them
         return [self._cut(min(n_shared, n_before))]
 
-    def reads_first(self, request: ForwardRequest) -> bool:
-        """Whether so much must be evaluated again that it pays to do that first, and take a checkpoint there.
+    def splits(self, request: ForwardRequest) -> bool:
+        """Whether to evaluate the missing tokens apart from the draft, so that a checkpoint comes between.
 
-        Otherwise the same tokens would be evaluated again after the next rejection, more in every round.
+        Otherwise they would be evaluated again after the next rejection, with more of them every round.
         """
         return self._can_restore and request.n_scored > 1 and request.n_before - self._held.n >= SPACING
 
     def shared(self, tokens: TokenArray) -> int:
-        """How many of the first tokens are held, and can be gone back to."""
+        """Return how many of the first tokens the cache holds and can return to."""
         n = self._held.shared(tokens)
         return n if self._can_cut(self._held.n, n) else self._nearest(n)
 
     def n_known(self, tokens: TokenArray) -> int:
-        """How many of the first of some tokens need not be evaluated again."""
+        """Return how many of the first tokens need not be evaluated again."""
         return max(self.shared(tokens), self._store.find(tokens).n) if self.shares else 0
 
-    def segment(self, row: int, request: ForwardRequest, rows: Collection[int]) -> Segment:
-        """What must be evaluated of a prepared request."""
+    def segment(self, number: int, request: ForwardRequest, evaluated: Collection[int]) -> Segment:
+        """Return what to evaluate for a prepared request."""
         return self._held.segment(request)
 
     def begin(self, n_scored: int) -> None:
-        """Start an evaluation that scores some positions: copy the state if it may be wanted again."""
+        """Start an evaluation that scores some positions: take a checkpoint if it may be needed."""
         n, verifies = self._held.n, n_scored - 1 > self._n_states_back
         if self._can_restore and n and n - self._nearest(n) >= (1 if verifies else SPACING):
             self._take_checkpoint()
         self._is_settled = False
 
     def commit(self, evaluated: Sequence[tuple[int, TokenArray]], n_padding: int = 0) -> None:
-        """Note what an evaluation has added."""
+        """Record the new tokens of an evaluation."""
         ((_, tokens),) = evaluated
         self._n_last = len(tokens)
         self._hold(tokens)
         self._is_settled = True
 
-    def release(self, row: int) -> None:
-        """End the row; its sequence stays until another begins."""
-        self.of_row.clear()
+    def release(self, number: int) -> None:
+        """End the sequence; its tokens stay until another one starts."""
+        self.running.clear()
         self._held.hidden = self._held.hidden.tail(self._held.n)
 
     def forget(self) -> None:
-        """Empty everything."""
+        """Empty the memory."""
         self._held.n, self._n_last, self._is_settled = 0, 0, False  # first, as in `_cut`
         self._checkpoints = []
         lib.llama_memory_clear(self._memory, True)
         self._is_settled = True
 
     def clear(self) -> None:
-        """Forget everything, including what is in the store."""
+        """Empty the memory and the store."""
         self.forget()
         self._store.clear()
 
     def store_finished(self) -> None:
         """Copy a finished sequence to the store."""
-        if not self.of_row:
+        if not self.running:
             self._put()
 
     def _put(self) -> None:
         held = self._held
-        is_wanted = held.n >= WORTH_COPYING and self._store.limit and self.shares
+        is_wanted = held.n >= MIN_COPIED and self._store.limit and self.shares
         if not (self._can_restore and self._is_settled and is_wanted):
             return
         state = copy_state(self._context, SEQUENCE)
         if state is not None:
             self._store.put_whole(held.tokens[: held.n], state, tuple(self._checkpoints))
 
-    def _start_row(self, tokens: TokenArray) -> None:
-        """Let another row take this context: store what it would lose, and copy back what is known of it."""
+    def _start(self, tokens: TokenArray) -> None:
+        """Make room for another sequence: store the previous one, and restore the beginning of `tokens`."""
         if not self.shares:
             self.forget()
             return
         n, found = self.shared(tokens), self._store.find(tokens)
-        is_better = found.n >= n + WORTH_COPYING
-        if is_better or self._held.n >= n + WORTH_COPYING:
+        is_better = found.n >= n + MIN_COPIED
+        if is_better or self._held.n >= n + MIN_COPIED:
             self._put()
         if is_better:
             self._store.touch(found)
             self._put_back(found.nodes[-1])
 
     def _put_back(self, node: Node) -> None:
-        """Hold a stored sequence."""
+        """Restore a stored sequence."""
         self.forget()
         self._is_settled = False
         if not put_state(self._context, SEQUENCE, node.content):
@@ -156,9 +157,9 @@ class RecurrentCache:
         self._held.append(tokens, np.zeros(len(tokens), dtype=np.int32))
 
     def _cut(self, n: int) -> int:
-        """Go back to at most `n` tokens; return how many are held then."""
+        """Return to at most `n` tokens; return how many remain."""
         n_held, self._held.n = self._held.n, 0  # first, so that an exception in between does no harm
-        # Also if nothing seems to lie behind: an interrupted evaluation leaves positions unnoted.
+        # Also if there seems to be nothing to remove: an interrupted evaluation leaves unrecorded positions.
         if not n or not self._can_cut(n_held, n) or not self._remove(n):
             n = self._nearest(n)
             if not (n and self._restore(n) and self._remove(n)):
@@ -177,18 +178,18 @@ class RecurrentCache:
         return bool(lib.llama_memory_seq_rm(self._memory, SEQUENCE, n, -1))
 
     def _nearest(self, n: int) -> int:
-        """The longest beginning, of at most `n` tokens, that has a checkpoint; 0 = none."""
+        """Return the position of the last checkpoint within the first `n` tokens; 0 = none."""
         return max((checkpoint.n for checkpoint in self._checkpoints if checkpoint.n <= n), default=0)
 
     def _restore(self, n: int) -> bool:
-        """Put back the checkpoint after exactly `n` tokens; False if that fails."""
+        """Restore the checkpoint after exactly `n` tokens; False if that fails."""
         (state,) = [checkpoint.state for checkpoint in self._checkpoints if checkpoint.n == n]
         return put_state(self._context, SEQUENCE, state, _FLAGS)
 
     def _take_checkpoint(self) -> None:
-        """Copy the state; if there are enough, in place of the checkpoint whose neighbours are closest."""
+        """Copy the state. At the limit, drop the checkpoint whose neighbours are closest together."""
         self._checkpoints = [each for each in self._checkpoints if each.n != self._held.n]
-        if len(self._checkpoints) == MOST:
+        if len(self._checkpoints) == MAX_CHECKPOINTS:
             borders = [0, *(checkpoint.n for checkpoint in self._checkpoints)]
             spans = [after - before for before, after in zip(borders, borders[2:], strict=False)]
             del self._checkpoints[int(np.argmin(spans))]

@@ -1,9 +1,9 @@
-"""Trees of draft tokens in a KV cache: every branch has a llama.cpp sequence of its own.
+"""Trees of draft tokens in a KV cache: each branch is a llama.cpp sequence.
 
-llama.cpp needs no mask for a tree: a position belongs to the sequences of all branches through it, and
-attends to what its sequences hold. The first branch is the row's own sequence; the others hold the tokens
-before the tree, too, as long as the tree is cached. A token comes before its children in the batch, so the
-cells of every path ascend.
+A tree needs no attention mask: a token belongs to the sequences of all branches through it, and attends only
+to tokens of its sequences. The first branch belongs to the running sequence itself. The other branches also
+hold the tokens before the tree, as long as the tree is cached. In a batch a token comes before its children,
+so the cells of every path ascend.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from llamaspec.values import NO_TOKENS, ForwardRequest, TokenArray
 
 @dataclass(slots=True, eq=False)
 class Tree:
-    """Draft tokens behind a sequence; `n_old` were cached before the last evaluation."""
+    """A tree of draft tokens after a sequence."""
 
-    n_old: int = 0
+    n_old: int = 0  # tokens that were cached before the last evaluation
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
     parents: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
-    owners: list[list[int]] = field(default_factory=list)  # [K] seq_ids that each was evaluated for
+    owners: list[list[int]] = field(default_factory=list)  # [K] seq_ids that each token was evaluated for
     tips: dict[int, int] = field(default_factory=dict)  # seq_id -> the last token of its branch; -1 = none
     cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # of the cached tokens, ascending
 
     def path(self, i: int) -> list[int]:
-        """Indices of the tokens from the root to token `i`, including it."""
+        """Return the indices of the tokens from the root to token `i`, including it."""
         path: list[int] = []
         while i >= 0:
             path.append(i)
@@ -38,7 +38,7 @@ class Tree:
         return path[::-1]
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """The longest path that some tokens begin with."""
+        """Return the longest path whose tokens `tokens` begins with."""
         path: list[int] = []
         for token in tokens:
             parent = path[-1] if path else -1
@@ -49,7 +49,7 @@ class Tree:
         return path
 
     def begins(self, request: ForwardRequest) -> bool:
-        """Whether a request goes on with this tree, whose logits are known."""
+        """Whether the tree of a request begins with this one, whose logits are known."""
         if request.parents is None or not 0 < request.n_read == len(self.tokens):
             return False
         same = (self.tokens, request.draft), (self.parents, request.parents)
@@ -57,73 +57,76 @@ class Tree:
 
 
 def n_leaves(parents: TokenArray) -> int:
-    """Branches of a tree."""
+    """Return the number of branches of a tree."""
     return len(parents) - len(set(parents.tolist()) - {-1})
 
 
 class TreeCells:
-    """The trees of all sequences of a context; `numbers` are llama.cpp's seq_ids for their branches."""
+    """The trees of all sequences of a context; their branches use `seq_ids`."""
 
-    def __init__(self, table: CellTable, numbers: Iterable[int]) -> None:
+    def __init__(self, table: CellTable, seq_ids: Iterable[int]) -> None:
         self._table, self._cells = table, table.cells
-        self._numbers = list(numbers)
-        self._free = list(self._numbers)
-        self.cached: dict[int, Tree] = {}  # by the seq_id of the row's own sequence
-        self.growing: dict[int, Tree] = {}  # the same, after the running evaluation
+        self._seq_ids = list(seq_ids)
+        self._free = list(self._seq_ids)
+        self.cached: dict[int, Tree] = {}  # by the seq_id of the running sequence
+        self.growing: dict[int, Tree] = {}  # the same, after the current evaluation
 
     def clear(self) -> None:
         """Forget all trees; the caller empties the cells."""
-        self._free = list(self._numbers)
+        self._free = list(self._seq_ids)
         self.cached, self.growing = {}, {}
 
     def settle(self, sequences: Iterable[CachedSequence]) -> None:
-        """Drop all trees, and what an interrupted evaluation may have left of them in the cells."""
+        """Drop all trees, and empty the cells that an interrupted evaluation has given to branches."""
         for sequence in sequences:
             self.drop(sequence)
-        for number in self._numbers:
-            self._cells.remove(number, 0)
+        for seq_id in self._seq_ids:
+            self._cells.remove(seq_id, 0)
         self.clear()
 
-    def go_on(self, sequence: CachedSequence, request: ForwardRequest) -> int:
-        """How many cached draft tokens a request goes on with; if none, keep those that were accepted."""
-        tree, n = self.cached.get(sequence.number), sequence.n
+    def resume(self, sequence: CachedSequence, request: ForwardRequest) -> int:
+        """Return how many cached draft tokens a request begins with.
+
+        If none, append the accepted draft tokens to the sequence and drop the others.
+        """
+        tree, n = self.cached.get(sequence.seq_id), sequence.n
         if tree is None:
             return 0
-        is_behind = sequence.shared(request.tokens) == n
-        if is_behind and len(request.tokens) == n and tree.begins(request):
+        continues = sequence.shared(request.tokens) == n
+        if continues and len(request.tokens) == n and tree.begins(request):
             return request.n_read
-        behind = request.tokens[n : n + len(tree.tokens)].tolist() if is_behind else []
-        self._choose_path(sequence, tree, tree.follow(behind))
+        following = request.tokens[n : n + len(tree.tokens)].tolist() if continues else []
+        self._choose_path(sequence, tree, tree.follow(following))
         return 0
 
     def grow(
         self, sequence: CachedSequence, request: ForwardRequest, waiting: Sequence[CachedSequence]
     ) -> Segment:
-        """Give every branch of a request's tree a seq_id; return what must be evaluated of the request.
+        """Give every branch of a request's tree a seq_id; return what to evaluate for the request.
 
-        `waiting` sequences may lose their trees for it.
+        If seq_ids are short, `waiting` sequences lose their trees.
         """
         assert request.parents is not None
-        old, own, n = self.cached.get(sequence.number) or Tree(), sequence.number, sequence.n
+        old, own, n = self.cached.get(sequence.seq_id) or Tree(), sequence.seq_id, sequence.n
         n_old, n_text, n_nodes = len(old.tokens), len(request.tokens), len(request.draft)
         owners = [*old.owners, *([] for _ in range(n_old, n_nodes))]
         tree = Tree(n_old, request.draft, request.parents, owners, dict(old.tips) or {own: -1}, old.cells)
         paths = [tree.path(i) for i in range(n_nodes)]
-        ending_at = {tip: number for number, tip in tree.tips.items()}
+        ending_at = {tip: seq_id for seq_id, tip in tree.tips.items()}
         inner = set(request.parents.tolist())
         for leaf in range(n_old, n_nodes):
             if leaf in inner:
                 continue
             known = [i for i in paths[leaf] if i < n_old]  # the cached tokens of the branch
-            number = ending_at.pop(known[-1] if known else -1, -1)
-            if number < 0:
-                number = self._free_number(waiting)
-                self._cells.share(own, number, 0, n)
+            seq_id = ending_at.pop(known[-1] if known else -1, -1)
+            if seq_id < 0:
+                seq_id = self._free_seq_id(waiting)
+                self._cells.share(own, seq_id, 0, n)
                 if known:
-                    self._cells.share(owners[known[-1]][0], number, n, n + len(known))
-            tree.tips[number] = leaf
+                    self._cells.share(owners[known[-1]][0], seq_id, n, n + len(known))
+            tree.tips[seq_id] = leaf
             for i in paths[leaf][len(known) :]:
-                owners[i].append(number)
+                owners[i].append(seq_id)
         self.growing[own] = tree
         places = [*range(n, n_text), *[n_text + len(path) - 1 for path in paths[n_old:]]]
         return Segment(
@@ -137,55 +140,55 @@ class TreeCells:
         )
 
     def commit(self, sequence: CachedSequence, tokens: TokenArray, cells: TokenArray) -> bool:
-        """Note new tokens of a sequence and, behind them, of its tree; False if it grows none."""
-        tree = self.growing.pop(sequence.number, None)
+        """Record the new tokens of a sequence and then of its tree; False if it has no growing tree."""
+        tree = self.growing.pop(sequence.seq_id, None)
         if tree is None:
             return False
         n_text = len(tokens) - (len(tree.tokens) - tree.n_old)
         sequence.append(tokens[:n_text], cells[:n_text])
         tree.cells = np.concatenate((tree.cells, cells[n_text:]))
-        self.cached[sequence.number] = tree
+        self.cached[sequence.seq_id] = tree
         return True
 
     def n_positions(self, sequence: CachedSequence) -> int:
-        """Positions that llama.cpp's sequence holds, including its branch of the tree."""
-        tree = self.cached.get(sequence.number)
-        return sequence.n + (0 if tree is None else len(tree.path(tree.tips[sequence.number])))
+        """Return how many positions a sequence holds in llama.cpp, including its branch of the tree."""
+        tree = self.cached.get(sequence.seq_id)
+        return sequence.n + (0 if tree is None else len(tree.path(tree.tips[sequence.seq_id])))
 
     def drop(self, sequence: CachedSequence) -> None:
         """Drop a sequence's tree: none of its tokens was accepted."""
-        tree = self.cached.get(sequence.number)
+        tree = self.cached.get(sequence.seq_id)
         if tree is not None:
             self._choose_path(sequence, tree, [])
 
     def _choose_path(self, sequence: CachedSequence, tree: Tree, path: list[int]) -> None:
-        """Append a path of a tree to its sequence; the cells of other tokens become empty, or garbage."""
-        n, own, n_top, n_nodes = sequence.n, sequence.number, 0, len(tree.tokens)
+        """Append a path of a tree to its sequence; the cells of the other tokens become empty or garbage."""
+        n, own, n_top, n_nodes = sequence.n, sequence.seq_id, 0, len(tree.tokens)
         while n_top < n_nodes:
             last = n_nodes - 1 - n_top
             if last in path or tree.cells[last] != self._table.top - 1 - n_top:
                 break
             n_top += 1
         held = {*path, *range(n_nodes - n_top, n_nodes)}
-        for number, tip in tree.tips.items():
+        for seq_id, tip in tree.tips.items():
             branch = tree.path(tip)
             garbage = [depth for depth, i in enumerate(branch) if i not in held]
             if garbage:
-                self._cells.share(number, self._table.garbage, n + garbage[0], n + garbage[-1] + 1)
+                self._cells.share(seq_id, self._table.garbage, n + garbage[0], n + garbage[-1] + 1)
                 held.update(branch)
         n_own = len({*tree.path(tree.tips[own])} & {*path})
         self._cells.remove(own, n + n_own)
         if n_own < len(path):
             self._cells.share(tree.owners[path[-1]][0], own, n + n_own, n + len(path))
         del self.cached[own]
-        for number in tree.tips.keys() - {own}:
-            self._cells.remove(number, 0)
-            self._free.append(number)
+        for seq_id in tree.tips.keys() - {own}:
+            self._cells.remove(seq_id, 0)
+            self._free.append(seq_id)
         self._table.drop(np.delete(tree.cells, path), n_top)
         sequence.append(tree.tokens[path], tree.cells[path])
 
-    def _free_number(self, waiting: Sequence[CachedSequence]) -> int:
-        """A seq_id that nobody uses, if need be after dropping trees of waiting sequences."""
+    def _free_seq_id(self, waiting: Sequence[CachedSequence]) -> int:
+        """Take an unused seq_id; drop trees of waiting sequences if there is none."""
         for sequence in waiting:
             if not self._free:
                 self.drop(sequence)

@@ -213,13 +213,13 @@ def _rollback_finding(examined: Examined) -> Finding:
     kind = f"keeps {' and '.join(kinds)}"
     if facts.window is not None:
         kind += f", some layers see the last {facts.window}"
-    if memory.n_reread and not memory.n_kept:
+    if memory.n_repeated and not memory.n_kept:
         fault = "; it cannot roll back: after a rejected draft token the whole sequence is evaluated again"
         remedy = "keep sequences short, turn drafting off, or choose a model that keeps positions only"
         return Finding(WARNING, topic, kind + fault, f"{remedy} (--draft-length 0)")
     how = "to an earlier state in the cache" if facts.keeps_states else "by removing just them"
-    if memory.n_reread:
-        again = f"{memory.n_reread} of {memory.n_right} tokens were evaluated again in a trial"
+    if memory.n_repeated:
+        again = f"{memory.n_repeated} of {memory.n_right} tokens were evaluated again in a trial"
         how = f"from a snapshot, {again}"
     return Finding(OK, topic, f"{kind}; rejected draft tokens are rolled back {how}")
 

@@ -146,16 +146,16 @@ def known_exactness(pair: Pair, tell: Tell = _ignore) -> Exactness:
 
 def restore_reading_gain(pair: Pair) -> None:
     """Tell a pair how fast it processes prompts on this machine, if that was measured."""
-    kept, reader = stored(pair, ReadingGain), pair.target.reader
-    if kept is not None and reader is not None:
-        reader.gain = kept.gain
+    kept, processor = stored(pair, ReadingGain), pair.target.prompt_processor
+    if kept is not None and processor is not None:
+        processor.gain = kept.gain
 
 
 def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
     """Keep what a run has learnt of a pair and its stages, if it was long enough."""
-    reader = pair.target.reader
-    if reader is not None and reader.gain is not None:
-        keep(pair, ReadingGain(reader.gain))
+    processor = pair.target.prompt_processor
+    if processor is not None and processor.gain is not None:
+        keep(pair, ReadingGain(processor.gain))
     learners: list[tuple[Pair | Stage, LengthPolicy]] = [(pair, policy)]
     learners += [(stage, stage.length) for stage in pair.stages]
     for models, learned in learners:

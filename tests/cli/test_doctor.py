@@ -150,7 +150,7 @@ def test_the_trial_leaves_no_trace(opened: OpenModel, kind: str) -> None:
     model = opened(kind)
     first = model.try_memory()
     assert model.try_memory() == first
-    assert first.n_reread in range(first.n_right + 1)
+    assert first.n_repeated in range(first.n_right + 1)
 
 
 @pytest.mark.parametrize("cache", ["f32", "f16", "q8_0"])

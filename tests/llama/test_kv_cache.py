@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from forward_requests import RandomRows, RandomTrees, request, text
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.cells import CachedSequence
-from llamaspec.llama.kv_cache import TAKE_OVER, KVCache
+from llamaspec.llama.kv_cache import MIN_SHARED, KVCache
 from llamaspec.llama.nextn import KEPT_ROWS, TAIL_ROWS, HiddenRows
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.values import TARGET, ForwardRequest, n_common
@@ -151,7 +151,7 @@ def test_what_is_taken_over_later_keeps_the_order_of_cells() -> None:
     """A row has read a short beginning for itself, and then wants more of what another knows from before."""
     checked = Checked(256)
     checked.run(0, request(100))
-    checked.run(1, request(TAKE_OVER - 1, n_logits=0))
+    checked.run(1, request(MIN_SHARED - 1, n_logits=0))
     assert checked.run(1, request(90)) == 89
     assert checked.held(1).cells[:89].tolist() == list(range(89))
 
@@ -224,7 +224,7 @@ def test_a_row_without_room_leaves_the_others_alone() -> None:
     answers = checked.prepare((0, request(30), 0), (2, request(15, 2), 0), (1, request(24, 1), 0))
     assert [answer if isinstance(answer, int) else str(answer) for answer in answers] == [
         20,
-        "the context of 64 tokens is full: this text needs 15, other texts hold 50",
+        "the context of 64 tokens is full: this completion needs 15, other completions hold 50",
         20,
     ]
     checked.evaluate((0, request(30)), (1, request(24, 1)))
@@ -238,13 +238,13 @@ def test_a_row_without_a_sequence_leaves_the_others_alone() -> None:
     assert checked.prepare((0, request(9), 0), (1, request(9, 1), 0)) == [0, 0]
     checked.evaluate((0, request(9)), (1, request(9, 1)))
     late, *others = checked.prepare((2, request(5, 2), 0), (0, request(10), 0), (1, request(10, 1), 0))
-    assert str(late) == "2 texts are running already; wait for one to end"
+    assert str(late) == "2 completions are running already; wait for one to end"
     assert others == [9, 9]
 
 
 def test_a_row_alone_that_is_too_long() -> None:
     (answer,) = Checked().prepare((0, request(65), 0))
-    assert str(answer) == "the context of 64 tokens is full: this text needs 65"
+    assert str(answer) == "the context of 64 tokens is full: this completion needs 65"
 
 
 def test_what_a_row_has_reserved_is_not_given_to_others() -> None:
@@ -397,7 +397,7 @@ def test_bookkeeping_of_32_rows_with_32k_tokens(n_shared: int) -> None:
     for row in range(n_sequences):
         beginning = ForwardRequest(TARGET, texts[row, : lengths[row]], n_logits=0)
         cache.prepare_all([(row, beginning, 0)])
-        cache.commit([(row, texts[row, cache.of_row[row].n : lengths[row]])])
+        cache.commit([(row, texts[row, cache.running[row].n : lengths[row]])])
     steps = []
     for _ in range(50):
         batch = [

@@ -108,7 +108,7 @@ def test_a_sliding_window_does_not_go_back_to_cells_given_away(opened: OpenModel
     model, other = opened("gemma3", n_ctx=256, **EXACT), opened("gemma3", n_ctx=256, **EXACT)
     model.forward(request(120))
     for seed in range(1, 6):
-        model.forward(request(40, seed), row=seed % 3)
+        model.forward(request(40, seed), number=seed % 3)
     for n in (100, 60, 119, 17):
         assert_same(model.forward(request(n)), fresh(other, request(n)), TOLERANCE["gemma3"])
 
@@ -166,7 +166,7 @@ def test_rows_that_are_too_long_together(opened: OpenModel, kind: str) -> None:
         assert full(model, batch) == [2]
         (error,) = (answer for answer in model.prepare([(9, request(200, 9), 0)]) if answer)
         assert isinstance(error, ContextFullError)
-        assert str(error).startswith("the context of 256 tokens is full: this text needs 200, other texts")
+        assert str(error).startswith("the context of 256 tokens is full: this completion needs 200, other ")
     for row, answer in evaluate(model, batch).items():
         assert_same(answer, fresh(other, batch[row][1]), TOLERANCE[kind])
     for row in range(3):

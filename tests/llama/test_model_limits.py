@@ -176,9 +176,9 @@ def test_a_context_that_nobody_asked_for(
 def test_every_row_has_a_context_of_one_size(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where less memory is free when the second one begins."""
     model = opened("jamba", Recipe(n_context=6000))
-    model.forward(request(3), row=0)
+    model.forward(request(3), number=0)
     monkeypatch.setattr(resources, "available_bytes", lambda: 2 << 20)
-    model.forward(request(3), row=1)
+    model.forward(request(3), number=1)
     assert model.cache_use()[1] == 2 * model.context_size == 12_000
 
 

@@ -22,10 +22,10 @@ LARGE = 1 << 40
 
 def filled(model: LlamaModel) -> list[Any]:
     """Texts that share a beginning, with rejected tokens between them; what the model says of each."""
-    model.forward(request(90), row=0)
-    model.forward(request(70, 1, draft=text(6, 5)), row=1)
-    model.forward(request(92, draft=text(3, 4)), row=0)
-    model.forward(request(71, 1), row=1)
+    model.forward(request(90), number=0)
+    model.forward(request(70, 1, draft=text(6, 5)), number=1)
+    model.forward(request(92, draft=text(3, 4)), number=0)
+    model.forward(request(71, 1), number=1)
     shared = np.concatenate([text(60), text(30, 2)])
     texts = [text(92), text(71, 1), shared]
     answers = []
@@ -167,15 +167,15 @@ def test_other_kinds_of_memory_are_saved_too(
     opened: OpenModel, evaluated: Count, tmp_path: Path, kind: str
 ) -> None:
     before, after, folder, told = opened(kind), opened(kind), PrefixFolder(tmp_path, LARGE), list[str]()
-    before.forward(request(40), row=0)
+    before.forward(request(40), number=0)
     before.release(0)
     folder.save([before], pytest.fail)
     folder.load([after], told.append)
     assert told == ["40 tokens of prefixes were loaded"]
     evaluated.taken()
-    answer = after.forward(request(44), row=0).copy()
+    answer = after.forward(request(44), number=0).copy()
     assert evaluated.taken() == 4
-    assert_same(answer, before.forward(request(44), row=1))
+    assert_same(answer, before.forward(request(44), number=1))
 
 
 def test_a_folder_where_others_can_write_is_refused(tmp_path: Path) -> None:

@@ -96,10 +96,10 @@ def test_a_text_that_the_target_forgets_in_between_is_prepared_again(store: Mode
 
 def test_another_target(store: ModelStore) -> None:
     files = store.path("llama"), store.path("gemma4-assistant")
-    with pytest.raises(PairError, match="drafts for another target"):
+    with pytest.raises(PairError, match="made for another target"):
         open_pair(*files, target_options=ModelOptions(threads=1))
     wider = store.path("gemma4", Recipe(width=128))
-    with pytest.raises(PairError, match="drafts for another target"):
+    with pytest.raises(PairError, match="made for another target"):
         open_pair(wider, files[1], target_options=ModelOptions(threads=1))
 
 
@@ -111,7 +111,7 @@ def test_a_build_that_cannot_compute_it(store: ModelStore, monkeypatch: pytest.M
 
 def test_alone_it_is_no_model(store: ModelStore) -> None:
     path = store.path("gemma4-assistant")
-    with pytest.raises(ModelFileError, match="no whole model but a part of one"):
+    with pytest.raises(ModelFileError, match="only a part of a model"):
         open_pair(path, target_options=ModelOptions(threads=1))
 
 

@@ -38,11 +38,11 @@ def test_how_long_a_prefix_must_be_to_be_taken_over(
 ) -> None:
     """A row that is running looks at others only where that pays; one that begins takes what it gets."""
     model = opened()
-    model.forward(request(100), row=0)
+    model.forward(request(100), number=0)
     evaluated.taken()
-    model.forward(request(4), row=1)
+    model.forward(request(4), number=1)
     assert evaluated.taken() == 1
-    model.forward(request(4 + n + 1), row=1)
+    model.forward(request(4 + n + 1), number=1)
     assert evaluated.taken() == cost
 
 
@@ -50,7 +50,7 @@ def test_how_long_a_prefix_must_be_to_be_taken_over(
 def test_rows_that_share_a_prompt_read_it_once(opened: OpenModel, evaluated: Count, kind: str) -> None:
     """Also where its row has ended, and where several rows come at once."""
     model, batch = opened(kind), [(row, request(200, n_logits=0)) for row in range(5)]
-    model.forward(request(150), row=9)
+    model.forward(request(150), number=9)
     model.release(9)
     evaluated.taken()
     for entry in batch:
@@ -76,12 +76,12 @@ def test_states_of_several_rows_go_back_side_by_side(opened: OpenModel, evaluate
 def test_a_second_turn_costs_only_its_own_tokens(opened: OpenModel, evaluated: Count, kind: str) -> None:
     """The row of the first turn has ended; its text is found again."""
     model = opened(kind)
-    model.forward(request(100, n_logits=0), row=0)
-    model.forward(request(70, 1), row=1)
+    model.forward(request(100, n_logits=0), number=0)
+    model.forward(request(70, 1), number=1)
     model.release(0)
-    model.forward(request(80, 1), row=1)
+    model.forward(request(80, 1), number=1)
     evaluated.taken()
-    model.forward(request(120), row=2)
+    model.forward(request(120), number=2)
     assert evaluated.taken() == 20
 
 
@@ -113,11 +113,11 @@ def test_a_stored_text_keeps_its_own_checkpoints(opened: OpenModel) -> None:
     """Once, a row that went on from the same states wrote its own over those in the store."""
     model = opened("mamba")
     for n in (20, 40, 60, 80, 100):
-        model.forward(request(n), row=0)
+        model.forward(request(n), number=0)
     model.release(0)
     branch = np.append(text(70), text(60, 1))
     for n in (75, 85, 95, 105, 115):
-        model.forward(ForwardRequest(TARGET, branch[:n]), row=1)
+        model.forward(ForwardRequest(TARGET, branch[:n]), number=1)
     model.release(1)
     assert model.prepare([(2, ForwardRequest(TARGET, np.append(text(65), text(5, 2))), 0)]) == [60]
 

@@ -7,8 +7,8 @@ import pytest
 
 from forward_requests import EXACT, Count, RandomRows, assert_same, evaluate, fresh, request, text
 from llamaspec import LlamaModel
-from llamaspec.llama import prompt_reader, resources
-from llamaspec.llama.prompt_reader import MIN_TOKENS, PART, PromptReader, Trial
+from llamaspec.llama import prompt_processor, resources
+from llamaspec.llama.prompt_processor import MIN_TOKENS, PART, PromptProcessor, Trial
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 from tiny_models import Recipe
@@ -19,24 +19,24 @@ LONG = Recipe(n_context=2048)
 @pytest.fixture(autouse=True)
 def f32_counts_as_repacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that answers of both ways can be compared: kernels for quantized weights round differently."""
-    monkeypatch.setattr("llamaspec.llama.prompt_reader.NEVER_REPACKED", frozenset())
+    monkeypatch.setattr("llamaspec.llama.prompt_processor.NEVER_REPACKED", frozenset())
 
 
 @pytest.fixture
 def model(opened: OpenModel) -> LlamaModel:
     made = opened("llama", LONG, **EXACT)
-    reader_of(made).gain = 2.0
+    processor_of(made).gain = 2.0
     return made
 
 
 @pytest.fixture
 def other(opened: OpenModel) -> LlamaModel:
-    return opened("llama", LONG, reads_apart=False, **EXACT)
+    return opened("llama", LONG, prompt_context=False, **EXACT)
 
 
-def reader_of(model: LlamaModel) -> PromptReader:
-    assert model.reader is not None
-    return model.reader
+def processor_of(model: LlamaModel) -> PromptProcessor:
+    assert model.prompt_processor is not None
+    return model.prompt_processor
 
 
 def test_a_long_prompt_is_read_apart_once(model: LlamaModel, other: LlamaModel, evaluated: Count) -> None:
@@ -67,21 +67,21 @@ def test_a_conversation_goes_on_apart_where_it_has_enough_new_tokens(
 def test_the_number_of_new_tokens_and_what_was_measured_decide(
     model: LlamaModel, n: int, gain: float, is_apart: bool
 ) -> None:
-    reader_of(model).gain = gain
+    processor_of(model).gain = gain
     model.prepare([(0, request(n), 0)])
     assert model.can_share(0) != is_apart
 
 
 @pytest.mark.parametrize("options", [
-    {"reads_apart": False}, {"repack": False}, {"heads": True},
+    {"prompt_context": False}, {"repack": False}, {"heads": True},
 ])  # fmt: skip
 def test_what_is_never_read_apart(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
 ) -> None:
     made = opened("llama", LONG, **options)
-    assert made.reader is None
+    assert made.prompt_processor is None
     monkeypatch.undo()
-    assert opened("llama", LONG).reader is None  # f32 is not repacked
+    assert opened("llama", LONG).prompt_processor is None  # f32 is not repacked
 
 
 def test_without_room_for_the_second_model_all_is_read_as_usual(
@@ -128,12 +128,12 @@ def test_both_ways_are_measured_on_the_first_long_prompt(
     made = opened("llama", LONG, **EXACT)
     evaluate(made, [(0, request(4 * PART))])
     made.release(0)
-    assert reader_of(made).gain is None
+    assert processor_of(made).gain is None
     evaluated.taken()
     wanted = request(4 * PART + 40, 3)
     answer = evaluate(made, [(1, wanted)])[1]
     assert evaluated.taken() == wanted.n_tokens
-    assert reader_of(made).gain is not None
+    assert processor_of(made).gain is not None
     assert_same(answer, fresh(other, wanted))
 
 
@@ -145,7 +145,7 @@ def test_a_prompt_that_is_cancelled_while_it_is_measured_measures_nothing(opened
     made.release(0)
     assert made.prompt_chunk == made.batch_size
     evaluate(made, [(1, request(800, 1))])
-    assert reader_of(made).gain is not None
+    assert processor_of(made).gain is not None
 
 
 def test_the_gain_is_a_ratio_of_speeds() -> None:
@@ -160,7 +160,7 @@ def test_random_requests(
     model: LlamaModel, other: LlamaModel, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """Rows that join, verify drafts, leave and come back, with prompts from 8 new tokens on read apart."""
-    monkeypatch.setattr(prompt_reader, "MIN_TOKENS", 8)
+    monkeypatch.setattr(prompt_processor, "MIN_TOKENS", 8)
     rows, n_answers = RandomRows(np.random.default_rng(seed), longest=90, n_sequences=4), 0
     for _ in range(150):
         for row in rows.leaving():
