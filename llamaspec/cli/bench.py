@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,7 +28,7 @@ from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import write_file
 from llamaspec.llama.gguf_file import check_gguf, read_gguf
-from llamaspec.measure.bench import TASKS, Sample, ask_all, context_for, quick_tasks, read_tasks, speed_ups
+from llamaspec.measure.bench import Sample, ask_all, speed_ups
 from llamaspec.measure.report import (
     COLUMNS,
     Report,
@@ -43,6 +43,7 @@ from llamaspec.measure.report import (
 )
 from llamaspec.measure.served_arms import own_arms, peer_arms, program_version, serving
 from llamaspec.measure.store import keep_gains
+from llamaspec.measure.tasks import TASKS, context_for, quick_tasks, read_tasks
 from llamaspec.plan import DraftPlan
 from llamaspec.values import Copying
 
@@ -161,7 +162,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
             keep_gains(plan, speed_ups(samples))
         _show(report, bench)
         if bench.share is not None and is_whole:
-            write_file(bench.share, f"{json.dumps(asdict(report), indent=1)}\n")
+            write_file(bench.share, f"{json.dumps(report.as_json(), indent=1)}\n")
             say(f"wrote {bench.share}: no texts, paths or names of yours; check it before you share it")
         elif bench.share is not None:
             say(f"{bench.share} was not written: the run is incomplete")
@@ -267,7 +268,7 @@ def _show(report: Report, options: BenchOptions) -> None:
     if options.plot is not None:
         draw_report(report, options.plot)
     if options.as_json:
-        click.echo(json.dumps(asdict(report)))
+        click.echo(json.dumps(report.as_json()))
 
 
 def _show_bars(report: Report, console: Console) -> None:

@@ -30,11 +30,11 @@ from llamaspec.cli.model_options import (
 from llamaspec.cli.plots import check_plot, draw_probe
 from llamaspec.errors import LlamaspecError, PairError, printable
 from llamaspec.measure import store
-from llamaspec.measure.bench import read_tasks
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread, Task, run_compare
 from llamaspec.measure.exactness import AUDITED, Audit, run_audit
 from llamaspec.measure.probe import FULL, QUICK, Probe, compare_attention, measure
 from llamaspec.measure.reasons import attention_verdicts, conclusions, pair_verdict
+from llamaspec.measure.tasks import read_tasks
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan
 

@@ -1,7 +1,8 @@
 """The report of a benchmark, which users share as one JSON object, and its tables.
 
-A report holds no words of prompts and answers, no path, and no name of a user or a machine. Strangers write
-reports, too: in Markdown all their texts are code, without characters that could end it.
+A report holds no words of prompts and answers, no paths, and no names of users or machines. All its figures
+follow from its samples. It may come from a stranger, so in Markdown every text of it is code, without
+characters that could end the code.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import platform
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ from llamaspec.plan import DraftPlan
 
 FORMAT = 2
 MAX_BYTES = 4 << 20
-_LONGEST, _LONGEST_NAME = 600, 80  # characters of a text, and of the name of a model
+_LONGEST, _LONGEST_NAME = 600, 80  # characters of any text, and of the name of a model
 _LARGEST = 1 << 50  # bytes of a file or of the memory
 _UNSAFE = str.maketrans(dict.fromkeys('`|\\<>"', "?"))  # could end code or a cell of a table
 _HIDDEN = "..."
@@ -57,11 +59,11 @@ COLUMNS = (
 class ReportedModel:
     """A model file."""
 
-    name: str  # as the file calls itself
+    name: str  # from the file's metadata
     architecture: str
     quantization: str
     n_bytes: int
-    sha256: str | None  # None if it was not computed; of a model in parts that of the first
+    sha256: str | None  # None if not computed; of the first part if the model is split into files
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,30 +81,30 @@ class ReportedMachine:
 class Settings:
     """How the tasks were run."""
 
-    max_tokens: int | None = None  # None = as the tasks say
+    max_tokens: int | None = None  # None = as each task says
     temperature: float = 0.0
     repeats: int = 1
-    tasks: tuple[str, ...] = ()  # none = all
-    options: str = ""  # of `serve`, names of models left out
+    tasks: tuple[str, ...] = ()  # empty = all
+    options: str = ""  # of `serve`, without names that the user chose
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of every request."""
+        """Fields of every request."""
         limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         return {**limit, "temperature": self.temperature}
 
     @property
     def command(self) -> str:
-        """The command line, without names and other arms."""
+        """The command line, without names that the user chose and without further arms."""
         words = [f"--task {shlex.quote(task)}" for task in self.tasks]
         words += [] if self.max_tokens is None else [f"-n {self.max_tokens}"]
         words += [f"-t {self.temperature:g}", f"-r {self.repeats}"]
         return " ".join(["llamaspec bench", *([self.options] if self.options else []), *words])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
-    """A whole run; ValueError if its parts do not belong together, or it has another format."""
+    """A whole run; ValueError if its samples do not belong together, or if it has another format."""
 
     format: int
     date: str
@@ -110,14 +112,9 @@ class Report:
     versions: dict[str, str | None]
     target: ReportedModel
     drafts: tuple[ReportedModel, ...]
-    has_heads: bool  # the target's own heads draft
+    has_heads: bool  # the target's own prediction heads draft
     settings: Settings
-    curve: CostCurve | None  # as far as it is known
-    baseline: str  # the arm that others are compared with
-    best_type: str | None  # the llama-server that is fastest over all prompts
-    groups: dict[str, dict[str, Figures]]  # by group and arm; of several groups, all tasks come last
-    tasks: dict[str, dict[str, Figures]]  # by task and arm
-    to_best_type: dict[str, Figures]  # by group: `auto` next to the best type, if that is not the baseline
+    curve: CostCurve | None  # None if nothing is known of costs
     samples: tuple[Sample, ...]
 
     def __post_init__(self) -> None:
@@ -125,10 +122,48 @@ class Report:
             raise ValueError(f"it has format {self.format}, this version reads {FORMAT}")
         files = [model.n_bytes for model in (self.target, *self.drafts)]
         if not all(0 <= size <= _LARGEST for size in (*files, self.machine.memory_bytes, self.machine.cores)):
-            raise ValueError("a file, the memory or the number of cores has no size that it can have")
-        arms = {frozenset(arms) for arms in self.tasks.values()}
-        if not self.groups or len(arms) != 1 or not {self.baseline, AUTO} <= next(iter(arms)):
-            raise ValueError("its tasks have not all the same arms, the baseline and auto among them")
+            raise ValueError("the size of a file, of the memory or of the processor is impossible")
+        arms: dict[object, list[str]] = {}
+        for each in self.samples:
+            arms.setdefault((each.group, each.task, *each.request), []).append(each.arm)
+        kinds = {tuple(sorted(names)) for names in arms.values()}
+        if len(kinds) != 1 or not {self.baseline, AUTO} <= {*next(iter(kinds))}:
+            raise ValueError("each request needs an answer of every arm, the baseline and auto among them")
+
+    @cached_property
+    def baseline(self) -> str:
+        """The arm that others are compared with."""
+        return baseline_of({sample.arm for sample in self.samples})
+
+    @cached_property
+    def groups(self) -> dict[str, dict[str, Figures]]:
+        """Figures by group and arm; if there are several groups, all tasks come last."""
+        return {group: figures_of_arms(each) for group, each in self._by_group.items()}
+
+    @cached_property
+    def tasks(self) -> dict[str, dict[str, Figures]]:
+        """Figures by task and arm."""
+        return {task: figures_of_arms(each) for task, each in grouped(self.samples, "task").items()}
+
+    @cached_property
+    def best_type(self) -> str | None:
+        """The llama-server that is fastest over all prompts; None if there is none."""
+        return best_type(self.all_tasks)
+
+    @cached_property
+    def to_best_type(self) -> dict[str, Figures]:
+        """Figures of `auto` by group, compared with the best type; empty if that is the baseline."""
+        if self.best_type in (None, self.baseline):
+            return {}
+        return {
+            group: figures(answer_pairs(each, AUTO, str(self.best_type)))
+            for group, each in self._by_group.items()
+        }
+
+    @property
+    def _by_group(self) -> dict[str, Sequence[Sample]]:
+        groups: dict[str, Sequence[Sample]] = {**grouped(self.samples, "group")}
+        return {**groups, "all tasks": self.samples} if len(groups) > 1 else groups
 
     @property
     def all_tasks(self) -> dict[str, Figures]:
@@ -142,13 +177,28 @@ class Report:
 
     @property
     def title(self) -> str:
-        """The models."""
+        """The models in words."""
         drafts = [f"{draft.name} {draft.quantization}" for draft in self.drafts]
         drafts += ["its own prediction heads"] if self.has_heads else []
         return f"{self.target.name} {self.target.quantization}, draft: {', '.join(drafts) or 'none'}"
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the report and its figures, for JSON."""
+        return {
+            **asdict(self),
+            "baseline": self.baseline,
+            "best_type": self.best_type,
+            "groups": {group: _figures_json(arms) for group, arms in self.groups.items()},
+            "tasks": {task: _figures_json(arms) for task, arms in self.tasks.items()},
+            "to_best_type": _figures_json(self.to_best_type),
+        }
 
-# Making and reading one
+
+def _figures_json(by_name: Mapping[str, Figures]) -> dict[str, Any]:
+    return {name: {**asdict(each), "n_same": each.n_same} for name, each in by_name.items()}
+
+
+# Making and reading a report
 
 
 def make_report(
@@ -159,18 +209,12 @@ def make_report(
     *,
     with_hashes: bool,
 ) -> Report:
-    """Make a report of samples that were measured on this machine; names that users chose are hidden."""
+    """Make a report of samples that were measured on this machine; names that the user chose are hidden."""
     arms: dict[str, str] = {}
     for arm in dict.fromkeys(sample.arm for sample in samples):
         is_ours = arm in (PLAIN, AUTO, BEFORE) or arm.startswith(PEER)
         name = arm if is_ours else public_options(shlex.split(arm))
         arms[arm] = name if name not in arms.values() else f"{name} ({len(arms)})"
-    shown = [replace(each, arm=arms[each.arm]) for each in samples]
-    by_group = grouped(shown, "group")
-    if len(by_group) > 1:
-        by_group["all tasks"] = shown
-    groups = {group: figures_of_arms(each) for group, each in by_group.items()}
-    baseline, best = baseline_of(arms), best_type([*groups.values()][-1])
     machine, prior = look_at_machine(), stored(plan, LearnedPrior)
     versions = {"llamaspec": llamaspec.__version__, "llama-cpp-python": version("llama-cpp-python")}
     peer = {} if peer_version is None else {PEER: printable(peer_version)}
@@ -190,19 +234,12 @@ def make_report(
         has_heads=plan.heads is not None,
         settings=settings,
         curve=None if prior is None else prior.curve,
-        baseline=baseline,
-        best_type=best,
-        groups=groups,
-        tasks={task: figures_of_arms(each) for task, each in grouped(shown, "task").items()},
-        to_best_type={} if best in (None, baseline) else {
-            group: figures(answer_pairs(each, AUTO, best)) for group, each in by_group.items()
-        },
-        samples=tuple(shown),
-    )  # fmt: skip
+        samples=tuple(replace(each, arm=arms[each.arm]) for each in samples),
+    )
 
 
 def public_options(words: Sequence[str]) -> str:
-    """Return the words of a command line, without names that a user chose."""
+    """Return the words of a command line, with names that the user chose hidden."""
     return " ".join(word if _PUBLIC.fullmatch(word) or word in _PUBLIC_WORDS else _HIDDEN for word in words)
 
 
@@ -221,26 +258,26 @@ def _model(path: Path, with_hash: bool) -> ReportedModel:
 
 
 def read_report(path: Path) -> Report:
-    """Read a report, whoever wrote it; LlamaspecError if it is none."""
+    """Read a report, whoever wrote it, and compute its figures again; LlamaspecError if it cannot be used."""
     try:
-        return parse_json(Report, read_file(path, MAX_BYTES))
+        return parse_json(Report, read_file(path, MAX_BYTES), unknown="ignore")
     except OSError as error:
         raise LlamaspecError(f"cannot read {path}: {error.strerror}; name a file of bench --share") from error
     except ValueError as error:
-        raise LlamaspecError(f"{path} is no report of bench --share: {error}; leave it out") from error
+        raise LlamaspecError(f"{path} is not a report of bench --share: {error}; leave it out") from error
 
 
 # Tables
 
 
 def is_comparable(arm: str, report: Report) -> bool:
-    """Return whether an arm should write what the baseline writes; another program draws other tokens."""
+    """Return whether an arm should generate what the baseline does; programs agree at temperature 0 only."""
     is_ours = not any(name.startswith(PEER) for name in (arm, report.baseline))
     return arm != report.baseline and (is_ours or report.settings.temperature == 0)
 
 
 def rows(report: Report, group: str) -> list[tuple[str, ...]]:
-    """Return the cells of the table of a group: one row for each arm, by `COLUMNS`."""
+    """Return the rows of a group's table, one for each arm; the columns are `COLUMNS`."""
     return [_row(arm, each, report) for arm, each in report.groups[group].items()]
 
 
@@ -265,7 +302,7 @@ def _row(arm: str, each: Figures, report: Report) -> tuple[str, ...]:
 
 
 def next_to_best_type(report: Report, group: str, quote: Callable[[str], str] = str) -> str | None:
-    """Compare `auto` with llama-server's best type in one line; None if that is the baseline."""
+    """Return a line that compares `auto` with llama-server's best type; None if that is the baseline."""
     each = report.to_best_type.get(group)
     if each is None:
         return None
@@ -276,7 +313,7 @@ def next_to_best_type(report: Report, group: str, quote: Callable[[str], str] = 
 
 
 def in_short(report: Report) -> str:
-    """Sum up the result in one sentence."""
+    """Return the result in one sentence."""
     gains = [f"{arms[AUTO].whole:.2f}× as fast for {group}" for group, arms in report.groups.items()]
     return (
         f"In short: with its defaults, llamaspec is {', '.join(gains)}, compared with {report.baseline_name}."
@@ -284,7 +321,7 @@ def in_short(report: Report) -> str:
 
 
 def markdown(report: Report) -> str:
-    """Write a section of a page: models, machine, costs, and a table for each group."""
+    """Return a section of a page: models, machine, costs, and a table for each group."""
     machine = report.machine
     lines = [f"### {_code(report.title)}", ""]
     parts = [_code(name) for name in dict.fromkeys(machine.devices)]

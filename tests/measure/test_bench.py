@@ -14,18 +14,9 @@ import pytest
 import llamaspec
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.llama.options import ModelOptions
-from llamaspec.measure.bench import (
-    WARM_UP,
-    Ask,
-    BenchTask,
-    Turn,
-    ask_all,
-    context_for,
-    quick_tasks,
-    read_tasks,
-    requests_of,
-)
+from llamaspec.measure.bench import WARM_UP, Ask, ask_all
 from llamaspec.measure.served_arms import PEER_PLAIN, PLAIN, Answer, RefusedError, own_arms, peer_arms
+from llamaspec.measure.tasks import BenchTask, Turn, context_for, quick_tasks, read_tasks, requests_of
 from llamaspec.plan import DraftPlan, ModelFile
 
 EDITS = [
@@ -76,8 +67,8 @@ def test_the_tasks_of_the_package() -> None:
     [
         (None, "cannot read the tasks"),
         ("tasks: []", "there is no task"),
-        ("tasks: [", "is no file of tasks"),
-        ("just text", "is no file of tasks"),
+        ("tasks: [", "is not a file of tasks"),
+        ("just text", "is not a file of tasks"),
         ("tasks: [{name: a, group: b}]", "the task 'a' has neither prompts nor turns"),
         ("tasks: [{name: a, group: b, prompts: [c], kind: d}]", "tasks.0.kind"),
         ("tasks: [{name: a, group: b, prompts: [c]}]", "no task x, y in own.yaml; choose one of a, b"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def pair(target_file: Path, draft_file: Path, own_cache: None) -> DraftPlan:
 
 
 def test_a_report_tells_figures_and_no_names(report: Report, target_file: Path, tmp_path: Path) -> None:
-    told = json.dumps(asdict(report))
+    told = json.dumps(report.as_json())
     assert not any(secret in told for secret in (SECRET, str(target_file), str(tmp_path)))
     assert report.settings.options == "--target ... --threads 1 --cache-type-k q8_0"
     arms = report.groups["chat and code"]
@@ -125,7 +125,7 @@ def test_beside_the_peer_everything_is_next_to_it(beside_the_peer: Report, tmp_p
     assert found.groups["edits"]["plain"].whole == pytest.approx(8 / 12)
     assert found.to_best_type["edits"].whole == pytest.approx(10 / 8)
     path = tmp_path / "r.json"
-    path.write_text(json.dumps(asdict(found)))
+    path.write_text(json.dumps(found.as_json()))
     assert read_report(path) == found
     lines = markdown(found).splitlines()
     assert any(line.endswith("Ratios are to llama-server without a draft.") for line in lines)
@@ -162,24 +162,30 @@ def _set(*place: Any) -> Callable[[Any, Any], None]:
     return change
 
 
-def _rename(told: Any, value: Any) -> None:
-    told["groups"][value] = told["groups"].pop("chat and code")
+def _in_samples(name: str) -> Callable[[Any, Any], None]:
+    """Change a field of all samples; of arms, the one with options."""
+
+    def change(told: Any, value: Any) -> None:
+        for each in told["samples"]:
+            if name != "arm" or each[name] == "--draft ... -k 4":
+                each[name] = value
+
+    return change
 
 
 @pytest.mark.parametrize("value", HARM)
 @pytest.mark.parametrize(
     "change",
     [
-        _set("target", "name"), _set("machine", "devices", 0), _set("settings", "options"), _rename,
-        _set("versions", "llamaspec"), _set("samples", 1, "prompt"),
-        _set("groups", "chat and code", "auto", "worst_prompt"),
+        _set("target", "name"), _set("machine", "devices", 0), _set("settings", "options"),
+        _set("versions", "llamaspec"), _in_samples("prompt"), _in_samples("group"), _in_samples("arm"),
     ],
 )  # fmt: skip
 def test_no_text_of_a_stranger_is_markup(
     report: Report, tmp_path: Path, change: Callable[[Any, Any], None], value: str
 ) -> None:
     """Every text is code, or is not there at all."""
-    told = json.loads(json.dumps(asdict(report)))
+    told = json.loads(json.dumps(report.as_json()))
     change(told, value)
     path = tmp_path / "r.json"
     path.write_text(json.dumps(told))
@@ -200,24 +206,28 @@ def test_no_text_of_a_stranger_is_markup(
         (("machine", "memory_bytes"), 10**400),
         (("target", "n_bytes"), 10**400),
         (("target", "n_bytes"), -1),
-        (("machine", "host"), "here"),
-        (("groups", "chat and code", "auto", "whole"), float("nan")),
-        (("groups", "chat and code", "auto", "whole"), "fast"),
+        (("samples", 1, "seconds"), float("nan")),
+        (("samples", 1, "seconds"), "fast"),
+        (("samples", 1, "seconds"), 0.0),
+        (("samples", 1, "first_seconds"), -1.0),
+        (("samples", 1, "seconds"), 1e300),
+        (("samples", 1, "n_tokens"), 10**400),
+        (("samples", 1, "repeat"), 1),
+        (("samples", 1, "group"), "another"),
+        (("samples", 1, "arm"), "another"),
         (("samples",), None),
-        (("tasks",), {}),
-        (("tasks", "other"), {}),
-        (("baseline",), "none of them"),
+        (("samples",), []),
         (("curve", "widths"), [1, 1, 4]),
     ],
 )
 def test_no_number_of_a_stranger_is_taken_unseen(
     report: Report, tmp_path: Path, place: tuple[str, ...], value: object
 ) -> None:
-    told = json.loads(json.dumps(asdict(report)))
+    told = json.loads(json.dumps(report.as_json()))
     _set(*place)(told, value)
     path = tmp_path / "r.json"
     path.write_text(json.dumps(told))
-    with pytest.raises(LlamaspecError, match="is no report of bench --share"):
+    with pytest.raises(LlamaspecError, match="is not a report of bench --share"):
         read_report(path)
 
 
@@ -233,7 +243,7 @@ def test_what_is_no_report_is_told_in_one_line(tmp_path: Path, content: str) -> 
 
 def test_a_picture_has_the_texts_of_a_stranger_letter_by_letter(report: Report, tmp_path: Path) -> None:
     named = replace(report, target=replace(report.target, name="a $x_{$ & b"))
-    (tmp_path / "a.json").write_text(json.dumps(asdict(named)))
+    (tmp_path / "a.json").write_text(json.dumps(named.as_json()))
     write_command_docs.draw_results(tmp_path, tmp_path / "pictures")
     drawn = (tmp_path / "pictures" / "a.svg").read_text()
     assert "a $x_{$ &amp; b" in drawn
@@ -248,7 +258,7 @@ def test_the_page_is_rendered_of_the_files(report: Report, tmp_path: Path) -> No
     empty = write_command_docs.with_results(page, tmp_path)
     assert re.sub(r"\n+", "\n", empty) == page.replace("old\n", "")
     for name in ("b-m4.json", "a.json"):
-        (tmp_path / name).write_text(json.dumps(asdict(report)))
+        (tmp_path / name).write_text(json.dumps(report.as_json()))
     once = write_command_docs.with_results(empty, tmp_path)
     assert [line for line in once.splitlines() if line.startswith("From")] == [
         "From `benchmarks/a.json`.",
@@ -264,7 +274,7 @@ def test_the_page_is_rendered_of_the_files(report: Report, tmp_path: Path) -> No
 
 def test_a_picture_beside_the_peer_has_its_best_type(beside_the_peer: Report, tmp_path: Path) -> None:
     """The best of each prompt was drawn: what nobody can know beforehand."""
-    (tmp_path / "a.json").write_text(json.dumps(asdict(beside_the_peer)))
+    (tmp_path / "a.json").write_text(json.dumps(beside_the_peer.as_json()))
     write_command_docs.draw_results(tmp_path, tmp_path)
     drawn = (tmp_path / "a.svg").read_text()
     assert "whole request, speed-up over llama-server without a draft" in drawn
