@@ -31,14 +31,15 @@ from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.vocabulary import check_pair, difference
+from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.plan import DraftPlan, SequenceDrafters, draft_name, make_plan, stages_of
+from llamaspec.plan import DraftPlan, make_plan
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceLength
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars, TimedConstraint
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sequence_drafters import SequenceDrafters, Stage, draft_name
 from llamaspec.values import MTP, NO_TOKENS, TARGET, Copying, Forward, ForwardRequest, Source, TokenArray
 
 Result = TypeVar("Result")
@@ -49,8 +50,8 @@ MAX_LOGPROBS = 100  # alternatives reported with each token
 class Pair:
     """A target and, if there is one, its draft; the draft may have a draft of its own.
 
-    Close it, or use it as a context manager; a pair that is no longer referenced is freed, too. A pair from
-    `open_pair` closes its models; a pair made from open models leaves them open.
+    Close a pair, or use it as a context manager. A pair that is no longer referenced is freed, too. A pair
+    from `open_pair` closes its models; a pair made from open models leaves them open.
     """
 
     def __init__(
@@ -64,20 +65,14 @@ class Pair:
         copying: Copying = Copying.WEIGHED,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.target, self.draft, self.heads = target, draft, heads  # the target's heads replace a draft
         drafts = () if draft is None else (draft, *stages)
-        self.models = (target, *drafts)  # each draft proposes tokens to the previous model
-        self.stages = stages_of(drafts, copies=copying is Copying.ON)
-        self.common: CommonTokens | None = None  # if the draft's vocabulary is not the target's
-        if draft is not None and difference(target.vocabulary, draft.vocabulary) is not None:
-            self.common = CommonTokens(target.vocabulary, draft.vocabulary)
-        self._drafters = SequenceDrafters(target, drafts, self.stages, heads, self.common, copying)
+        self._drafters = SequenceDrafters.of(target, drafts, heads, copying)
         self.load_seconds = load_seconds
-        self.owned = ExitStack()  # closes the models that belong to the pair
         self.clock = clock  # seconds
+        self.owned = ExitStack()  # closes the models that belong to the pair
         self._length = AutoLength(sources=self.sources)  # the default for streams
         models: dict[str, Model] = {TARGET: target}
-        for level, model in enumerate(self.draft_models):
+        for level, model in enumerate(drafts):
             models[draft_name(level)] = model
         if heads is not None:
             models[MTP] = heads
@@ -85,19 +80,44 @@ class Pair:
         self._thread = ComputeThread(self._scheduler)
 
     @property
+    def target(self) -> LlamaModel:
+        """The model whose text the pair generates."""
+        return self._drafters.target
+
+    @property
+    def draft(self) -> LlamaModel | None:
+        """The draft model of the target; None if it has none."""
+        return self._drafters.drafts[0] if self._drafters.drafts else None
+
+    @property
     def draft_models(self) -> tuple[LlamaModel, ...]:
         """The draft, the draft's draft, and so on."""
-        return self.models[1:]
+        return tuple(self._drafters.drafts)
+
+    @property
+    def models(self) -> tuple[LlamaModel, ...]:
+        """The target and the draft models."""
+        return (self.target, *self._drafters.drafts)
+
+    @property
+    def heads(self) -> PredictionHeads | None:
+        """The target's prediction heads, if they draft."""
+        return self._drafters.heads
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The draft models that have a draft of their own."""
+        return self._drafters.stages
+
+    @property
+    def common(self) -> CommonTokens | None:
+        """The tokens that target and draft share, if their vocabularies differ."""
+        return self._drafters.common
 
     @property
     def sources(self) -> frozenset[Source]:
         """Where draft tokens come from."""
-        found = {
-            Source.STAGE if self.stages else Source.MODEL: self.draft is not None,
-            Source.MTP: self.heads is not None,
-            Source.NGRAM: self._drafters.copying is not Copying.OFF,
-        }
-        return frozenset(source for source, drafts in found.items() if drafts)
+        return self._drafters.sources
 
     def stream(
         self,
@@ -118,7 +138,7 @@ class Pair:
         prediction: str | bytes | TokenArray | None = None,
         is_interactive: bool = False,
     ) -> TextStream:
-        """Generate piece by piece; `.run()` on the result generates everything at once.
+        """Start a completion. Iterate over it for its pieces, or call `run()` for the whole completion.
 
         Parameters
         ----------
@@ -134,7 +154,7 @@ class Pair:
         stops : sequence of str
             Strings that end the completion.
         spelled : dict of int to bytes, optional
-            Control tokens to write out, with their spelling; see `AnswerFormat.spelled`.
+            Control tokens that appear in the text, with their spelling; see `AnswerFormat.spelled`.
         rule : str
             "coupled", "rejection" or "block".
         policy : LengthPolicy, optional
@@ -143,7 +163,7 @@ class Pair:
             Where draft tokens come from. Default: the draft that the pair was opened with. `NoDrafter()` is
             plain decoding.
         copies : bool
-            False: do not copy draft tokens from earlier text. A `prediction` is still copied.
+            Whether draft tokens may be copied from earlier text. A `prediction` is always copied from.
         on_prefill : callable, optional
             Called with the number of prompt tokens processed so far, and their total.
         constraint : Constraint, optional
@@ -154,7 +174,7 @@ class Pair:
             Text that the completion is likely to repeat, such as the file being edited. Draft tokens are
             copied from it; it does not change the completion.
         is_interactive : bool
-            A person is waiting, so its first 128 tokens go before the prompts of others.
+            A person is waiting: process the prompt and the first 128 tokens before the prompts of others.
 
         Raises
         ------
@@ -169,9 +189,9 @@ class Pair:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         text = Detokenizer(self.target.vocabulary, stops, spelled)
-        expected = NO_TOKENS
+        predicted = NO_TOKENS
         if prediction is not None and len(prediction):
-            expected = self._tokens(prediction, add_special=False)
+            predicted = self._tokens(prediction, add_special=False)
         config = Speculation(
             prompt=self._tokens(prompt),
             max_tokens=max_tokens,
@@ -183,22 +203,21 @@ class Pair:
             max_scored=self.target.max_scored,
             n_logprobs=logprobs,
         )
+        # All arguments are valid from here on, so whatever starts is closed with the stream.
         if policy is None:
             policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self._length
-        # From here on nothing is refused, so whatever starts is closed with the stream.
         length = policy.start_sequence(drops=config.rule.drops, max_tokens=max_tokens)
         config = replace(config, length=length)
         if drafter is None:
-            drafters = self._drafters if copies else replace(self._drafters, copying=Copying.OFF)
-            drafter = drafters.make(config, expected)
+            drafter = self._drafters.make(config, predicted, copies=copies)
         config = replace(config, drafter=drafter)
         return TextStream(config, text, self._thread, on_prefill, is_interactive=is_interactive)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Constraint:
-        """A constraint for `stream`: JSON that matches a schema, with properties in the schema's order.
+        """Return a constraint for `stream`: JSON of a schema, with the properties in the schema's order.
 
-        It may be used by any number of streams and threads. The first constraint of a pair takes up to a
-        second, because it indexes the vocabulary.
+        Any number of streams and threads may use it. The first constraint of a pair takes up to a second,
+        because it indexes the vocabulary.
 
         Raises
         ------
@@ -208,7 +227,7 @@ class Pair:
         return self._grammars.json_schema(schema)
 
     def grammar(self, text: str) -> Constraint:
-        """A constraint for `stream`: text that matches a grammar, in llguidance's Lark or llama.cpp's GBNF.
+        """Return a constraint for `stream`: text of a grammar, in llguidance's Lark or llama.cpp's GBNF.
 
         Raises
         ------
@@ -224,7 +243,7 @@ class Pair:
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
         """Run a coroutine that yields evaluation requests, alongside the streams; return its result.
 
-        The logits sent to it are valid until its next request.
+        The coroutine may use the logits of an answer until its next request.
 
         Examples
         --------
@@ -257,7 +276,7 @@ class Pair:
         self.close()
 
     def model_drafter(self, prompt: TokenArray, length: SequenceLength) -> Drafter:
-        """The drafter that uses only the draft model, or the target's prediction heads."""
+        """Return the drafter that uses only the draft model, or the target's prediction heads."""
         rule, streams, size = RULES[DEFAULT_RULE], SeededStreams(0), self.target.context_size
         config = Speculation(prompt, 1, size, rule, Sampling(), streams, length=length)
         return self._drafters.asking_model(config)
@@ -273,12 +292,12 @@ class Pair:
 
 
 def demo_target() -> Path:
-    """The embedded target model."""
+    """Return the path of the embedded target model."""
     return Path(str(files("llamaspec") / "demo" / "target.gguf"))
 
 
 def demo_draft() -> Path:
-    """The embedded draft model, distilled from the embedded target."""
+    """Return the path of the embedded draft model, which was distilled from the embedded target."""
     return Path(str(files("llamaspec") / "demo" / "draft.gguf"))
 
 
@@ -299,14 +318,14 @@ def open_pair(
     target : str or Path
         A file, a name from the list of models, or hf:owner/repo:file.
     draft : str, Path or sequence of them, optional
-        The same; "auto" is the draft known for the target, or else the target's own prediction heads; "mtp"
-        is these heads, "ngram" no model at all. Of several, each drafts for the previous one.
+        The same, or "auto": the draft known for the target, or else the target's own prediction heads; "mtp":
+        these heads; "ngram": only copies of earlier text. Of several, each drafts for the previous one.
     ngram : bool, optional
         Copy draft tokens from earlier text. Default: yes, except beside a draft model with a fixed draft
-        length, because nothing compares copies with the model's tokens.
+        length, because nothing weighs copies against the model's tokens then.
     cache_ram : int, optional
-        Bytes of main memory for the KV caches of finished sequences, so that a prompt with the same beginning
-        is not processed again. Default: a quarter of the free memory, at most 8 GiB; 0 = none.
+        Bytes of main memory for the KV caches of finished sequences, so that a known beginning of a prompt is
+        not processed again. Default: a quarter of the free memory, at most 8 GiB; 0 = none.
 
     Raises
     ------

@@ -25,8 +25,9 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.exactness import Exactness, find_exactness
 from llamaspec.measure.probe import Probe, time_draft_step
 from llamaspec.pair import Pair
-from llamaspec.plan import DraftPlan, ModelFile, Stage
+from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.protocols import LengthPolicy
+from llamaspec.sequence_drafters import Stage
 from llamaspec.values import Source
 
 FORMAT = 8  # of the files
