@@ -62,10 +62,7 @@ class ChatTemplate:
         self.source = source
         self._ends = {"bos_token": bos, "eos_token": eos}
         self._special = SpecialTokens((bos, eos)) if special is None else special
-        try:
-            PROCESS.check(source)
-        except RenderError as error:
-            raise TemplateError(f"the chat template is not valid: {error}; give another template") from error
+        check_template(source)
 
     @classmethod
     def of(cls, model: LlamaModel, source: str | None = None) -> ChatTemplate:
@@ -199,6 +196,14 @@ class ChatTemplate:
         except TemplateError as other:
             return str(other) == str(error)
         return False
+
+
+def check_template(source: str) -> None:
+    """Raise a TemplateError if the source of a chat template is not valid Jinja; this needs no model."""
+    try:
+        PROCESS.check(source)
+    except RenderError as error:
+        raise TemplateError(f"the chat template is not valid: {error}; give another template") from error
 
 
 def _is_out_of_time(error: TemplateError) -> bool:

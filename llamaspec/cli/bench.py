@@ -134,8 +134,11 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
     arms = [*own_arms(given, bench.also, bench.against)]
     if bench.llama_server is not None:
         arms += peer_arms(bench.llama_server, plan, bench.spec_types.split(",") if bench.spec_types else ())
+    shown = [*given, *(["--quick"] if bench.quick else [])]
+    if bench.tasks != TASKS:
+        shown += ["--tasks", str(bench.tasks)]
     settings = Settings(
-        bench.max_tokens, bench.temperature, bench.repeats, bench.names, public_options(given)
+        bench.max_tokens, bench.temperature, bench.repeats, bench.names, public_options(shown)
     )
     samples: list[Sample] = []
     say(f"starting {len(arms)} servers, which take turns: {'; '.join(arm.name for arm in arms)}")

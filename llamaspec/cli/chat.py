@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from llamaspec.chat.conversation_files import ConversationFiles, keep_last, load_last
 from llamaspec.chat.session import ChatSettings, Reply, Session
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli import options as shared
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, refusing_values, section
 from llamaspec.cli.model_options import (
@@ -98,7 +100,7 @@ def chat(
         thoughts = Thoughts(is_shown=reasoning == "show")
         session = Session(
             pair,
-            conversation.read_template(pair),
+            ChatTemplate.of(pair.target, conversation.chat_template),
             settings,
             system=conversation.system,
             on_remark=say,
@@ -134,15 +136,22 @@ Examples:
   llamaspec run hf:owner/big-GGUF:Q4_K_M --system "Answer in one sentence."
 """,
 )
-@click.argument("name")
-@click.argument("options", metavar="[OPTIONS OF CHAT]...", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="NAME [OPTIONS OF CHAT]...", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def run(context: click.Context, name: str, options: tuple[str, ...]) -> None:
+def run(context: click.Context, arguments: tuple[str, ...]) -> None:
     """Chat with a model or pair by name, fetching it if needed."""
-    fetched_model(name)
-    drafts = () if known_draft(name, fetched_model) is None else (AUTO,)
-    arguments = ["--target", name, *options]
-    with chat.make_context("run", arguments, context.parent, default_map={"draft": drafts}) as inner:
+    with chat.make_context("run", [*arguments], context.parent, allow_extra_args=True) as inner:
+        if len(inner.args) != 1:
+            found = f"got {' '.join(inner.args)}" if inner.args else "such as qwen3-14b"
+            raise click.UsageError(f"name one model to run, {found}", context)
+        for option in ("target", "pair"):
+            if inner.get_parameter_source(option) is ParameterSource.COMMANDLINE:
+                raise click.UsageError(f"{inner.args[0]} is the model to run; drop --{option}", context)
+        name = inner.args[0]
+        fetched_model(name)
+        inner.params["target"] = name
+        if not inner.params["draft"] and known_draft(name, fetched_model) is not None:
+            inner.params["draft"] = (AUTO,)
         chat.invoke(inner)
 
 

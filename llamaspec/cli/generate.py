@@ -31,10 +31,11 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--special", is_flag=True,
                  help="Parse control tokens in the prompt, such as <|im_end|>."),
     click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated."),
-    click.option("--json-schema", metavar="FILE|TEXT", help="Write JSON that follows this schema."),
-    click.option("--grammar", metavar="FILE|TEXT",
+    click.option("--json-schema", type=shared.JSON_SCHEMA, metavar="FILE|TEXT",
+                 help="Write JSON that follows this schema."),
+    click.option("--grammar", type=shared.GRAMMAR, metavar="FILE|TEXT",
                  help="Write text that follows this grammar: llguidance's Lark, or llama.cpp's GBNF."),
-    click.option("--prediction", metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    click.option("--prediction", metavar="FILE",
                  help="Expected text, such as the file to edit: draft tokens are copied from it. It does not "
                       "change the result."),
     click.option("--show-drafts", is_flag=True, help="Colour accepted draft tokens."),
@@ -54,7 +55,7 @@ class GenerateOptions:
     stop: tuple[str, ...]
     json_schema: str | None
     grammar: str | None
-    prediction: Path | None
+    prediction: bytes | None
     show_drafts: bool
     stats: out.Detail | None
     explain: bool
@@ -62,8 +63,12 @@ class GenerateOptions:
     as_json: bool
 
 
-def _output(*, stats: out.Detail | None, no_stats: bool, **given: Any) -> GenerateOptions:
-    options = GenerateOptions(stats=shared.chosen_detail(stats, no_stats, "short"), **given)
+def _output(
+    *, stats: out.Detail | None, no_stats: bool, prediction: str | None, **given: Any
+) -> GenerateOptions:
+    expected = None if prediction is None else shared.read_input(Path(prediction), "prediction")
+    detail = shared.chosen_detail(stats, no_stats, "short")
+    options = GenerateOptions(stats=detail, prediction=expected, **given)
     if "" in options.stop:
         raise ValueError("a stop string must not be empty")
     if options.json_schema is not None and options.grammar is not None:
@@ -102,7 +107,11 @@ def generate(
     seed = decoding.seed_or_random()
     quiet = output.stats is None or output.as_json or output.explain  # which says the same and more
     with learning(find_plan(models), models, decoding, quiet=quiet) as (pair, policy):
-        constraint = shared.make_constraint(pair, output.json_schema, output.grammar)
+        constraint = None
+        if output.json_schema is not None:
+            constraint = pair.json_schema(output.json_schema)
+        elif output.grammar is not None:
+            constraint = pair.grammar(output.grammar)
         with out.SlowProgress("processing the prompt") as progress:
             stream = pair.stream(
                 _prompt(pair, text, conversation, output),
@@ -114,7 +123,7 @@ def generate(
                 policy=policy,
                 on_prefill=progress.part,
                 constraint=constraint,
-                prediction=None if output.prediction is None else output.prediction.read_bytes(),
+                prediction=output.prediction,
             )
             interrupted = _consume(stream, output, progress)
         completion = stream.completion

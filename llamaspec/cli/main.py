@@ -25,7 +25,7 @@ _LATER_SECONDS = 0.01  # before an interrupt is raised again
 _WIDEST_HELP = 1000  # columns; help wraps at the terminal's width if that is less
 
 # Module, loaded on first use, and the first line of the help.
-_SUBCOMMANDS = {
+SUBCOMMANDS = {
     "audit": ("measure", "Check that the text with draft tokens is the text without."),
     "bench": ("bench", "Measure whole requests, with drafts and without."),
     "chat": ("chat", "Chat with a model."),
@@ -50,21 +50,21 @@ _SUBCOMMANDS = {
 
 class _Commands(click.Group):
     def __init__(self, **settings: Any) -> None:
-        names = {name: click.Command(name, short_help=text) for name, (_, text) in _SUBCOMMANDS.items()}
+        names = {name: click.Command(name, short_help=text) for name, (_, text) in SUBCOMMANDS.items()}
         super().__init__(**settings, commands=names)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a command and return the command."""
-        if cmd_name not in _SUBCOMMANDS:
+        if cmd_name not in SUBCOMMANDS:
             return super().get_command(ctx, cmd_name)
         with interrupts_end_the_process():
-            module = import_module(f"llamaspec.cli.{_SUBCOMMANDS[cmd_name][0]}")
+            module = import_module(f"llamaspec.cli.{SUBCOMMANDS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in _SUBCOMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in SUBCOMMANDS.items()])
 
     def main(self, *args: Any, **extra: Any) -> Any:
         _replace_closed_streams()

@@ -112,7 +112,7 @@ def _ordinary_tasks(pair: Pair, decoding: shared.DecodingOptions, seed: int) -> 
     prompts = [prompt.encode() for task in read_tasks(names=_ORDINARY) for prompt in task.prompts]
     tasks = [task_of(pair, prompt, decoding, seed) for prompt in prompts]
     with suppress(NoTemplateError):
-        chat = shared.ChatOptions(None, None)
+        chat = shared.ChatOptions()
         turns = [chat.first_turn(pair, each, parse_special=False) for each in prompts]
         tasks = [replace(task, prompt=turn) for task, turn in zip(tasks, turns, strict=True)]
     fitting = [task for task in tasks if len(task.prompt) + task.max_tokens < pair.target.context_size]
@@ -317,6 +317,13 @@ def _milliseconds(timing: Spread) -> str:
 # audit
 
 
+_FAULT = "--exact promises the same log-probabilities, so this is a fault; please report it"
+_ROUNDING = (
+    "such differences are rounding, normal without --exact, and do not fail the audit; but the same seed may "
+    "give another text if other tokens are cached or other sequences run"
+)
+
+
 @click.command(
     cls=GroupedCommand,
     epilog="""\b
@@ -349,23 +356,23 @@ def audit(
             shown["exact"] = {**asdict(exactness), "cache_type_v": options.cache_type_v}
         click.echo(json.dumps(shown))
     else:
-        _show_audit(found, task)
+        _show_audit(found, task, is_exact=decoding.exact)
         if exactness is not None:
             widths = ", ".join(map(str, exactness.widths))
-            parts = "in any parts" if exactness.reads else "in equal parts, and texts share nothing"
+            parts = "in chunks of any size" if exactness.reads else "in equal chunks, and no prefix is shared"
             click.echo(
                 f"--exact here: {options.cache_type_k} keys, {options.cache_type_v} values; "
-                f"widths {widths}; prompts are read {parts}"
+                f"batch sizes {widths}; prompts are processed {parts}"
             )
     if not (found.is_exact if decoding.exact else found.is_lossless):
         sys.exit(1)
 
 
-def _show_audit(found: Audit, task: Task) -> None:
+def _show_audit(found: Audit, task: Task, *, is_exact: bool) -> None:
     if not found.compares_texts:
         click.echo(
-            f"the {task.rule} rule draws another text than plain decoding, from the same distribution: "
-            "not compared"
+            f"not compared with plain decoding: the {task.rule} rule draws another text from the same "
+            "distribution"
         )
     elif found.first_difference is None:
         click.echo(f"same seed, same text: all {found.n_tokens} tokens are those of plain decoding")
@@ -378,10 +385,12 @@ def _show_audit(found: Audit, task: Task) -> None:
             f"alone; the two best logits are {fork.logit_gap:.4f} apart"
         )
     widths = ", ".join(str(width) for width in found.identical_widths) or "none"
-    click.echo(f"widths up to {AUDITED} that are bit-identical with width 1 here: {widths}")
+    click.echo(f"batch sizes up to {AUDITED} that are bit-identical with 1 here: {widths}")
     for situation, n in found.n_changed.items():
         click.echo(
             f"log-probabilities {situation}: {f'{n} of {found.n_compared} differ' if n else 'the same'}"
         )
+    if any(found.n_changed.values()):
+        click.echo(_FAULT if is_exact else _ROUNDING)
     if found.forks:
-        click.echo("a batch of several positions is rounded differently on this machine; --exact avoids that")
+        click.echo("larger batches round differently on this machine; --exact prevents forks")

@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from llamaspec.chat.messages import Message
-from llamaspec.chat.template import ChatTemplate
-from llamaspec.cli.grouped import Command, Decorator, Integer, option_group
+from llamaspec.chat.template import ChatTemplate, check_template
+from llamaspec.cli.grouped import Command, Decorator, Integer, Number, option_group
 from llamaspec.cli.output import Detail, say
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import AtMost, FixedLength
@@ -21,8 +21,9 @@ from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.measure.exactness import Exactness
 from llamaspec.measure.store import auto_length, known_exactness
 from llamaspec.pair import Pair
-from llamaspec.protocols import Constraint, LengthPolicy
+from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
+from llamaspec.sampling.constraint import check_grammar, check_json_schema
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
@@ -81,6 +82,39 @@ def read_input(path: Path, kind: str, remedy: str = "name a readable file") -> b
     except OSError as error:
         reason = error.strerror or error
         raise PromptError(f"cannot read the {kind} {path}: {reason}; {remedy}") from error
+
+
+class _TextFile(click.ParamType):  # type: ignore[type-arg]
+    """A text in a file, which becomes the value; it is read and checked before any model is loaded.
+
+    If `is_text` accepts the argument, that is the text itself.
+    """
+
+    name = "file"
+
+    def __init__(
+        self, kind: str, check: Callable[[str], None], is_text: Callable[[str], bool] | None = None
+    ) -> None:
+        self._kind, self._check, self._is_text = kind, check, is_text
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the text; PromptError if the file cannot be read or the text is invalid."""
+        text: str = value
+        if self._is_text is None or not self._is_text(value):
+            remedy = "name a readable file" + ("" if self._is_text is None else ", or give the text itself")
+            text = decoded(read_input(Path(value), self._kind, remedy), f"the {self._kind} {value}")
+        self._check(text)
+        return text
+
+
+JSON_SCHEMA = _TextFile("JSON schema", check_json_schema, lambda given: given.lstrip().startswith("{"))
+GRAMMAR = _TextFile(
+    "grammar", check_grammar, lambda given: any(mark in given for mark in ("\n", "::=", ": "))
+)
+CHAT_TEMPLATE_OPTION = click.option(
+    "--chat-template", type=_TextFile("chat template", check_template), metavar="FILE",
+    help="Jinja chat template to use instead of the target's own.",
+)  # fmt: skip
 
 
 def decoded(content: bytes, what: str) -> str:
@@ -153,11 +187,11 @@ _DRAFTING: tuple[Decorator, ...] = (
 _CHAIN: tuple[Decorator, ...] = (
     click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
                  help="0 = always the most probable token."),
-    click.option("--top-k", type=_OrOff(click.INT, 0), default=40, show_default=True,
+    click.option("--top-k", type=_OrOff(Integer(min=0), 0), default=40, show_default=True,
                  help="Sample from the k most probable tokens; 0 = all."),
     click.option("--top-p", type=_OrOff(click.FLOAT, 1), default=0.95, show_default=True,
                  help="Sample from the most probable tokens that reach this total probability; 1 = all."),
-    click.option("--min-p", type=_OrOff(click.FLOAT, 0), default=0.05, show_default=True,
+    click.option("--min-p", type=_OrOff(Number(0, 1), 0), default=0.05, show_default=True,
                  help="Drop tokens below this fraction of the best token's probability; 0 = none."),
     click.option("--repeat-penalty", type=_OrOff(click.FLOAT, 1),
                  help="Divide the scores of recent tokens; 1 = off."),
@@ -262,22 +296,6 @@ def make_policy(pair: Pair, drafting: Drafting, exactness: Exactness | None = No
     return policy if drafting.draft_length is None else AtMost(drafting.draft_length, policy)
 
 
-def make_constraint(pair: Pair, json_schema: str | None, grammar: str | None) -> Constraint | None:
-    """Compile a JSON schema or a grammar, given as a file or as text; PromptError if it is invalid."""
-    if json_schema is not None:
-        is_text = json_schema.lstrip().startswith("{")
-        return pair.json_schema(json_schema if is_text else _read_constraint(json_schema, "JSON schema"))
-    if grammar is not None:
-        is_text = any(mark in grammar for mark in ("\n", "::=", ": "))
-        return pair.grammar(grammar if is_text else _read_constraint(grammar, "grammar"))
-    return None
-
-
-def _read_constraint(name: str, kind: str) -> str:
-    content = read_input(Path(name), kind, "name a readable file, or give the text itself")
-    return decoded(content, f"the {kind} {name}")
-
-
 # Conversations
 
 
@@ -285,40 +303,35 @@ def _read_constraint(name: str, kind: str) -> str:
 class ChatOptions:
     """Chat options. Raises a ValueError if they need --chat, or are not UTF-8."""
 
-    system: str | None
-    chat_template: str | None
+    system: str | None = None
+    chat_template: str | None = None  # its source; None = the target's own
     chat: bool = True
 
     def __post_init__(self) -> None:
-        if not self.chat and (self.system or self.chat_template):
+        if not self.chat and (self.system or self.chat_template is not None):
             raise ValueError("--system and --chat-template need --chat")
         try:
             (self.system or "").encode()
         except UnicodeEncodeError as error:
             raise ValueError("the system prompt is not UTF-8; convert it first") from error
 
-    def read_template(self, pair: Pair) -> ChatTemplate:
-        """Return the chat template; NoTemplateError if the target has none."""
-        if self.chat_template is None:
-            return ChatTemplate.of(pair.target)
-        path = Path(self.chat_template)
-        text = decoded(read_input(path, "chat template"), f"the chat template {path}")
-        return ChatTemplate.of(pair.target, text)
-
     def first_turn(self, pair: Pair, prompt: bytes, *, parse_special: bool) -> TokenArray:
-        """Return the tokens of a conversation with the prompt as its first user message."""
+        """Return the tokens of a conversation whose first user message is the prompt.
+
+        NoTemplateError if neither the options nor the target's file have a template.
+        """
         message = Message("user", decoded(prompt, "the prompt"))
         messages = [Message("system", self.system), message] if self.system else [message]
-        rendered = self.read_template(pair).render(messages, parse_special=parse_special)
+        template = ChatTemplate.of(pair.target, self.chat_template)
+        rendered = template.render(messages, parse_special=parse_special)
         vocabulary = pair.target.vocabulary
         return vocabulary.begun(rendered.tokenize(vocabulary))
 
 
 _CHAT: tuple[Decorator, ...] = (
     click.option("--system", metavar="TEXT", help="System prompt."),
-    click.option("--chat-template", metavar="FILE",
-                 help="Jinja chat template to use instead of the target's own."),
-)  # fmt: skip
+    CHAT_TEMPLATE_OPTION,
+)
 _WHETHER = click.option(
     "--chat", is_flag=True, help="Treat the prompt as a chat message, using the chat template."
 )

@@ -51,8 +51,7 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
                  help="Allow web pages of this origin, * = of any; may be repeated."),
     click.option("--alias", help="Model name in responses; default: the file's name."),
-    click.option("--chat-template", metavar="FILE",
-                 help="Jinja chat template to use instead of the target's own."),
+    shared.CHAT_TEMPLATE_OPTION,
     click.option("--cache-ram", "cache_ram_mib", type=Integer(min=0), metavar="MIB",
                  help="Main memory for finished sequences, so that their prefixes need not be processed "
                       "again. Default: a quarter of the free memory, at most 8192; 0 = none."),
@@ -184,9 +183,9 @@ def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
         pair.call(lambda: folder.save(models, say))
 
 
-def _template(pair: Pair, name: str | None) -> ChatTemplate | None:
+def _template(pair: Pair, source: str | None) -> ChatTemplate | None:
     try:
-        return shared.ChatOptions(None, name).read_template(pair)
+        return ChatTemplate.of(pair.target, source)
     except NoTemplateError:
         say("the target has no chat template; only /v1/completions works (--chat-template)")
         return None
@@ -223,7 +222,8 @@ def worker(host: str, port: int, threads: int | None, device: str | None, *, cac
     unknown = [name for name in names if name not in {each.name for each in found}]
     if unknown or not names:
         known = ", ".join(each.name for each in found)
-        raise click.UsageError(f"no device {', '.join(unknown) or 'given'}; there is {known}")
+        fault = f"there is no device {unknown[0]!r}" if unknown else "a worker needs a device"
+        raise click.UsageError(f"{fault}; choose from {known}")
     folder = None
     if cache:
         folder = cache_folder() / "worker"

@@ -88,7 +88,7 @@ def chosen_devices(options: ModelOptions) -> list[int] | None:
         return [*workers, *(known[device.name] for device in gpus_among(find_devices()))]
     for name in options.devices:
         if name not in known:
-            raise DeviceError(f"there is no device {name}; llama.cpp finds {', '.join(known)} here")
+            raise DeviceError(f"there is no device {name!r}; choose from {', '.join(known)}, or none")
     return [known[name] for name in options.devices]
 
 

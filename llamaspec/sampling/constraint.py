@@ -122,28 +122,14 @@ class Grammars:
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
         """Texts that are JSON as a schema wants it, properties in the schema's order."""
-        text = _json(schema)
-        try:
-            source = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
-        except ValueError as error:
-            raise _unusable("JSON schema", str(error)) from error
-        return self._compiled("JSON schema", source)
+        return self._compiled("JSON schema", _schema_source(schema))
 
     def grammar(self, text: str) -> Grammar:
         """Texts of a grammar: Lark as llguidance takes it, or llama.cpp's GBNF.
 
         Lark has a rule `start`, or begins with `%llguidance`; GBNF has a rule `root`.
         """
-        _check_size("grammar", text)
-        if not _LARK.search(text):
-            try:
-                text = gbnf_to_lark(text)
-            except Exception as error:
-                reason = _line(str(error) or type(error).__name__)
-                raise ConstraintError(
-                    f"the grammar is neither Lark (there is no rule start) nor GBNF: {reason}; correct it"
-                ) from error
-        return self._compiled("grammar", LLMatcher.grammar_from_lark(text))
+        return self._compiled("grammar", _grammar_source(text))
 
     def _compiled(self, kind: str, source: str) -> Grammar:
         matcher = _with_stack(lambda: LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits))
@@ -155,6 +141,43 @@ class Grammars:
         if not is_possible and not row.is_complete(NO_TOKENS):
             raise ConstraintError(f"the {kind} allows no text that the model could write; loosen it")
         return grammar
+
+
+def check_json_schema(schema: str) -> None:
+    """Raise a ConstraintError if a JSON schema is invalid; this needs no model."""
+    _check("JSON schema", _schema_source(schema))
+
+
+def check_grammar(text: str) -> None:
+    """Raise a ConstraintError if a grammar is invalid; this needs no model."""
+    _check("grammar", _grammar_source(text))
+
+
+def _check(kind: str, source: str) -> None:
+    if fault := _with_stack(lambda: LLMatcher.validate_grammar(source)):
+        raise _unusable(kind, fault)
+
+
+def _schema_source(schema: Mapping[str, Any] | str) -> str:
+    """Return a JSON schema in llguidance's own form."""
+    try:
+        return LLMatcher.grammar_from_json_schema(_json(schema), defaults={"whitespace_pattern": WHITESPACE})
+    except ValueError as error:
+        raise _unusable("JSON schema", str(error)) from error
+
+
+def _grammar_source(text: str) -> str:
+    """Return a grammar in llguidance's own form."""
+    _check_size("grammar", text)
+    if not _LARK.search(text):
+        try:
+            text = gbnf_to_lark(text)
+        except Exception as error:
+            reason = _line(str(error) or type(error).__name__)
+            raise ConstraintError(
+                f"the grammar is neither Lark (there is no rule start) nor GBNF: {reason}; correct it"
+            ) from error
+    return LLMatcher.grammar_from_lark(text)
 
 
 def _json(schema: Mapping[str, Any] | str) -> str:

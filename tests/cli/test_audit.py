@@ -36,7 +36,28 @@ def test_exact_texts_are_compared_in_every_situation(demo_files: tuple[Path, Pat
     assert answer.json["n_compared"] == 20
     told = invoke("audit", *naming([*demo_files]), *options).stdout.splitlines()
     assert "log-probabilities beside 3 other texts: the same" in told
+    assert not any("fault" in line or "normal" in line for line in told)
     assert told[-1].startswith("--exact here: f16 keys, ")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [((), 0, "normal without --exact, and do not fail the audit"), (("--exact",), 1, "this is a fault")],
+)
+def test_changed_log_probabilities_are_judged(
+    demo_files: tuple[Path, Path],
+    own_cache: None,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    code: int,
+    says: str,
+) -> None:
+    """It said "40 of 40 differ" and ended with 0."""
+    changed = {"behind a cached prompt": 4}
+    monkeypatch.setattr("llamaspec.measure.exactness.count_changes", lambda *_: changed)
+    answer = invoke("audit", *naming([*demo_files]), *options, "-n", "4", "--threads", "1")
+    assert answer.code == code
+    assert says in answer.stdout
 
 
 @pytest.fixture
@@ -106,7 +127,7 @@ def test_short_texts_have_few_widths(target_file: Path, draft_file: Path) -> Non
         found = invoke("audit", *naming([target_file, draft_file]), "-n", str(n), "-k", "3", "--json").json
         assert list(found["largest_logit_difference"]) == widths
     told = invoke("audit", *naming([target_file, draft_file]), "-n", "3", "-k", "3").stdout
-    assert "widths up to 16 that are bit-identical with width 1 here: 2, 3" in told
+    assert "batch sizes up to 16 that are bit-identical with 1 here: 2, 3" in told
 
 
 def test_it_needs_a_draft(target_file: Path) -> None:

@@ -149,13 +149,11 @@ def test_no_stdin_at_all(files: dict[str, Path]) -> None:
     )
 
 
-TEMPERATURES, TOP_P, MIN_P = ("-1", "nan", "inf", "-inf"), ("0", "-1", "1.5", "nan"), ("-0.1", "1.5", "nan")
+TEMPERATURES, TOP_P = ("-1", "nan", "inf", "-inf"), ("0", "-1", "1.5", "nan")
 VALUES = [
     # Refused by the values themselves, which also guard the Python interface.
     *((["-t", value], f"temperature must be >= 0, got {float(value)}", 2) for value in TEMPERATURES),
-    (["--top-k", "-1"], "top-k must be >= 1, got -1", 2),
     *((["--top-p", value], f"top-p must be in (0, 1], got {float(value)}", 2) for value in TOP_P),
-    *((["--min-p", value], f"min-p must be in (0, 1], got {float(value)}", 2) for value in MIN_P),
     *(
         (["--repeat-penalty", value], f"repeat-penalty must be > 0, got {float(value)}", 2)
         for value in ("0", "-1", "nan", "inf")
@@ -184,6 +182,8 @@ VALUES = [
     # Refused by the command line.
     (["-n", "0"], "Invalid value for '--max-tokens' / '-n'", 2),
     (["-n", "many"], "Invalid value for '--max-tokens' / '-n'", 2),
+    (["--top-k", "-1"], "'--top-k': must be an integer ≥ 0", 2),
+    *((["--min-p", value], "'--min-p': must be a number from 0 to 1", 2) for value in ("-0.1", "1.5", "nan")),
     (["-t", "hot"], "Invalid value for '--temperature' / '-t'", 2),
     (["-k", "-1"], "Invalid value for '--draft-length' / '-k'", 2),
     (["-k", "65"], "Invalid value for '--draft-length' / '-k'", 2),
@@ -203,6 +203,57 @@ def test_options_out_of_range(files: dict[str, Path], arguments: list[str], says
     assert_refused(invoke("generate", *models, "-p", "x", *arguments), says, code)
 
 
+@pytest.mark.parametrize("option", ["--top-k", "--min-p"])
+def test_zero_switches_a_filter_off(files: dict[str, Path], option: str) -> None:
+    assert invoke("generate", *naming([files["GOOD"]]), "-n", "2", option, "0", "x").code == 0
+
+
+NAMING_FILES = [
+    ("generate", "--json-schema", "JSON schema"),
+    ("generate", "--grammar", "grammar"),
+    ("generate", "--prediction", "prediction"),
+    ("generate", "--timeline", "timeline"),
+    ("generate", "--file", "prompt file"),
+    ("generate", "--chat-template", "chat template"),
+    ("chat", "--chat-template", "chat template"),
+    ("chat", "--load", "conversation"),
+    ("serve", "--chat-template", "chat template"),
+    ("serve", "--api-key-file", "key file"),
+    ("bench", "--tasks", "tasks"),
+    ("bench", "--share", "report"),
+    ("probe", "--plot", "a .png or .svg file"),
+]
+
+
+@pytest.mark.parametrize(("command", "option", "kind"), NAMING_FILES)
+def test_files_are_checked_before_models(
+    files: dict[str, Path], command: str, option: str, kind: str
+) -> None:
+    """A wrong one was noticed only after minutes of loading."""
+    answer = invoke(command, "--target", files["MISSING"], option, files["FOLDER"])
+    assert_refused(answer, kind, 1)
+    assert files["FOLDER"].name in answer.stderr
+
+
+INVALID = [
+    ("generate", "--json-schema", '{"type": "foo"}', "Invalid type: foo; correct it"),
+    ("generate", "--grammar", "start: foo", 'unknown name: "foo"; correct it'),
+    ("generate", "--chat-template", "{{ foo", "the chat template is not valid: unexpected end"),
+    ("chat", "--chat-template", "{{ foo", "the chat template is not valid: unexpected end"),
+    ("serve", "--chat-template", "{{ foo", "the chat template is not valid: unexpected end"),
+    ("bench", "--tasks", "[3]", "is no file of tasks"),
+]
+
+
+@pytest.mark.parametrize(("command", "option", "content", "says"), INVALID)
+def test_contents_are_checked_before_models(
+    files: dict[str, Path], tmp_path: Path, command: str, option: str, content: str, says: str
+) -> None:
+    (tmp_path / "invalid").write_text(content)
+    answer = invoke(command, "--target", files["MISSING"], option, tmp_path / "invalid")
+    assert_refused(answer, says, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -218,6 +269,10 @@ def test_options_out_of_range(files: dict[str, Path], arguments: list[str], says
         (["bench", "-t", "-1"], "'-t': must be a number ≥ 0; see"),
         (["serve", "-c"], "Option '-c' requires an argument; see `llamaspec serve -h`"),
         (["worker", "--port"], "Option '--port' requires an argument; see `llamaspec worker -h`"),
+        (["run", "--system", "x"], "name one model to run, such as qwen3-14b; see `llamaspec run -h`"),
+        (["run", "big", "small"], "name one model to run, got big small; see"),
+        (["run", "big", "--pair", "small"], "big is the model to run; drop --pair; see"),
+        (["run", "-m", "small", "big"], "big is the model to run; drop --target; see"),
         (["models", "show"], "Missing argument 'NAME'; see `llamaspec models show -h`"),
     ],
 )

@@ -115,6 +115,13 @@ def test_the_table_and_the_bars() -> None:
 
 
 @pytest.mark.usefixtures("demo_files")
+def test_the_tables_name_the_command() -> None:
+    answer = invoke("bench", "--quick", "--threads", "1", "-n", "2", "--markdown")
+    assert answer.code == 0, answer.stderr
+    assert " --quick -n 2 -t 0 -r 1`" in answer.stdout
+
+
+@pytest.mark.usefixtures("demo_files")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
     """And no server is left running."""

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llama_cpp
 import pytest
 from huggingface_hub import constants
-from llama_cpp import llama_cpp as lib
 
 from command import ENTRY, environment, invoke, run, said
 from hub_server import ADDRESS
@@ -134,6 +134,7 @@ def test_run_fetches_a_pair_and_opens_a_chat(env: dict[str, str], tmp_path: Path
     assert (plain.stdout, plain.stderr.count("fetching")) == (answer.stdout, 0)
     elsewhere = {**env, "LLAMASPEC_TARGET": "missing.gguf"}
     assert run("run", "big", *options, stdin=b"def f(self):\n", env=elsewhere).stdout == answer.stdout
+    assert run("run", *options, "big", stdin=b"def f(self):\n", env=env).stdout == answer.stdout
 
 
 def test_pull_is_a_command_of_its_own(env: dict[str, str]) -> None:
@@ -389,7 +390,7 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
 
 def test_every_entry_is_complete(catalog: Catalog) -> None:
     assert {8, 16, 32, 64, 128} <= {entry.memory_gb for entry in catalog.entries.values()}
-    library = Path(lib._lib._name).read_bytes()
+    library = next((Path(llama_cpp.__file__).parent / "lib").glob("libllama.*")).read_bytes()
     for entry in catalog.entries.values():
         file = entry.file()
         assert entry.licence

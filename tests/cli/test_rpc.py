@@ -86,7 +86,8 @@ def test_options_that_cannot_be(arguments: list[str], complaint: str) -> None:
 
 def test_a_device_that_is_not_there(models: list[Path]) -> None:
     line = said(invoke("generate", *naming(models), "--device", "CUDA7", "x"))
-    assert "there is no device CUDA7; llama.cpp finds CPU" in line
+    assert "there is no device 'CUDA7'; choose from CPU" in line
+    assert line.endswith(", or none")
 
 
 def test_no_device_is_the_cpu(models: list[Path]) -> None:
@@ -111,4 +112,4 @@ def test_a_worker_on_devices_that_are_not_there() -> None:
     for device in ("CPU,CUDA7", "none", ""):
         answer = invoke("worker", "--device", device)
         assert answer.code == 2
-        assert "there is CPU" in answer.stderr
+        assert "; choose from CPU" in answer.stderr

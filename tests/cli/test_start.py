@@ -12,7 +12,7 @@ import pytest
 import llamaspec
 from command import ENTRY, Answer, environment, invoke
 from llamaspec import LlamaModel, ModelOptions, public
-from llamaspec.cli.main import _SUBCOMMANDS
+from llamaspec.cli.main import SUBCOMMANDS
 from llamaspec.cli.main import main as group
 from llamaspec.llama import runtime
 from patience import PATIENCE
@@ -87,9 +87,12 @@ def test_streams_may_be_none(stream: str) -> None:
 
 def test_llama_cpp_s_log_needs_no_stderr(target_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    monkeypatch.setattr(runtime._log, "verbose", True)
-    with LlamaModel(target_file, ModelOptions(threads=1)) as model:
-        assert model.vocabulary_size == 288
+    runtime.set_verbose(True)
+    try:
+        with LlamaModel(target_file, ModelOptions(threads=1)) as model:
+            assert model.vocabulary_size == 288
+    finally:
+        runtime.set_verbose(False)
 
 
 def test_ctrl_c_between_two_handlers() -> None:
@@ -113,11 +116,11 @@ def test_help_loads_little() -> None:
     assert answer.stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.parametrize("name", _SUBCOMMANDS)
+@pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_the_list_says_what_the_commands_say(name: str) -> None:
     command = group.get_command(click.Context(group), name)
     assert command is not None
-    assert command.get_short_help_str(1000) == _SUBCOMMANDS[name][1]
+    assert command.get_short_help_str(1000) == SUBCOMMANDS[name][1]
 
 
 def test_a_shell_completes_the_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_a_worker_is_free_again_when_the_model_is_closed(target_file: Path, work
 
 
 def test_a_device_that_no_worker_has(target_file: Path, worker: Worker) -> None:
-    with pytest.raises(DeviceError, match=r"no device RPC1; llama.cpp finds .*RPC0 here"):
+    with pytest.raises(DeviceError, match=r"no device 'RPC1'; choose from .*RPC0, or none"):
         LlamaModel(target_file, replace(there(worker), devices=("RPC1",)))
 
 
