@@ -53,7 +53,7 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
             click.option("--text", "-f", metavar="FILE", multiple=True, help=texts),
             click.option("--output", "-o", metavar="FILE", help="The draft; default: beside the target."),
             click.option("--force", is_flag=True, help="Replace the file of --output."),
-            click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
+            click.option("--temperature", "-t", type=float, metavar="NUMBER", default=0.8, show_default=True,
                          help="Temperature of the texts that the target writes."),
             click.option("--n-ctx", "--ctx-size", "-c", type=int,
                          help="Context size in tokens; default: 4096, or the model's."),
@@ -124,7 +124,9 @@ Examples:
 """,
 )
 @click.argument("target", metavar="TARGET")
-@click.option("--minutes", type=float, default=60.0, show_default=True, help="Training time.")
+@click.option(
+    "--minutes", type=float, metavar="NUMBER", default=60.0, show_default=True, help="Training time."
+)
 @click.option("--layers", type=int, default=4, show_default=True, help="Layers of the draft.")
 @click.option("--width", type=int, help="Hidden size of the draft; default: chosen by the target's size.")
 @_draft_options("Sample of your texts, required: the more, the better.")

@@ -185,19 +185,20 @@ _DRAFTING: tuple[Decorator, ...] = (
                  help="Bit-identical results for a seed, whatever ran before or beside it; CPUs only."),
 )  # fmt: skip
 _CHAIN: tuple[Decorator, ...] = (
-    click.option("--temperature", "-t", type=float, default=0.8, show_default=True,
+    click.option("--temperature", "-t", type=float, metavar="NUMBER", default=0.8, show_default=True,
                  help="0 = always the most probable token."),
     click.option("--top-k", type=_OrOff(Integer(min=0), 0), default=40, show_default=True,
                  help="Sample from the k most probable tokens; 0 = all."),
-    click.option("--top-p", type=_OrOff(click.FLOAT, 1), default=0.95, show_default=True,
+    click.option("--top-p", type=_OrOff(Number(0, 1), 1), default=0.95, show_default=True,
                  help="Sample from the most probable tokens that reach this total probability; 1 = all."),
     click.option("--min-p", type=_OrOff(Number(0, 1), 0), default=0.05, show_default=True,
                  help="Drop tokens below this fraction of the best token's probability; 0 = none."),
-    click.option("--repeat-penalty", type=_OrOff(click.FLOAT, 1),
+    click.option("--repeat-penalty", type=_OrOff(Number(min=0), 1),
                  help="Divide the scores of recent tokens; 1 = off."),
-    click.option("--presence-penalty", type=_OrOff(click.FLOAT, 0),
+    click.option("--presence-penalty", type=_OrOff(click.FLOAT, 0), metavar="NUMBER",
                  help="Subtract from the scores of recent tokens."),
-    click.option("--frequency-penalty", type=_OrOff(click.FLOAT, 0), help="The same, once per occurrence."),
+    click.option("--frequency-penalty", type=_OrOff(click.FLOAT, 0), metavar="NUMBER",
+                 help="The same, once per occurrence."),
 )  # fmt: skip
 _RULE: tuple[Decorator, ...] = (
     click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
