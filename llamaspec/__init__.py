@@ -8,7 +8,7 @@
 
 __version__ = "0.2.0"
 
-TYPE_CHECKING = False  # as in `typing`, which takes a while to load
+TYPE_CHECKING = False  # as in `typing`, which is slow to import
 
 if TYPE_CHECKING:
     from llamaspec.public import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""The `llamaspec` command and `python -m llamaspec`: Ctrl-C ends it without a traceback at any moment."""
+"""The `llamaspec` command and `python -m llamaspec`. Ctrl-C ends it at any moment without a traceback."""
 
 try:
     from llamaspec.cli.signals import (
@@ -12,7 +12,7 @@ except KeyboardInterrupt:
 
 
 def main() -> None:
-    """Run a command."""
+    """Run the command line."""
     try:
         with interrupts_end_the_process():
             leave_the_terminal_as_found()

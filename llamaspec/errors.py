@@ -3,14 +3,14 @@
 LlamaspecError
 ├── ModelFileError            the file is missing, damaged or of a kind that cannot generate text
 ├── PairError                 two models cannot work together
-├── PromptError               the prompt is empty, too long or not readable
-│   └── ConstraintError       a JSON schema or grammar cannot be used
-├── DeviceError               llama.cpp does not compute on a device of this name
+├── PromptError               the prompt is empty, too long or unreadable
+│   └── ConstraintError       the JSON schema or grammar cannot be used
+├── DeviceError               llama.cpp cannot compute on the device
 ├── ClosedError               the pair was closed, or belongs to the process before a fork
-├── MemoryFullError           the machine has no room
+├── MemoryFullError           the machine has too little memory
 │   └── ContextFullError      the context has no room for a sequence
 └── EvaluationError           llama.cpp failed during an evaluation
-    ├── EvaluationAbortedError  an evaluation was aborted on purpose
+    ├── EvaluationAbortedError  the evaluation was aborted on purpose
     ├── ScoresError             the model's scores are not finite numbers
     └── WorkerError             a worker on another machine cannot be reached
 """
@@ -48,11 +48,11 @@ class ConstraintError(PromptError):
 
 
 class DeviceError(LlamaspecError):
-    """llama.cpp does not compute on a device of this name."""
+    """llama.cpp cannot compute on a device."""
 
 
 class ClosedError(LlamaspecError):
-    """A pair is used that is not open in this process."""
+    """The pair is not open in this process."""
 
 
 class MemoryFullError(LlamaspecError):
@@ -64,11 +64,11 @@ class ContextFullError(MemoryFullError):
 
 
 class EvaluationError(LlamaspecError):
-    """llama.cpp reported a failure during an evaluation."""
+    """llama.cpp failed during an evaluation."""
 
 
 class EvaluationAbortedError(EvaluationError):
-    """An evaluation was ended on purpose."""
+    """An evaluation was aborted on purpose."""
 
 
 class WorkerError(EvaluationError):
@@ -79,11 +79,11 @@ class ScoresError(EvaluationError):
     """The scores of a model are not finite numbers: its file is damaged."""
 
 
-EVALUATION_FAULTS = (EvaluationError, MemoryFullError)  # in place of the answer to a `ForwardRequest`
+EVALUATION_FAULTS = (EvaluationError, MemoryFullError)  # thrown instead of an answer to a `ForwardRequest`
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Text of models, files and hubs as a terminal may show it: control characters become escapes.
+    """Escape control characters, so that a terminal can show text from models, files and hubs.
 
     The characters in `keep`, such as a newline, stay as they are.
 
@@ -99,5 +99,5 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def quoted(text: str) -> str:
-    """A name from outside, escaped and shortened for a message of one line."""
+    """Escape and shorten a name from outside for a message of one line."""
     return f"{printable(text[:200])}{'...' if len(text) > 200 else ''}"

@@ -1,7 +1,8 @@
-"""Small files that users and llamaspec write: read whole or refused, validated, replaced in one step.
+"""Small files of users and of llamaspec, and the names of model files.
 
-Only regular files up to a size limit are read, so pipes, devices and huge files cannot block. pydantic
-validates content strictly against a dataclass: no numbers in quotes, no unknown keys, no NaN.
+A file is read whole, and only if it is regular and not too large, so pipes, devices and huge files cannot
+block. It is replaced in one step. pydantic validates its content strictly against a dataclass: no numbers in
+quotes, no unknown keys, no NaN.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Unknown = Literal["forbid", "ignore"]  # how to treat keys that a dataclass lacks
 
-STALE_SECONDS = 3600.0  # a temporary file this old was left by a process that was killed
+STALE_SECONDS = 3600.0  # a killed process has left a temporary file this old
 _LONGEST_REASON = 200  # characters
-_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024  # that file systems take
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 1024  # limits of file systems
 _PART = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def cache_folder() -> Path:
-    """The folder of files that llamaspec can make again: $LLAMASPEC_CACHE, or the user's cache folder."""
+    """Return the folder of files that can be made again: $LLAMASPEC_CACHE, or the user's cache folder."""
     from platformdirs import user_cache_dir
 
     return Path(os.environ.get("LLAMASPEC_CACHE") or user_cache_dir("llamaspec", appauthor=False))
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """Read a regular file of at most `limit` bytes; else an OSError whose `strerror` says why."""
+    """Read a regular file of at most `limit` bytes; otherwise an OSError whose `strerror` says why."""
     content = read_beginning(path, limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
@@ -51,10 +52,10 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def read_beginning(path: Path, n: int) -> bytes:
-    """Read the first `n` bytes of a regular file, or all that it has; else an OSError."""
+    """Read the first `n` bytes of a regular file, or all if it is shorter; otherwise an OSError."""
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)  # a pipe without a writer would block here
+        return os.open(name, flags | os.O_NONBLOCK)  # otherwise a pipe without a writer would block
 
     with open(path, "rb", buffering=0, opener=opener) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -63,14 +64,14 @@ def read_beginning(path: Path, n: int) -> bytes:
 
 
 def file_identity(path: Path) -> str:
-    """Identify a large file, wherever it is, by a hash of its size and its first MiB."""
+    """Return a hash of the size and the first MiB of a large file, which identifies it in any folder."""
     key = hashlib.sha256(str(path.stat().st_size).encode())
     key.update(read_beginning(path, 1 << 20))
     return key.hexdigest()[:32]
 
 
 def file_hash(path: Path, on_bytes: Callable[[int], object]) -> str:
-    """Hash a whole file: SHA-256 in hexadecimal digits. `on_bytes` is called with the size of each chunk."""
+    """Return the SHA-256 of a file in hexadecimal digits; `on_bytes` receives the size of each chunk."""
     digest = hashlib.sha256()
     with path.open("rb") as content:
         while chunk := content.read(1 << 20):
@@ -95,7 +96,7 @@ def is_plain(name: str) -> bool:
 
 
 def part_names(name: str) -> tuple[str, ...]:
-    """Return the names of all parts of a model that was split into files; of any other file only its own.
+    """Return the names of all parts of a split model; any other file has one part.
 
     Examples
     --------
@@ -109,7 +110,7 @@ def part_names(name: str) -> tuple[str, ...]:
 
 
 def model_stem(name: str) -> str:
-    """Return the name of a model's file without the suffix and the number of a part.
+    """Return the name of a model file without its suffix and part number.
 
     Examples
     --------
@@ -121,14 +122,14 @@ def model_stem(name: str) -> str:
 
 
 def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Write a file in one step: a reader finds the old content or the new, whatever happens.
+    """Write a file in one step: whatever happens, a reader finds the old content or the new.
 
-    A link to a regular file stays a link. Folders must exist. Nobody else can read a private file.
+    The folder must exist. A link to a regular file stays a link. Only the user can read a private file.
 
     Raises
     ------
     OSError
-        The old content is still there, and nothing else.
+        The old content is unchanged, and no other file is left.
     """
     with replacing(path, private=private) as file:
         file.write(content.encode() if isinstance(content, str) else content)
@@ -154,14 +155,14 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
 
 
 def parse_json(kind: type[T], content: str | bytes, unknown: Unknown = "forbid") -> T:
-    """Make a dataclass, or a container of such, from JSON.
+    """Make a dataclass, or a container of dataclasses, from JSON.
 
     Raises
     ------
     ValueError
-        The content does not fit; the message is one line.
+        The content does not match; the message is one line.
     """
-    from pydantic import ValidationError  # takes a while, and most commands read no such file
+    from pydantic import ValidationError  # slow to import, and most commands read no such file
 
     data = content.encode() if isinstance(content, str) else content
     if not data.strip():
@@ -178,7 +179,7 @@ def parse_json(kind: type[T], content: str | bytes, unknown: Unknown = "forbid")
 
 @lru_cache(maxsize=32)
 def _adapter(kind: Any, unknown: Unknown) -> TypeAdapter[Any]:
-    """The configuration reaches a dataclass only from a container around it."""
+    """Return a validator of a one-tuple: a configuration reaches a dataclass only inside a container."""
     from pydantic import ConfigDict, TypeAdapter
 
     config = ConfigDict(strict=True, extra=unknown, allow_inf_nan=False)
@@ -189,6 +190,6 @@ def _adapter(kind: Any, unknown: Unknown) -> TypeAdapter[Any]:
 def _sweep(folder: Path, prefix: str) -> None:
     """Delete temporary files of killed processes."""
     for left in folder.glob(f"{escape(prefix)}*.tmp"):
-        with suppress(OSError):  # another process was faster
+        with suppress(OSError):  # another process has deleted it
             if time.time() - left.stat().st_mtime > STALE_SECONDS:
                 left.unlink()

@@ -1,6 +1,6 @@
 """The protocols between the packages: models, drafters, length policies, acceptance rules, random streams.
 
-Nothing here must be inherited: any object with these methods fits. The fakes beside the tests show each
+Nothing here must be inherited: any object with these methods fits. The fakes beside the tests implement each
 protocol in a few lines.
 """
 
@@ -33,8 +33,8 @@ Preparing: TypeAlias = Generator[ForwardRequest, Forward, None]
 class Model(Protocol):
     """Evaluates sequences; only the compute thread calls it.
 
-    A *row* is a running sequence, named by any integer. Its KV cells are found by comparing tokens, so a
-    request without the rejected tokens rolls them back.
+    A number identifies each running sequence. Requests name all tokens of a sequence, and the model compares
+    them with the cached ones, so a request without the rejected tokens rolls them back.
     """
 
     @property
@@ -59,38 +59,38 @@ class Model(Protocol):
 
     @property
     def n_cells(self) -> int | None:
-        """Number of tokens that all sequences share in the KV cache; None if each has its own memory."""
+        """Size of the KV cache that all sequences share, in tokens; None if each has its own memory."""
 
     @property
     def max_chunked_prefill(self) -> int:
-        """Maximum width of an evaluation with a prompt chunk beside other rows' rounds; 0 = never."""
+        """Maximum width of an evaluation of rounds together with a prompt chunk; 0 = never together."""
 
     def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | ContextFullError]:
-        """Make room for requests of distinct rows, each (row, request, positions of padding at most).
+        """Make room for requests of different sequences: (number, request, maximum positions of padding).
 
-        Cached tokens of a row that its request does not contain are dropped. Returns for each request how
-        many of its tokens are cached, at most those before the first with logits; or the error if it has no
-        room, even after unused prefixes were dropped.
+        Cached tokens that the request of their sequence does not contain are dropped. Returns for each
+        request the number of its tokens that are cached, at most those before the first with logits; or the
+        error if there is no room, even without unused prefixes.
         """
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
-        """Evaluate prepared requests of distinct rows together: a list of [n_logits + K, V] float32.
+        """Evaluate prepared requests of different sequences together: a list of [n_logits + K, V] float32.
 
-        The arrays are valid until the next call, and not to be written to.
+        The arrays are read-only, and valid until the next call.
 
         Raises
         ------
         EvaluationAbortedError
-            `abort` was called from another thread. The cache is as before.
+            Another thread called `abort`. The cache is as before.
         EvaluationError
             llama.cpp failed.
         """
 
-    def can_share(self, row: int) -> bool:
-        """Whether other rows, and padding, may take part in the next evaluation of a prepared row."""
+    def can_share(self, number: int) -> bool:
+        """Whether the next evaluation of a prepared sequence may include other sequences, and padding."""
 
-    def release(self, row: int) -> None:
-        """Free a row that has ended or is swapped out. Its cached tokens may serve it again, and others."""
+    def release(self, number: int) -> None:
+        """Release a sequence that has ended or is swapped out. Any sequence may reuse its cached tokens."""
 
     def forget(self) -> None:
         """Empty the KV cache, as if nothing had been evaluated."""
@@ -103,10 +103,10 @@ class Vocabulary(Protocol):
     """Text to tokens and back."""
 
     def tokenize(self, text: bytes) -> TokenArray:
-        """Token ids of a text, with the special tokens that the model wants at its start."""
+        """Return the token ids of a text, with the special tokens that the model wants at its start."""
 
     def piece(self, token: int) -> bytes:
-        """The bytes of a token, possibly a part of a UTF-8 character."""
+        """Return the bytes of a token, possibly a part of a UTF-8 character."""
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends the completion."""
@@ -140,13 +140,13 @@ class WholeVocabulary(Vocabulary, Protocol):
         """Whether every sequence begins with `bos`."""
 
     def tokenize(self, text: bytes, *, add_special: bool = True) -> TokenArray:
-        """Token ids of a text; `add_special` adds the special tokens that the model wants at its start."""
+        """Return the token ids of a text; `add_special` adds the tokens that the model wants at its start."""
 
 
 def token_names(vocabulary: WholeVocabulary) -> list[bytes]:
-    """[V] the bytes of each token; for a special token its name, after a byte that UTF-8 never contains.
+    """Return the bytes of each token, [V]; for a special token the byte 0xff, then its name.
 
-    By this byte llguidance recognises special tokens.
+    UTF-8 never contains 0xff. llguidance recognises special tokens by it.
     """
     specials = vocabulary.specials
     return [
@@ -159,14 +159,14 @@ class SequenceConstraint(Protocol):
     """The tokens allowed next in one sequence: a pure function of the tokens generated so far."""
 
     def allowed(self, generated: TokenArray) -> TokenArray:
-        """The tokens that may come next: int32 [A], ascending.
+        """Return the tokens that may come next: int32 [A], ascending.
 
-        Includes the end-of-text tokens if the completion may end here. Empty after an end-of-text token, or
-        after tokens that were not allowed.
+        They include the end-of-text tokens if the completion may end here. There are none after an
+        end-of-text token, or after tokens that were not allowed.
         """
 
     def forced(self, generated: TokenArray) -> TokenArray:
-        """The tokens that must come next, as far as they are known: int32 [F]."""
+        """Return the tokens that must come next, as far as they are known: int32 [F]."""
 
     def is_complete(self, generated: TokenArray) -> bool:
         """Whether the completion may end here."""
@@ -183,17 +183,17 @@ class SequenceLength(Protocol):
     """Chooses how many tokens are drafted for one sequence."""
 
     def wants_more(self, draft: Draft) -> bool:
-        """Whether one more token than those in `draft`, from the same source, is worth its time."""
+        """Whether to draft one more token after `draft`, from the same source."""
 
     def n_verified(self, draft: Draft) -> int:
-        """How many tokens of a draft the target verifies.
+        """Return how many tokens of a draft the target verifies.
 
         `Round.counterfactual` says whether the first of the others would have been accepted. Unless the rule
-        `drops`, the answer must be settled before the first token is drawn: none, or all.
+        `drops`, the answer must not depend on the tokens drawn: it is none, or all.
         """
 
     def width(self, n_positions: int) -> int | None:
-        """The width of an evaluation in which all sequences together need `n_positions`; the rest is padding.
+        """Return the width of an evaluation that needs `n_positions` in all; the rest is padding.
 
         None if no evaluation of that width or wider is allowed.
         """
@@ -211,14 +211,14 @@ class PromptReading(Protocol):
 
     @property
     def n_to_read(self) -> int:
-        """Prompt tokens that the draft model processes in this round instead of drafting; 0 = the rest."""
+        """Prompt tokens for the draft model to process in this round instead of drafting; 0 = the rest."""
 
     @property
     def unused(self) -> UnusedDraft | None:
         """Why the draft model has not processed the prompt; None if it has."""
 
     def start_prompt(self, n_unread: int) -> None:
-        """Start a completion whose prompt has `n_unread` tokens that the draft has not processed."""
+        """Start a completion. The draft model has not processed `n_unread` tokens of its prompt."""
 
     def observe_prompt(self, n: int, seconds: float) -> None:
         """Learn from `n` prompt tokens that the target processed in one evaluation."""
@@ -227,7 +227,7 @@ class PromptReading(Protocol):
         """Learn from `n` tokens that the draft model processed."""
 
     def plain_seconds(self, n_sequences: int) -> float | None:
-        """Expected seconds of a round of `n_sequences` without drafts; None before one was timed."""
+        """Return the expected seconds of a round without drafts; None before one was timed."""
 
 
 class LengthPolicy(Protocol):
@@ -238,13 +238,13 @@ class LengthPolicy(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes tokens. Both methods may be plain functions, or coroutines that yield `ForwardRequest`s."""
+    """Proposes tokens. Each method may be a plain function, or a coroutine that yields `ForwardRequest`s."""
 
     def prepare(self, context: TokenArray) -> Preparing | None:
         """Process the prompt before the first round, or do nothing."""
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting | Draft:
-        """Draft tokens that follow the whole `context`, no more than `length` wants."""
+        """Return draft tokens to follow the whole `context`, no more than `length` wants."""
 
 
 @runtime_checkable
@@ -284,37 +284,37 @@ class RandomStreams(Protocol):
         """Draw one token of `distribution`."""
 
     def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> npt.NDArray[np.float64]:
-        """Scores whose greatest `choose` takes: log p + noise of each token, float64 [S]."""
+        """Return log p + noise of each token, float64 [S]; `choose` takes the greatest."""
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""
 
 
 class TargetDistributions(Protocol):
-    """The target's distributions behind a draft, computed on demand."""
+    """The target's distributions along a draft, computed on demand."""
 
     def after(self, i: int) -> Distribution:
-        """p after the context and the path to draft token `i`; -1 = after the context."""
+        """Return p after the context and the path to draft token `i`; -1 = after the context alone."""
 
 
 class Rule(Protocol):
-    """Decides which draft tokens are accepted, so that the completion keeps the target's law."""
+    """Decides which draft tokens are accepted, so that completions have the target's distribution."""
 
     @property
     def name(self) -> str:
-        """The name by which users choose the rule."""
+        """The name that users give."""
 
     @property
     def drops(self) -> bool:
-        """Whether the tokens drawn may decide which of them are verified."""
+        """Whether draft tokens may be dropped before verification because of the tokens that were drawn."""
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
-        """Draw draft token `i`, from 0, of a round whose first one has index `start` in the sequence."""
+        """Draw draft token `i`, counted from 0; the first of the round has index `start` in the sequence."""
 
     def verify(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> Verification:
-        """Verify a draft whose first token has index `start` in the whole sequence."""
+        """Verify a draft whose first token has index `start` in the sequence."""
 
     def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
-        """The chance that a token of q would have been accepted, given that `drawn` came from p instead."""
+        """Return the chance that a token of q would have been accepted, given that `drawn` came from p."""

@@ -1,6 +1,7 @@
-"""What `import llamaspec` offers. The package itself loads it with the first name that is asked for.
+"""The names that `import llamaspec` offers.
 
-So the command can start, and show its help, without numpy and llama.cpp.
+`llamaspec/__init__.py` imports this module when a name is first used, so that the command shows its help
+without loading numpy and llama.cpp.
 """
 
 from llamaspec.drafters.fallback import NoDrafter

@@ -21,15 +21,15 @@ NO_TOKENS.flags.writeable = False
 
 
 def n_common(a: TokenArray, b: TokenArray) -> int:
-    """Length of the common beginning of two token sequences."""
+    """Return the length of the common beginning of two token sequences."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
     return first if n and differs[first] else n
 
 
-TARGET, DRAFT = "target", "draft"  # the models of a pair, as requests name them
-MTP = "mtp"  # the target's own prediction heads, as requests name them
+TARGET, DRAFT = "target", "draft"  # names of a pair's models in requests
+MTP = "mtp"  # name of the target's own prediction heads in requests
 
 
 class Source(str, Enum):
@@ -38,8 +38,8 @@ class Source(str, Enum):
     MODEL = "model"  # a draft model, one token at a time
     STAGE = "stage"  # a draft model that has a draft of its own
     NGRAM = "ngram"  # copied from earlier in the same sequence, at no cost
-    PREDICTION = "prediction"  # copied from what the caller expects, at no cost
-    GRAMMAR = "grammar"  # the only tokens that a constraint allows
+    PREDICTION = "prediction"  # copied from the text that the caller expects, at no cost
+    GRAMMAR = "grammar"  # the only token that a constraint allows
     MTP = "mtp"  # the target's own prediction heads
 
 
@@ -48,37 +48,37 @@ class Copying(str, Enum):
 
     OFF = "off"
     ON = "on"
-    WEIGHED = "weighed"  # beside a draft model only if the length policy weighs both against each other
+    WEIGHED = "weighed"  # on, but beside a draft model only if the length policy compares the two
 
     @classmethod
     def of(cls, wanted: bool | None) -> Copying:
-        """From an option that may be left out."""
+        """Return the value for an option that may be left out."""
         return cls.WEIGHED if wanted is None else cls.ON if wanted else cls.OFF
 
 
 COPIES = frozenset({Source.NGRAM, Source.PREDICTION})
-LONGEST_COPY = 511  # tokens: with the one before, a physical batch of llama.cpp
-CHUNK = 64  # positions of one sequence that an evaluation may always have; CPU attention takes 64 at once
-WAIT_SECONDS = 0.5  # for which a larger chunk may keep other sequences waiting
+LONGEST_COPY = 511  # tokens; with the one before them they fill a physical batch of llama.cpp
+CHUNK = 64  # smallest limit for the positions of a prompt chunk; attention on CPUs computes 64 at once
+WAIT_SECONDS = 0.5  # how long a larger chunk may keep other sequences waiting
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardRequest:
-    """A sequence to evaluate, and draft tokens behind it.
+    """A sequence to evaluate, followed by draft tokens.
 
-    The answer has one row of logits for each of the last `n_logits` tokens of the sequence, then one for each
-    draft token after the first `n_read`. With n_logits = 0 and no draft it is a prefill.
+    The answer has logits for the last `n_logits` tokens of the sequence, then for each draft token after the
+    first `n_read`. With n_logits = 0 and no draft it is a prefill.
     """
 
     model: str  # TARGET, DRAFT, or a name that the scheduler knows
     tokens: TokenArray  # [n] the whole sequence
     n_logits: int = 1  # at most n
     draft: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
-    parents: TokenArray | None = None  # [K] index of the token before it, -1 = the sequence; None = chain
-    n_read: int = 0  # draft tokens, the first of a tree, whose logits are known already
-    n_before: int = field(init=False)  # tokens before the first whose logits are wanted
-    n_tokens: int = field(init=False)  # positions of the KV cache that sequence and draft tokens fill
-    n_scored: int = field(init=False)  # rows of logits in the answer
+    parents: TokenArray | None = None  # [K] index of the token before, -1 = the sequence; None = a chain
+    n_read: int = 0  # leading draft tokens of a tree whose logits are known already
+    n_before: int = field(init=False)  # tokens before the first with logits
+    n_tokens: int = field(init=False)  # positions that the sequence and its draft fill in the KV cache
+    n_scored: int = field(init=False)  # positions with logits in the answer
     is_tree: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,7 +122,7 @@ class Forward(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """The log-probabilities of softmax(logits), before anything changes them."""
+    """Log-probabilities of softmax(logits), before temperature, truncation and penalties."""
 
     logprob: float  # natural logarithm
     top: tuple[tuple[int, float], ...]  # the most probable (token, logprob), best first
@@ -136,11 +136,11 @@ class Distribution(NamedTuple):
 
     @classmethod
     def certain(cls, token: int) -> Distribution:
-        """All probability on one token."""
+        """Put all probability on one token."""
         return cls(np.array([token], dtype=np.int32), np.ones(1))
 
     def probability(self, token: int) -> float:
-        """Probability of one token; 0 for a token that did not survive."""
+        """Return the probability of one token; 0 for a token that did not survive."""
         i = int(np.searchsorted(self.tokens, token))
         if i < len(self.tokens) and self.tokens[i] == token:
             return float(self.probabilities[i])
@@ -152,11 +152,11 @@ class Draft:
     """Draft tokens: a chain, or a tree whose first branch is the most probable."""
 
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
-    distributions: tuple[Distribution, ...] = ()  # K of them: what each was drawn from; empty if unknown
+    distributions: tuple[Distribution, ...] = ()  # K of them, from which each was drawn; empty if unknown
     confidences: tuple[float, ...] = ()  # K of them: the drafter's own probability of each
     source: Source = Source.MODEL
-    parents: TokenArray | None = None  # [K] index of the token before it, -1 = the context; None = chain
-    ahead: tuple[float, ...] = ()  # confidences of tokens that can follow at no cost; empty if unknown
+    parents: TokenArray | None = None  # [K] index of the token before, -1 = the context; None = a chain
+    ahead: tuple[float, ...] = ()  # confidences of more tokens that would cost nothing; empty if unknown
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
@@ -170,7 +170,7 @@ class Draft:
 
     @classmethod
     def certain(cls, tokens: Sequence[int], confidence: float = 0.5, source: Source = Source.MODEL) -> Draft:
-        """A chain of tokens that were not drawn at random."""
+        """Make a chain of tokens that were not drawn at random."""
         return cls(
             np.array(tokens, dtype=np.int32),
             tuple(Distribution.certain(token) for token in tokens),
@@ -180,7 +180,7 @@ class Draft:
 
     @property
     def n_branches(self) -> int:
-        """Draft tokens that no other follows: 1 for a chain, 0 for none."""
+        """Number of draft tokens that no other follows: 1 for a chain, 0 for no draft."""
         if self.parents is None:
             return min(len(self.tokens), 1)
         return len(self.tokens) - len(set(self.parents.tolist()) - {-1})
@@ -191,18 +191,18 @@ class Draft:
         return self.parents is None or bool((self.parents == np.arange(-1, len(self.tokens) - 1)).all())
 
     def parent(self, i: int) -> int:
-        """Index of the draft token before draft token `i`; -1 = the context."""
+        """Return the index of the draft token before draft token `i`; -1 = the context."""
         return i - 1 if self.parents is None else int(self.parents[i])
 
     def children(self, i: int) -> list[int]:
-        """Indices of the draft tokens behind draft token `i`, or behind the context for -1."""
+        """Return the indices of the draft tokens after draft token `i`, or after the context for -1."""
         if self.parents is None:
             return [i + 1] if i + 1 < len(self.tokens) else []
         children: list[int] = np.flatnonzero(self.parents == i).tolist()
         return children
 
     def path(self, i: int) -> list[int]:
-        """Indices of the draft tokens from the context to draft token `i`, with it."""
+        """Return the indices of the draft tokens from the context up to draft token `i`, inclusive."""
         path: list[int] = []
         while i >= 0:
             path.append(i)
@@ -210,7 +210,7 @@ class Draft:
         return path[::-1]
 
     def plus(self, token: int, distribution: Distribution | None = None, confidence: float = 1.0) -> Draft:
-        """The same chain with one more draft token; without a distribution it is the only possible one."""
+        """Return the chain with one more token, the only possible one if it has no distribution."""
         return Draft(
             np.concatenate((self.tokens, np.array((token,), dtype=np.int32))),
             (*self.distributions, distribution or Distribution.certain(token)),
@@ -221,14 +221,14 @@ class Draft:
         )
 
     def first(self, n: int) -> Draft:
-        """Its first `n` tokens."""
+        """Return the first `n` tokens."""
         if n >= len(self):
             return self
         parents = None if self.parents is None else self.parents[:n]
         return Draft(self.tokens[:n], self.distributions[:n], self.confidences[:n], self.source, parents)
 
     def without_distributions(self) -> Draft:
-        """Without its arrays of vocabulary size."""
+        """Return the draft without arrays of vocabulary size."""
         if not self.distributions:
             return self
         return Draft(self.tokens, (), self.confidences, self.source, self.parents)
@@ -238,14 +238,14 @@ def _check_parents(parents: TokenArray, n: int) -> None:
     if len(parents) != n:
         raise ValueError(f"{n} draft tokens have {len(parents)} parents")
     if n and bool(((parents < -1) | (parents >= np.arange(n))).any()):
-        raise ValueError("the parent of a draft token must stand before it")
+        raise ValueError("the parent of a draft token must come before it")
 
 
 NO_DRAFT = Draft()
 
 
 class Verification(NamedTuple):
-    """The result of a rule: the draft tokens along `path` are accepted, then comes `next_token`."""
+    """The result of a rule: the draft tokens along `path` are accepted, and `next_token` follows."""
 
     path: tuple[int, ...]  # indices of the accepted draft tokens, each the parent of the next
     next_token: int
@@ -253,7 +253,7 @@ class Verification(NamedTuple):
 
 
 class UnusedDraft(NamedTuple):
-    """Why a draft model was not used: processing the prompt would have cost more than it saved."""
+    """Why a draft model was not used: processing the prompt would have cost more time than drafts save."""
 
     reading_seconds: float
     saved_seconds: float
@@ -267,14 +267,14 @@ class Round:
     path: tuple[int, ...]  # indices of the accepted draft tokens
     next_token: int  # the target's own token after the accepted ones
     verified_in: Evaluation  # the target's evaluation
-    n_draft_steps: int = 0  # evaluations of draft models; with a draft of a draft, the draft tokens
-    draft_seconds: float = 0.0  # of these; the scheduler fills in all seconds
-    verify_seconds: float = 0.0  # the target's evaluation
-    overhead_seconds: float = 0.0  # everything else
+    n_draft_steps: int = 0  # evaluations of draft models
+    draft_seconds: float = 0.0  # of these evaluations; the scheduler fills in all seconds
+    verify_seconds: float = 0.0  # of the target's evaluation
+    overhead_seconds: float = 0.0  # of everything else
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, if requested
     n_dropped: int = 0  # tokens that were drafted but not verified
-    counterfactual: tuple[float, float] | None = None  # of the first of them: confidence and acceptance
-    plain_seconds: float | None = None  # expected time without a draft, beside as many sequences
+    counterfactual: tuple[float, float] | None = None  # confidence and acceptance of the first of them
+    plain_seconds: float | None = None  # expected without a draft, beside as many sequences
 
     @property
     def width(self) -> int:
@@ -293,7 +293,7 @@ class Round:
 
     @property
     def n_drafted(self) -> int:
-        """Draft tokens, including those that the target did not evaluate."""
+        """Number of draft tokens, including those that the target did not evaluate."""
         return len(self.draft) + self.n_dropped
 
     @property
@@ -303,31 +303,31 @@ class Round:
 
     @property
     def source(self) -> Source:
-        """Where draft tokens come from."""
+        """The origin of the draft tokens."""
         return self.draft.source
 
     @property
     def n_verified(self) -> int:
-        """Draft tokens that the target evaluated."""
+        """Number of draft tokens that the target evaluated."""
         return len(self.draft)
 
     @property
     def n_priced_steps(self) -> int:
-        """Draft steps; several that make one draft token together count as one."""
+        """Number of draft steps; several that make one draft token together count as one."""
         return min(self.n_draft_steps, max(self.n_drafted, 1))
 
     @property
     def n_accepted(self) -> int:
-        """Accepted draft tokens."""
+        """Number of accepted draft tokens."""
         return len(self.path)
 
     @property
     def tokens(self) -> TokenArray:
-        """The tokens that this round adds to the sequence: int32 [n_accepted + 1]."""
+        """The tokens that the round adds to the sequence: int32 [n_accepted + 1]."""
         accepted = self.draft.tokens[list(self.path)].tolist() if self.path else ()
         return np.array((*accepted, self.next_token), dtype=np.int32)
 
     @property
     def seconds(self) -> float:
-        """Wall clock of the whole round, without the share that only other sequences needed."""
+        """Seconds of the whole round, without the share that only other sequences needed."""
         return self.draft_seconds + self.verify_seconds + self.overhead_seconds
