@@ -1,4 +1,4 @@
-"""Runs the `llamaspec` command: in a process of its own, as people do, or faster in this one."""
+"""Runs the `llamaspec` command and other programs in processes of their own, or the command in this one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTICES = ("llamaspec: no --draft given", "llamaspec: warning: this build of lla
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command left behind."""
+    """The exit code and the output of a command."""
 
     code: int
     stdout: str
@@ -41,37 +41,44 @@ class Answer:
 
     @property
     def complaints(self) -> list[str]:
-        """Lines on stderr, without what is said of every run on some machines."""
+        """The lines on stderr, without notices that every run prints on some machines."""
         return [line for line in self.stderr.splitlines() if not line.startswith(NOTICES)]
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's, without what would change how llamaspec answers."""
+    """Return this process's environment without the variables that change llamaspec's output."""
     unwanted = ("LLAMASPEC_", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING", "COLUMNS")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     return {**kept, "PYTHONUTF8": "1", **FIXED, **(changes or {})}
 
 
-def run(
-    *arguments: str | Path,
+def answer_of(
+    command: Sequence[str | Path],
+    *,
     stdin: bytes = b"",
     env: Mapping[str, str] | None = None,
     encoding: str = "utf-8",
 ) -> Answer:
-    """Run the command in a process of its own."""
+    """Run a program to its end."""
     done = subprocess.run(
-        [*ENTRY, *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        env=environment(env),
-        timeout=PATIENCE,
-        check=False,
-    )
+        [*map(str, command)],
+        input=stdin, capture_output=True, env=environment(env), timeout=PATIENCE, check=False,
+    )  # fmt: skip
     return Answer(done.returncode, done.stdout.decode(encoding), done.stderr.decode(encoding))
 
 
+def run(*arguments: str | Path, **how: Any) -> Answer:
+    """Run the command in a process of its own."""
+    return answer_of([*ENTRY, *arguments], **how)
+
+
+def python(code: str, *arguments: str | Path, env: Mapping[str, str] | None = None) -> Answer:
+    """Run Python code in a process of its own."""
+    return answer_of([sys.executable, "-c", code, *arguments], env=env)
+
+
 def invoke(*arguments: str | Path, stdin: bytes = b"") -> Answer:
-    """Run the command in this process; whatever it raises is raised."""
+    """Run the command in this process, and raise what it raises."""
     result = CliRunner().invoke(main, list(map(str, arguments)), input=stdin, prog_name="llamaspec")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -79,24 +86,24 @@ def invoke(*arguments: str | Path, stdin: bytes = b"") -> Answer:
 
 
 def generate(*arguments: str | Path, models: Sequence[Path], stdin: bytes = b"") -> Answer:
-    """`generate` with a target and perhaps a draft, on one thread."""
+    """Run `generate` with a target and perhaps a draft, on one thread."""
     return invoke("generate", *naming(models), *arguments, stdin=stdin)
 
 
 def naming(models: Sequence[Path]) -> list[str | Path]:
-    """The options that name a target and perhaps a draft."""
+    """Return the options that name a target and perhaps a draft."""
     names = zip(("--target", "--draft"), models, strict=False)
     return [*(part for name in names for part in name), "--threads", "1"]
 
 
 def said(answer: Answer) -> str:
-    """The one line of an error."""
+    """Return the one line of an error."""
     assert answer.code == 1
     assert "Traceback" not in answer.stderr
     return answer.stderr.splitlines()[-1]
 
 
 def expected(models: list[Path], seed: int, n: int, prompt: str = PROMPT, **settings: object) -> Completion:
-    """The same text by the Python interface, decoded plainly."""
+    """Return the same completion by the Python API, without drafts."""
     with open_pair(models[0], target_options=ModelOptions(threads=1)) as pair:
         return pair.stream(prompt, seed=seed, max_tokens=n, **settings).run()  # type: ignore[arg-type]

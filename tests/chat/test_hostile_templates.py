@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from command import environment
+from command import Answer, python
 from llamaspec.chat import sandbox
 from llamaspec.chat.messages import Message
 from llamaspec.chat.sandbox import PROCESS, RenderError, TemplateProcess
@@ -94,10 +92,7 @@ def test_ctrl_c_while_a_template_computes() -> None:
         f"try: interrupt.start(); process.render({HOSTILE['loops']!r}, {{}})\n"
         "except KeyboardInterrupt: print(process.render('{{ x }}', {'x': 'next'}))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, env=environment(), timeout=PATIENCE, check=False
-    )
-    assert (done.stdout, done.stderr) == (b"next\n", b"")
+    assert python(script) == Answer(0, "next\n", "")
 
 
 def working() -> tuple[TemplateProcess, psutil.Process]:

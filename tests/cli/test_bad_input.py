@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from command import ENTRY, Answer, environment, invoke, naming, run
+from command import ENTRY, Answer, answer_of, invoke, naming, run
 from model_store import ModelStore
-from patience import PATIENCE
 from tiny_models import Recipe, truncated, write_bert, write_vocabulary_only
 from tiny_vocabulary import BYTES
 
@@ -139,14 +137,8 @@ def test_latin_1_as_an_argument(files: dict[str, Path]) -> None:
 
 
 def test_no_stdin_at_all(files: dict[str, Path]) -> None:
-    arguments = [*ENTRY, "generate", *map(str, naming([files["GOOD"]] * 2))]
-    done = subprocess.run(
-        ["sh", "-c", 'exec "$@" <&-', "sh", *arguments],
-        capture_output=True, env=environment(), check=False, timeout=PATIENCE,
-    )  # fmt: skip
-    assert_refused(
-        Answer(done.returncode, done.stdout.decode(), done.stderr.decode()), "the prompt is empty", 1
-    )
+    command = ["sh", "-c", 'exec "$@" <&-', "sh", *ENTRY, "generate", *naming([files["GOOD"]] * 2)]
+    assert_refused(answer_of(command), "the prompt is empty", 1)
 
 
 TEMPERATURES = ("-1", "nan", "inf", "-inf")

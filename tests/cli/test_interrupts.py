@@ -6,12 +6,11 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from command import ENTRY, PROMPT, Answer, environment, expected, naming
+from command import ENTRY, PROMPT, Answer, environment, expected, naming, python
 from model_store import ModelStore
 from patience import PATIENCE
 from tiny_models import Recipe
@@ -36,11 +35,7 @@ main()
 
 def interrupted(calls: int, *arguments: str | Path) -> Answer:
     """Ctrl-C at the given evaluation."""
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_AFTER.format(calls=calls), "generate", *map(str, arguments)],
-        capture_output=True, stdin=subprocess.DEVNULL, env=environment(), timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    return Answer(done.returncode, done.stdout.decode(), done.stderr.decode())
+    return python(INTERRUPTED_AFTER.format(calls=calls), "generate", *arguments)
 
 
 def test_ctrl_c_keeps_the_text(store: ModelStore) -> None:
@@ -91,13 +86,8 @@ terminal.SlowProgress.__call__ = lambda self, fraction: signal.raise_signal(sign
 from llamaspec.cli.main import main
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, "generate", *map(str, naming(models)), PROMPT],
-        capture_output=True, stdin=subprocess.DEVNULL, env=environment(), timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    assert done.returncode == 130
-    assert done.stdout == b""
-    assert done.stderr.strip() == b""
+    answer = python(code, "generate", *naming(models), PROMPT)
+    assert (answer.code, answer.stdout, answer.stderr.strip()) == (130, "", "")
 
 
 LOST = """
@@ -121,14 +111,10 @@ main()
 )
 def test_ctrl_c_where_nobody_can_be_told(models: list[Path], call: str) -> None:
     """Python would print a traceback there, and go on."""
-    arguments = ["generate", *map(str, naming(models)), PROMPT, "-n", "20"]
-    done = subprocess.run(
-        [sys.executable, "-c", LOST.format(call=call), *arguments],
-        capture_output=True, stdin=subprocess.DEVNULL, env=environment(), timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    assert b"Traceback" not in done.stderr
-    assert b"ignored" not in done.stderr
-    assert done.returncode in (0, 130)  # it may come behind the end
+    answer = python(LOST.format(call=call), "generate", *naming(models), PROMPT, "-n", "20")
+    assert "Traceback" not in answer.stderr
+    assert "ignored" not in answer.stderr
+    assert answer.code in (0, 130)  # the signal may come after the end
 
 
 SIGNALS = {signal.SIGINT: {130}, signal.SIGTERM: {-15}, signal.SIGHUP: {-1}, signal.SIGPIPE: {0}}

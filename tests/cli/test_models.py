@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import llama_cpp
 import pytest
 from huggingface_hub import constants
 
-from command import ENTRY, environment, invoke, run, said
+from command import ENTRY, environment, invoke, naming, python, run, said
 from hub_server import ADDRESS
 from llamaspec.catalog import Catalog, Entry, read_catalog
 from llamaspec.errors import ModelFileError, printable
@@ -21,7 +20,6 @@ from llamaspec.llama import resources
 from llamaspec.llama.nextn import ONE_HEAD
 from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE
 from llamaspec.measure.machine import Room, choices
-from patience import PATIENCE
 
 QUANTIZATION = "big: {{repo: a/b, default: q, quantizations: {{q: {}}}}}"
 
@@ -188,12 +186,8 @@ def test_a_file_needs_neither_the_list_nor_the_hub(target_file: Path, draft_file
         "try: main()\n"
         "finally: print({'yaml', 'huggingface_hub', 'httpx2', 'httpx'} & set(sys.modules))"
     )
-    arguments = ["generate", "--target", target_file, "--draft", draft_file, "-n", "1", "--no-stats", "x"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment(), capture_output=True, text=True, check=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "set()"
+    answer = python(code, "generate", *naming([target_file, draft_file]), "-n", "1", "--no-stats", "x")
+    assert answer.stdout.splitlines()[-1] == "set()", answer
 
 
 def test_a_name_is_not_taken_twice(own_list: Path, target_file: Path) -> None:

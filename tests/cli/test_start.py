@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import click
 import pytest
 
 import llamaspec
-from command import ENTRY, Answer, environment, invoke
+from command import ENTRY, Answer, answer_of, invoke, python
 from llamaspec import LlamaModel, ModelOptions, public
 from llamaspec.cli.main import SUBCOMMANDS
 from llamaspec.cli.main import main as group
 from llamaspec.llama import runtime
-from patience import PATIENCE
 
 MAIN = "\nimport runpy; runpy.run_module('llamaspec', run_name='__main__', alter_sys=True)"
 WHILE_LOADING = """
@@ -40,11 +38,7 @@ LOADED = (
 
 def started(code: str, *arguments: str) -> Answer:
     """`python -m llamaspec`, after other code."""
-    done = subprocess.run(
-        [sys.executable, "-c", code + MAIN, *arguments],
-        capture_output=True, text=True, env=environment(), timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    return Answer(done.returncode, done.stdout, done.stderr)
+    return python(code + MAIN, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +66,10 @@ def test_streams_may_be_closed(
     """`>&-` in a shell, or a program without a console."""
     invoke("models", "add", "mine", target_file)
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", *ENTRY, *arguments]
-    env = environment({"LLAMASPEC_CONFIG": str(own_list.parent), "LLAMASPEC_CACHE": str(own_list.parent)})
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done
-    assert bool(done.stdout) == (closed == "2>&-")
+    folder = str(own_list.parent)
+    answer = answer_of(command, env={"LLAMASPEC_CONFIG": folder, "LLAMASPEC_CACHE": folder})
+    assert answer.code == 0, answer
+    assert bool(answer.stdout) == (closed == "2>&-")
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

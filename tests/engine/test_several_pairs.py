@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import subprocess
 import sys
 import threading
 import weakref
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from command import Answer, python
 from fakes import FakeModel, tokens
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.scheduler import Scheduler
@@ -418,8 +418,4 @@ print("left")
 def test_a_program_may_end_while_the_thread_computes() -> None:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", LEFT], env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+    assert python(LEFT, env={"PYTHONPATH": path}) == Answer(0, "left\n", "")

@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from command import python
 from forward_requests import request
 from llamaspec import (
     LlamaModel,
@@ -28,7 +27,6 @@ from llamaspec import (
 )
 from llamaspec.llama.gguf_file import check_gguf
 from model_store import ModelStore, OpenModel
-from patience import PATIENCE
 from tiny_models import Recipe, truncated, write_bert, write_llama, write_vocabulary_only
 
 LOAD = """
@@ -48,12 +46,9 @@ else:
 
 
 def loaded_apart(path: Path) -> str:
-    """What came of loading a file in a process of its own."""
-    answer = subprocess.run(
-        [sys.executable, "-c", LOAD, str(path)], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert answer.returncode == 0, f"ended by {answer.returncode}: {answer.stderr[-2000:]}"
-    assert answer.stderr == ""
+    """Load a file in a process of its own; return what it printed."""
+    answer = python(LOAD, path)
+    assert (answer.code, answer.stderr) == (0, ""), answer
     return answer.stdout
 
 

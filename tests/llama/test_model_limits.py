@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 from llama_cpp import llama_cpp as lib
 
+from chat_models import with_template
+from command import python
 from forward_requests import (
     EXACT,
     MEMORIES,
@@ -42,7 +41,6 @@ from llamaspec.llama.context import default_context_size
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import ModelStore, OpenModel
-from patience import PATIENCE
 from tiny_models import Recipe
 
 LONG = Recipe(n_context=2048)
@@ -357,39 +355,12 @@ for n_target, n_draft in [*((n, 64) for n in range(2, 10)), *((64, n) for n in r
 @pytest.mark.parametrize("kind", ["lfm2", "jamba", "llama"])
 def test_the_smallest_contexts_of_target_and_draft(store: ModelStore, kind: str) -> None:
     """2 to 9 tokens ended the process with LFM2: in a process of its own, where that can be seen."""
-    done = subprocess.run(
-        [sys.executable, "-c", SMALLEST, str(store.path(kind))],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.stderr == ""
-    assert done.returncode == 0
-    assert done.stdout.splitlines() == [
+    answer = python(SMALLEST, store.path(kind))
+    assert (answer.code, answer.stderr) == (0, "")
+    assert answer.stdout.splitlines() == [
         *(f"{n} 64 {[n - 1] if n < 5 else [n - 1, n - 4]}" for n in range(2, 10)),
         *(f"64 {n} [40, 40]" for n in range(2, 10)),
     ]
-
-
-def with_template(source: Path, path: Path, template: str) -> Path:
-    """A copy of a model with a chat template."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(path, "llama")
-    for field in reader.fields.values():
-        if field.name.startswith(("GGUF.", "general.architecture")):
-            continue
-        kind = field.types[0]
-        sub_kind = field.types[-1] if kind is gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(field.name, field.contents(), kind, sub_type=sub_kind)
-    writer.add_chat_template(template)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.mark.parametrize("size", [4095, 4096, 200_000])
