@@ -1,8 +1,8 @@
 """A child process for calls of llama.cpp that may crash, hang, take all memory, or ignore Ctrl-C.
 
-The child runs `main` of a module and writes one short answer. Its parent polls it, so that Ctrl-C and a time
-limit work. The child's stdin is a pipe from its parent: if the parent dies, the pipe closes and the child
-ends. tests/llama/test_child.py.
+The child runs `main` of a module and writes one short answer. The parent polls the child, so that Ctrl-C and
+a time limit work. The child's stdin is a pipe from the parent: if the parent dies, the pipe closes and the
+child ends. tests/llama/test_child.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NoReturn
 import psutil
 
 _POLL_SECONDS = 0.1
-_LONGEST_ANSWER = 32_000  # bytes; a pipe holds 64 KiB, and the parent reads only when the child has ended
+_LONGEST_ANSWER = 32_000  # bytes; a pipe holds 64 KiB, and the parent reads it only after the child has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,21 @@ def run_child(
     seconds: float = math.inf,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome | None:
-    """Run `main` of a module in a child process; None if it took longer than `seconds`.
+    """Run `main` of a module in a child process; return None if it takes longer than `seconds`.
 
-    The child has `arguments` as `sys.argv[1:]`, and this process's environment with more variables. `on_wait`
-    is called again and again while it runs; an exception there ends it. OSError or ValueError if it cannot
-    be started.
+    `arguments` become the child's `sys.argv[1:]`; `environment` is added to the variables of this process.
+    `on_wait` is called repeatedly while the child runs; an exception there ends the child. Raises OSError or
+    ValueError if the child cannot be started.
     """
-    # The child imports the modules of this process, and none from the working directory.
+    # The child has this process's module path, so that it imports nothing from the working directory.
     program = f"import sys; sys.path[:] = sys.argv.pop().split('\\n'); from {module} import main; main()"
     with subprocess.Popen(
         [sys.executable, "-I", "-c", program, *arguments, "\n".join(sys.path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1", **(environment or {})},  # else a crash starts a debugger
+        # Without GGML_NO_BACKTRACE, a crash starts a debugger.
+        env={**os.environ, "GGML_NO_BACKTRACE": "1", **(environment or {})},
     ) as child:
         assert child.stdout is not None
         deadline = time.monotonic() + seconds
@@ -78,28 +79,28 @@ def end_with_parent() -> None:
     """End this process as soon as its parent is gone."""
 
     def wait() -> None:
-        os.read(sys.stdin.fileno(), 1)  # the lock of sys.stdin.buffer would make a failed child abort
+        os.read(sys.stdin.fileno(), 1)  # not sys.stdin.buffer: Python aborts at exit if a thread has its lock
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
 
 
 def end_with_answer(answer: str) -> NoReturn:
-    """Write the answer and end, without freeing what may be damaged."""
+    """Write the answer and end at once, without freeing memory that may be damaged."""
     sys.stdout.buffer.write(answer.encode(errors="replace")[:_LONGEST_ANSWER])
     sys.stdout.buffer.flush()
     os._exit(0)
 
 
 def limit_memory(n_bytes: int) -> None:
-    """Allow so many more bytes of data, if the system can limit them; mapped weights do not count."""
-    n_bytes += getattr(psutil.Process().memory_info(), "data", 0)  # allocated already; only Linux reports it
+    """Allow `n_bytes` more of data if the system has such a limit; mapped weights do not count."""
+    n_bytes += getattr(psutil.Process().memory_info(), "data", 0)  # in use already; only Linux reports it
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_DATA, n_bytes)
 
 
 def limit_cpu(seconds: int) -> None:
-    """Lower the limit of processor time, in seconds since the process started."""
+    """Lower the limit of processor time to `seconds` since the process started."""
     _lower(resource.RLIMIT_CPU, seconds)
 
 

@@ -1,8 +1,8 @@
 """The devices that compute a model: those of this machine, and those of RPC workers on other machines.
 
 A worker has no authentication: any client that reaches it can make it compute, read its data and crash it.
-Use workers on private networks only. A worker serves one client at a time. llama.cpp's client ends the
-process when it loses a worker; all that can be done is to say so in one line (`_report_abort`).
+Use workers on private networks only. A worker serves one client at a time. If llama.cpp's client loses a
+worker, it aborts the process; `_report_abort` can only make it say so in one line.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from llamaspec.llama import resources, runtime
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.runtime import ggml_function
 
-PORT = 50052  # as llama.cpp's own worker
-CONNECT_SECONDS = 5.0  # for a connection, and again for the first answer
+PORT = 50052  # the default of llama.cpp's own worker
+CONNECT_SECONDS = 5.0  # timeout of a connection, and of the first answer
 _KINDS = ("CPU", "GPU", "integrated GPU", "accelerator")  # ggml_backend_dev_type
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device."""
+    """A device that computes layers."""
 
-    name: str  # as llama.cpp numbers it: CPU, CUDA0, MTL0
+    name: str  # llama.cpp's, such as CPU, CUDA0, MTL0
     description: str
-    kind: str  # CPU, GPU, integrated GPU, accelerator
+    kind: str  # one of `_KINDS`
     free_bytes: int
     total_bytes: int
 
     @property
     def is_gpu(self) -> bool:
-        """Whether layers can be offloaded to it."""
+        """Whether layers can be offloaded to the device."""
         return "GPU" in self.kind
 
 
 def find_devices() -> tuple[Device, ...]:
-    """All devices of this machine, those that llama.cpp prefers first."""
+    """Return the devices of this machine, in llama.cpp's order of preference."""
     return tuple(device_of(handle) for handle in _handles().values())
 
 
 def device_of(handle: int) -> Device:
-    """Describe the device behind a handle; a worker is asked about its own."""
+    """Describe a device; for a device of a worker, this asks the worker."""
     description = ggml_function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
     kind = ggml_function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)(handle)
     sizes = ctypes.POINTER(ctypes.c_size_t)
@@ -69,16 +69,16 @@ def device_of(handle: int) -> Device:
 
 
 def gpus_among(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The GPUs that llama.cpp chooses by itself: integrated ones only if there are no others."""
+    """Return the GPUs that llama.cpp uses by default: integrated ones only if there are no others."""
     cards = tuple(device for device in devices if device.kind == "GPU")
     return cards or tuple(device for device in devices if device.is_gpu)
 
 
 def chosen_devices(options: ModelOptions) -> list[int] | None:
-    """llama.cpp's handles of the devices for offloaded layers; None if llama.cpp chooses.
+    """Return llama.cpp's handles of the devices for offloaded layers; None if llama.cpp chooses.
 
-    Its own choice leaves workers out, because they are not registered; so drafts stay on this machine.
-    DeviceError if there is no such device; WorkerError if a worker cannot be reached.
+    llama.cpp never chooses a worker, because workers are not registered; so drafts stay on this machine.
+    Raises DeviceError if there is no such device, and WorkerError if a worker cannot be reached.
     """
     workers = _connect(options.workers) if options.workers else []
     if options.devices is None and not workers:
@@ -93,7 +93,7 @@ def chosen_devices(options: ModelOptions) -> list[int] | None:
 
 
 def _handles() -> dict[str, int]:
-    """llama.cpp's handles of the devices of this machine, by name."""
+    """Return llama.cpp's handles of the devices of this machine, by name."""
     runtime.start()
     count = ggml_function("ggml_backend_dev_count", ctypes.c_size_t)
     get = ggml_function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
@@ -115,9 +115,9 @@ def _connect(addresses: Sequence[str]) -> list[int]:
     devices: list[int] = []
     for address in addresses:
         _check_listens(address)
-        found = _within_seconds(functools.partial(_asked, add_server, address), address)
+        found = _within_seconds(functools.partial(_add_worker, add_server, address), address)
         if not found:
-            raise WorkerError(f"the worker {address} has no device to compute on; start it with one")
+            raise WorkerError(f"the worker {address} has no device; start it with --device")
         devices += found
     return devices
 
@@ -130,10 +130,11 @@ def serve_worker(
     cache: Path | None,
     ready: Callable[[], None],
 ) -> None:
-    """Serve as a worker on the named devices until a signal ends the process; in the main thread only.
+    """Serve as a worker on the named devices until a signal ends the process. Call it in the main thread.
 
-    `cache` is a folder for weights, so that a client sends them once. `ready` is called once the address is
-    known to be free. WorkerError if it is not, or if this build of llama.cpp has no workers.
+    `cache` is a folder that keeps weights, so that a client sends them only once. `ready` is called when
+    the address is known to be free. Raises WorkerError if it is in use, or if this build of llama.cpp has no
+    workers.
     """
     pointers, size = ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t
     start = _rpc_function(
@@ -144,11 +145,12 @@ def serve_worker(
         socket.create_server((address, port)).close()
     except OSError as error:
         is_name = isinstance(error, socket.gaierror)
-        reason = error.strerror if is_name else os.strerror(error.errno or 0)  # create_server's is longer
+        # The strerror of create_server repeats the address.
+        reason = error.strerror if is_name else os.strerror(error.errno or 0)
         raise WorkerError(
             f"cannot listen on {host}:{port}: {reason}; choose another --host or --port"
         ) from error
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Python would not notice them
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Python runs no handlers inside `start`
         signal.signal(number, signal.SIG_DFL)
     handles = [handle for name, handle in _handles().items() if name in devices]
     array = (ctypes.c_void_p * len(handles))(*handles)
@@ -170,8 +172,8 @@ def _check_listens(address: str) -> None:
         ) from error
 
 
-def _asked(add_server: Callable[[bytes], int | None], address: str) -> list[int]:
-    """Return the devices of a worker, each of which has answered."""
+def _add_worker(add_server: Callable[[bytes], int | None], address: str) -> list[int]:
+    """Register a worker and ask for each of its devices; return their handles."""
     registered = add_server(address.encode())
     if not registered:
         return []
@@ -179,19 +181,19 @@ def _asked(add_server: Callable[[bytes], int | None], address: str) -> list[int]
     get = ggml_function("ggml_backend_reg_dev_get", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     handles = [get(registered, i) for i in range(count(registered))]
     for handle in handles:
-        device_of(handle)  # asks the worker, which llama.cpp may only remember
+        device_of(handle)  # asks the worker: a handle may come from an earlier connection
     return handles
 
 
 def _within_seconds(ask: Callable[[], list[int]], address: str) -> list[int]:
-    """Return the answer of a worker; llama.cpp alone would wait without end for one that is busy."""
+    """Return the answer of a worker; llama.cpp itself would wait for a busy worker for ever."""
     answers: list[list[int]] = []
     asking = threading.Thread(target=lambda: answers.append(ask()), name=f"rpc {address}", daemon=True)
     asking.start()
     asking.join(CONNECT_SECONDS)
     if not answers:
         raise WorkerError(
-            f"{address} is busy with another client, or is no worker; a worker serves one client at a time"
+            f"{address} is busy with another client or is not a worker; a worker serves one client at a time"
         )
     return answers[0]
 
@@ -211,17 +213,18 @@ def _rpc_function(name: str, result: type | None, *arguments: type) -> Any:
 
 @functools.cache
 def _report_abort() -> object:
-    """From now on, if llama.cpp aborts the process, end it with one line and exit code 1."""
+    """Make the process end with one line and exit code 1 if llama.cpp aborts from now on."""
 
     def end(message: bytes) -> None:
-        said = printable(message.decode(errors="replace"))
-        what = "a worker was lost, or is of another version" if "rpc" in said.lower() else "llama.cpp failed"
-        with suppress(Exception):  # whatever happens, the process must end here
+        reason = printable(message.decode(errors="replace"))
+        is_worker = "rpc" in reason.lower()
+        fault = "a worker was lost, or is of another version" if is_worker else "llama.cpp failed"
+        with suppress(Exception):  # the process must end here in any case
             sys.stdout.flush()
-            sys.stderr.write(f"\nllamaspec: {what} ({said}); start it and run this again\n")
+            sys.stderr.write(f"\nllamaspec: {fault} ({reason}); start it and run this again\n")
             sys.stderr.flush()
         os._exit(1)
 
     callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(end)
     ggml_function("ggml_set_abort_callback", ctypes.c_void_p, type(callback))(callback)
-    return callback  # llama.cpp keeps only a pointer
+    return callback  # `cache` keeps it alive: llama.cpp has only a pointer

@@ -1,7 +1,7 @@
-"""The metadata of a GGUF file, read and checked before llama.cpp does, which would abort on what is damaged.
+"""The metadata of a GGUF file, checked before llama.cpp reads it and aborts on damage.
 
-Reading never goes beyond the end of the file, so a hostile file does no harm. A trial finds what these checks
-cannot know (`llama/trial.py`). `gguf.GGUFReader` is not used here: it takes seconds for a vocabulary.
+No read goes beyond the end of the file, so a hostile file does no harm. A trial finds the damage that these
+checks miss (`llama/trial.py`). `gguf.GGUFReader` would take seconds for a vocabulary.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {  # by gguf_type
     kind: struct.Struct(f"<{code}") for kind, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
-_MOST_DIMENSIONS = 4
-_MOST_STRINGS = 1 << 22  # of an array
-_MOST_LAYERS = 4096
-_INTERVALS = {  # one layer in so many attends and the others keep states, unless the file says otherwise
+_MAX_DIMENSIONS = 4
+_MAX_STRINGS = 1 << 22  # in an array
+_MAX_LAYERS = 4096
+_INTERVALS = {  # by default, one of this many layers has attention and the others keep states
     "qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "minimax-01": 8,
 }  # fmt: skip
-_RANGES = {  # of whole numbers
-    "block_count": (1, _MOST_LAYERS),
+_RANGES = {  # of integers
+    "block_count": (1, _MAX_LAYERS),
     "context_length": (1, 1 << 30),
     "embedding_length": (1, 1 << 24),
     "expert_count": (0, 1 << 16),
@@ -41,24 +41,24 @@ _RANGES = {  # of whole numbers
 
 @dataclass(slots=True)
 class GgufFile:
-    """What was found before the end of the file, or before something that cannot be read."""
+    """The content of a file up to its end, or up to the first damage."""
 
-    metadata: dict[str, Any] = field(default_factory=dict)  # text, a number, or a list of numbers by layer
-    tensors: set[str] = field(default_factory=set)  # their names
+    metadata: dict[str, Any] = field(default_factory=dict)  # strings, numbers, and lists of numbers by layer
+    tensors: set[str] = field(default_factory=set)  # names
     has_all_metadata: bool = False
 
     @property
     def architecture(self) -> str:
-        """As llama.cpp names it; empty if the file does not say."""
+        """llama.cpp's name of the architecture; empty if the file has none."""
         return self.text("general.architecture")
 
     def text(self, key: str) -> str:
-        """An entry that is text; empty if there is none."""
+        """Return a string from the metadata; empty if there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else ""
 
     def number(self, key: str, default: int = 0) -> int:
-        """A whole number; the architecture may be left out of the key, as in block_count."""
+        """Return an integer from the metadata. The key may lack the architecture, as in block_count."""
         for name in (f"{self.architecture}.{key}", key):
             if type(value := self.metadata.get(name)) is int:
                 return value
@@ -66,7 +66,7 @@ class GgufFile:
 
 
 def check_gguf(path: Path) -> None:
-    """Raise ModelFileError for what is not a whole GGUF model; looks at the first bytes only."""
+    """Raise ModelFileError if a file is not a GGUF model; only its first bytes are read."""
     try:
         header = read_beginning(path, _HEAD.size)
     except FileNotFoundError:
@@ -77,7 +77,7 @@ def check_gguf(path: Path) -> None:
         raise ModelFileError(
             f"cannot read {path}: {error.strerror or error}; name a readable file"
         ) from error
-    except ValueError as error:  # a character that no path has
+    except ValueError as error:  # a null character
         raise ModelFileError(f"no file has the path {printable(str(path))}; check it") from error
     if header[:4] != b"GGUF":
         raise ModelFileError(
@@ -95,7 +95,7 @@ def check_gguf(path: Path) -> None:
 
 
 def check_metadata(path: Path) -> None:
-    """Raise ModelFileError for metadata that no sound model has; llama.cpp judges what cannot be read."""
+    """Raise ModelFileError for impossible metadata. If it cannot be read to its end, llama.cpp refuses it."""
     try:
         found = read_gguf(path, with_tokens=True)
     except OSError:
@@ -106,11 +106,11 @@ def check_metadata(path: Path) -> None:
 
 
 def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
-    """Read the metadata, with the vocabulary only if asked for; OSError if the file cannot be read."""
+    """Read the metadata, without the vocabulary unless `with_tokens`; OSError if the file cannot be read."""
     found = GgufFile()
     with (
         path.open("rb") as file,
-        suppress(struct.error, KeyError, ValueError, OverflowError),  # cut short, empty, damaged
+        suppress(struct.error, KeyError, ValueError, OverflowError),  # truncated, empty or damaged
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
         reader = _Reader(content)
@@ -123,23 +123,23 @@ def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
         found.has_all_metadata = True
         for _ in range(n_tensors):
             name, (n_dimensions,) = reader.text(), reader.unpack(_U32)
-            if n_dimensions > _MOST_DIMENSIONS:
-                raise ValueError("no tensor has so many dimensions")
+            if n_dimensions > _MAX_DIMENSIONS:
+                raise ValueError(f"no tensor has {n_dimensions} dimensions")
             reader.skip(8 * n_dimensions + 12)  # sizes, type, offset
             found.tensors.add(name)
     return found
 
 
 def file_parts(path: Path) -> list[Path]:
-    """A file, and the other parts of the same model that are beside it."""
+    """Return a file and the other parts of the same model in its folder."""
     others = (path.with_name(name) for name in part_names(path.name) if name != path.name)
     return [path, *(part for part in others if part.is_file())]
 
 
 def check_parts(path: Path) -> None:
-    """Raise ModelFileError for a part of a model that is not the first, or lacks other parts beside it.
+    """Raise ModelFileError if a file is a part of a model but not the first, or if other parts are missing.
 
-    The name as given counts, even if it is a link. A file with such a name that is a whole model is accepted.
+    The given name decides, even if it is a link. A whole model may have a name like that of a part.
     """
     names = part_names(path.name)
     missing = next((name for name in names if not path.with_name(name).is_file()), None)
@@ -147,19 +147,19 @@ def check_parts(path: Path) -> None:
     if is_first or path.name not in names or read_gguf(path).number("split.count") < 2:
         return
     first, part = path.with_name(names[0]), names.index(path.name) + 1
-    remedy = f"{missing} is not beside it; put all parts into one folder" if missing else f"name {first}"
+    remedy = f"{missing} is missing; put all parts into one folder" if missing else f"name {first}"
     raise ModelFileError(f"{path} is part {part} of {len(names)} of a model; {remedy}")
 
 
 def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
-    """Numbers of elements of a key and of a value that each layer caches for one token: [n_layers].
+    """Return the lengths of the key and the value that each layer caches for a token: [n_layers].
 
-    The rules are llama.cpp's own. Layers with a sliding window keep all tokens.
+    The rules are llama.cpp's. Layers with a sliding window keep all tokens.
     """
     n_layers = max(1, found.number("block_count") - found.number("nextn_predict_layers"))
 
     def by_layer(key: str, default: list[int]) -> list[int]:
-        """The number for each layer; a file may give one for all."""
+        """Return a number for each layer; a file may give one for all."""
         value = found.metadata.get(f"{found.architecture}.{key}")
         if type(value) is int:
             return [value] * n_layers
@@ -177,12 +177,12 @@ def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
         whole = by_layer(f"attention.{kind}", usual)
         window = by_layer(f"attention.{kind}_swa", whole)
         sizes.append([window[i] if slides[i] else whole[i] for i in range(n_layers)])
-    if found.number("attention.key_length_mla"):  # latent attention makes its values from the cached keys
+    if found.number("attention.key_length_mla"):  # latent attention computes values from the cached keys
         sizes[1] = none
-    indexer = by_layer("attention.indexer.key_length", none)  # further keys, of sparse attention
+    indexer = by_layer("attention.indexer.key_length", none)  # additional keys of sparse attention
     interval = found.number("full_attention_interval", _INTERVALS.get(found.architecture, 1))
     has_state = by_layer("attention.recurrent_layers", [(i + 1) % max(1, interval) for i in range(n_layers)])
-    n_shared = found.number("attention.shared_kv_layers")  # the last layers, which read those of others
+    n_shared = found.number("attention.shared_kv_layers")  # the last layers, which use the cache of others
     return [
         (n * key + index, n * value) if i + n_shared < n_layers and not has_state[i] else (0, 0)
         for i, (n, key, value, index) in enumerate(zip(heads_kv, *sizes, indexer, strict=True))
@@ -190,9 +190,9 @@ def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
 
 
 def active_parameters(found: GgufFile, n_parameters: int) -> int | None:
-    """Parameters of a mixture of experts that one token uses; None for other models.
+    """Return how many parameters of a mixture of experts a token uses; None for other models.
 
-    All but the matrices (gate, up, down) of the experts that are not chosen, by the sizes in the metadata.
+    These are all but the matrices (gate, up, down) of unused experts, computed from sizes in the metadata.
     """
     n_experts, n_used = found.number("expert_count"), found.number("expert_used_count")
     width, n_layers = found.number("embedding_length"), found.number("block_count")
@@ -206,10 +206,10 @@ def active_parameters(found: GgufFile, n_parameters: int) -> int | None:
 
 
 def _fault(found: GgufFile) -> str | None:
-    """The first impossible entry of the metadata, if there is one."""
+    """Describe the first impossible entry of the metadata; None if there is none."""
     alignment = found.metadata.get("general.alignment", 32)
     if type(alignment) is not int:
-        return "general.alignment is no whole number"
+        return "general.alignment is not an integer"
     if alignment < 8 or alignment & (alignment - 1):
         return f"general.alignment is {alignment}"
     for key, value in found.metadata.items():
@@ -227,18 +227,18 @@ def _fault(found: GgufFile) -> str | None:
         if n < 2:
             return f"its vocabulary has {n} tokens"
         if n_different < n:
-            return f"{n - n_different} of its {n} tokens are there twice"
+            return f"{n - n_different} of its {n} tokens are duplicates"
     return None
 
 
 class _Reader:
-    """Reads one value after the other; ValueError at the end of the file."""
+    """Reads one value after another; ValueError at the end of the file."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content, self._at = content, 0
 
     def value(self, kind: int, *, keeps_strings: bool) -> Any:
-        """Read an entry of a GGUF type; None for a long array, or one of strings that are not kept."""
+        """Read a value of a GGUF type; None for a long array, or one of strings unless `keeps_strings`."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
@@ -247,15 +247,15 @@ class _Reader:
         if kind != _STRING:
             scalar, start = _SCALARS[kind], self._at
             self.skip(n * scalar.size)
-            if n > _MOST_LAYERS:
+            if n > _MAX_LAYERS:
                 return None
             return [value for (value,) in scalar.iter_unpack(self._content[start : self._at])]
-        if n > _MOST_STRINGS:
+        if n > _MAX_STRINGS:
             raise ValueError(f"no vocabulary has {n} tokens")
         if keeps_strings:
             return [self.string() for _ in range(n)]
         content, at, unpack = self._content, self._at, _U64.unpack_from
-        for _ in range(n):  # as fast as it goes
+        for _ in range(n):  # inlined: a vocabulary has 150,000 strings
             at += 8 + unpack(content, at)[0]
         self._at = at
         return None
@@ -277,7 +277,7 @@ class _Reader:
         return numbers
 
     def skip(self, n: int) -> None:
-        """Go on behind the next bytes."""
+        """Skip `n` bytes."""
         self._at += n
         if self._at > len(self._content):
-            raise ValueError("the file is cut short")
+            raise ValueError("the file is truncated")

@@ -1,4 +1,4 @@
-"""How a model is loaded: its options, which are validated here."""
+"""Options for loading a model, validated."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from llamaspec.llama.runtime import ggml_function
 
 MAX_DRAFT = 64  # draft tokens in one round
 DEFAULT_CONTEXT = 4096  # tokens of the smallest default context, unless the model was trained on fewer
-BATCH = 512  # largest number of positions that llama.cpp evaluates at once
-DRAFT_SCORED = 16  # positions that a draft model scores at once: one for each row that drafts
-N_SEQUENCES = 64  # maximum number of rows and cached prefixes in a context
-N_BRANCHES = 32  # maximum number of branches of draft trees in one evaluation, in addition to these
+BATCH = 512  # maximum number of positions in one evaluation
+DRAFT_SCORED = 16  # maximum number of positions that a draft model scores at once: one for each sequence
+N_SEQUENCES = 64  # maximum number of cached sequences, running or finished, in a context
+N_BRANCHES = 32  # maximum number of branches of draft trees in one evaluation, besides one for each sequence
 
 FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
@@ -37,22 +37,22 @@ CACHE_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How one model is loaded; ValueError if a field is outside its range."""
+    """Options for loading a model; ValueError if a field is outside its range."""
 
     n_ctx: int | None = None  # tokens of the longest sequence; None = as trained, as far as memory allows
-    gpu_layers: int | None = None  # None = all that fit the backend
+    gpu_layers: int | None = None  # layers to offload; None = all
     threads: int | None = None  # None = the full-speed physical cores that other programs leave idle
-    flash_attention: str = "auto"  # on, off; auto = as llama.cpp chooses
-    cache_type_k: str = "f16"  # of the keys in the KV cache
-    cache_type_v: str = "f16"  # of the values in the KV cache
-    n_cells: int | None = None  # KV cache shared by all rows, in tokens; None = as n_ctx
-    max_scored: int = BATCH  # positions whose logits one evaluation can return
-    repack: bool = True  # let llama.cpp rearrange weights for faster kernels
-    prompt_context: bool = True  # process long prompts without that, if it was measured to be faster
+    flash_attention: str = "auto"  # on, off, or auto: llama.cpp chooses
+    cache_type_k: str = "f16"  # type of the keys in the KV cache
+    cache_type_v: str = "f16"  # type of the values in the KV cache
+    n_cells: int | None = None  # size of the KV cache that all sequences share, in tokens; None = n_ctx
+    max_scored: int = BATCH  # maximum number of positions in one evaluation that have logits
+    repack: bool = True  # let llama.cpp repack weights for faster kernels
+    prompt_context: bool = True  # process long prompts with the original weights, if that is faster
     devices: tuple[str, ...] | None = None  # llama.cpp's names; None = workers and all GPUs, () = none
-    tensor_split: tuple[float, ...] = ()  # shares of the layers, device by device; () = by free memory
+    tensor_split: tuple[float, ...] = ()  # shares of the layers for each device; () = by free memory
     workers: tuple[str, ...] = ()  # HOST:PORT of RPC workers, whose devices are RPC0, RPC1, ...
-    heads: bool = False  # load the prediction heads too, and keep the hidden rows that they need
+    heads: bool = False  # load the prediction heads and keep the hidden rows that they need
 
     def __post_init__(self) -> None:
         if self.n_ctx is not None and not 2 <= self.n_ctx < 2**31:
@@ -75,27 +75,27 @@ class ModelOptions:
 
     @property
     def needs_flash_attention(self) -> bool:
-        """Whether llama.cpp can read these values of the KV cache only with flash attention."""
+        """Whether llama.cpp supports this type of values only with flash attention."""
         return self.cache_type_v not in ("f32", "f16", "bf16")
 
     @property
     def has_one_attention(self) -> bool:
         """Whether CPUs add up attention in the same order at all widths, depths and loads.
 
-        llama.cpp has several kernels for keys and values that are both f16, or f32, which it converts; and
-        without flash attention the order depends on the cells of other sequences.
+        llama.cpp has several kernels if keys and values are f16 or f32. Without flash attention, the order
+        depends on the cells of other sequences.
         """
         has_several = {self.cache_type_k, self.cache_type_v} <= {"f16", "f32"}
         return self.flash_attention != "off" and not has_several
 
     @property
     def offloads(self) -> bool:
-        """Whether layers may be computed elsewhere than on this machine's CPU."""
+        """Whether layers may be computed outside this machine's CPU."""
         return self.gpu_layers != 0 and self.devices != ()
 
     @property
     def placement(self) -> list[object]:
-        """Devices and workers as part of a cache key; empty if llama.cpp chooses the devices."""
+        """Devices and workers, for a cache key; empty if llama.cpp chooses the devices."""
         is_chosen = self.devices is not None or self.tensor_split or self.workers
         return [self.devices, self.tensor_split, self.workers] if is_chosen else []
 
@@ -108,7 +108,7 @@ class ModelOptions:
             raise ValueError("a worker is named twice; each serves one client at a time")
         if self.workers and not self.offloads:
             raise ValueError(
-                "workers compute what is offloaded; drop --gpu-layers 0 and --device none, or --rpc"
+                "workers compute only offloaded layers; drop --gpu-layers 0 and --device none, or --rpc"
             )
         if not all(0 <= share < math.inf for share in self.tensor_split):
             raise ValueError(f"shares of tensor-split must be numbers >= 0, got {self.tensor_split}")
@@ -119,9 +119,10 @@ class ModelOptions:
 
 
 def exact(options: ModelOptions, *, chooses_values: bool = True) -> ModelOptions:
-    """Options with which CPUs compute a sequence's logits as if it were alone, as far as the weights allow.
+    """Return options with which CPUs compute the logits of a sequence as if it were alone.
 
-    ValueError if the caller has chosen options that rule this out.
+    They fix the kernels of attention; those of the weights may still depend on the width. ValueError if the
+    caller's own options rule this out.
     """
     options = replace(options, prompt_context=False)  # it has other kernels
     if options.has_one_attention or (options.offloads and (options.workers or runtime.can_offload())):
@@ -135,7 +136,7 @@ def exact(options: ModelOptions, *, chooses_values: bool = True) -> ModelOptions
 
 
 def cache_bytes(kind: str) -> float:
-    """Bytes of one number of a cache type."""
+    """Return the bytes of one number of a cache type."""
     block_bytes = ggml_function("ggml_type_size", ctypes.c_size_t, ctypes.c_int)
     block_length = ggml_function("ggml_blck_size", ctypes.c_int64, ctypes.c_int)
     number = CACHE_TYPES[kind]

@@ -1,12 +1,12 @@
-"""Finished sequences in main memory and on disk: their tokens, and what llama.cpp computed for them.
+"""Finished sequences in main memory and on disk: their tokens and the content of their KV cells.
 
-A tree, as in SGLang's RadixAttention (arXiv 2312.07104). A node holds the content of the KV cells of some
-tokens behind its parent's, so sequences with a common beginning store it once, and a conversation that grows
-adds only what is new. If layers keep states, a node holds a whole sequence, because a state cannot be cut.
-The least recently used leaves are dropped at a limit in bytes. Only the compute thread calls it.
+The store is a tree, as in SGLang's RadixAttention (arXiv 2312.07104). A node holds some tokens that follow
+those of its parent, so a common beginning of several sequences is stored once, and a conversation that grows
+adds only its new tokens. If layers keep states, a node holds a whole sequence, because a state cannot be cut.
+At a limit in bytes, the least recently used leaves are dropped. Only the compute thread calls this module.
 
-`PrefixFolder` saves stores. llama.cpp checks little of what it is given, so a hash runs on from the key of a
-file over all nodes: only what was written for the same model and settings reaches llama.cpp.
+`PrefixFolder` saves stores. llama.cpp hardly checks the content that it restores, so a hash chain covers the
+key of a file and all its nodes: only content for the same model and settings reaches llama.cpp.
 tests/llama/test_prefix_store.py, tests/llama/test_prefix_file.py.
 """
 
@@ -39,11 +39,11 @@ Bytes = npt.NDArray[np.uint8]
 
 SUFFIX = ".prefixes"
 _MAGIC = b"llamaspec prefixes 3\n"
-_HEAD = struct.Struct("<iiiq")  # parent or -1, whether it is whole, tokens, bytes of content
+_HEAD = struct.Struct("<iiiq")  # index of the parent or -1, is_whole, number of tokens, bytes of content
 
 
 class Checkpoint(NamedTuple):
-    """The state of layers that keep one, after the first `n` tokens of a sequence."""
+    """The recurrent state after the first `n` tokens of a sequence."""
 
     n: int
     state: Bytes
@@ -51,30 +51,30 @@ class Checkpoint(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Some tokens behind those of its parent, and what llama.cpp computed for them."""
+    """Tokens that follow those of the parent, and the content of their KV cells."""
 
     parent: Node | None
     tokens: TokenArray  # [n]
     content: Bytes
-    is_whole: bool = False  # the content cannot be cut: it is a state
-    checkpoints: tuple[Checkpoint, ...] = ()  # earlier states of a whole sequence
+    is_whole: bool = False  # the content is a state, which cannot be cut
+    checkpoints: tuple[Checkpoint, ...] = ()  # earlier states
     last_used: int = 0
     children: list[Node] = field(default_factory=list)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Bytes of memory."""
         return self.tokens.nbytes + self.content.nbytes + sum(each.state.nbytes for each in self.checkpoints)
 
     def n_usable(self, tokens: TokenArray) -> int:
-        """Return how many of its tokens serve a sequence that goes on with `tokens`."""
+        """Return how many of the node's tokens can serve a sequence that continues with `tokens`."""
         n = n_common(self.tokens, tokens)
         if not self.is_whole or n == len(self.tokens):
             return n
         return max((each.n for each in self.checkpoints if each.n <= n), default=0)
 
     def below(self) -> Iterator[Node]:
-        """All nodes below it, each behind its parent."""
+        """Yield all nodes below this one, each after its parent."""
         waiting = list(self.children)
         while waiting:
             node = waiting.pop()
@@ -83,7 +83,7 @@ class Node:
 
 
 class KnownPrefix(NamedTuple):
-    """The longest stored beginning of a sequence: all of `nodes`, but perhaps only some of the last."""
+    """The longest stored beginning of a sequence: all tokens of `nodes`, except perhaps of the last one."""
 
     nodes: tuple[Node, ...] = ()
     n: int = 0  # tokens
@@ -91,7 +91,7 @@ class KnownPrefix(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """Memory that several stores share."""
+    """Memory that several stores share, up to a limit."""
 
     limit: int  # bytes
     n_bytes: int = 0
@@ -102,8 +102,7 @@ class _Room:
 class PrefixStore:
     """The stored sequences of one model, in at most `limit` bytes; 0 = nothing is stored.
 
-    A store `beside` another shares its limit and nothing else: what one model has computed is of no use to
-    another.
+    A store `beside` another shares the other's limit but no content, because the models differ.
     """
 
     def __init__(self, limit: int = 0, *, beside: PrefixStore | None = None) -> None:
@@ -113,16 +112,16 @@ class PrefixStore:
 
     @property
     def limit(self) -> int:
-        """Bytes of all stores that share it."""
+        """Maximum number of bytes of all stores that share the limit."""
         return self._room.limit
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that these stores take."""
+        """Bytes in all stores that share the limit."""
         return self._room.n_bytes
 
     def find(self, tokens: TokenArray) -> KnownPrefix:
-        """Find the longest stored beginning of some tokens."""
+        """Return the longest stored beginning of `tokens`."""
         best, waiting = KnownPrefix(), [(self.root, KnownPrefix())]
         while waiting:
             node, found = waiting.pop()
@@ -138,8 +137,8 @@ class PrefixStore:
     def put(self, tokens: TokenArray, block: int, copy: Callable[[int, int], Bytes | None]) -> None:
         """Store a sequence in nodes of at most `block` tokens.
 
-        `copy(start, end)` returns the content of some positions. It is called only for those that are not
-        stored yet; if it returns None, the sequence is stored up to there.
+        `copy(start, end)` returns the content of a range of positions. It is called only for positions that
+        are not stored yet. If it returns None, the sequence is stored only up to there.
         """
         if not self.limit:
             return
@@ -148,7 +147,7 @@ class PrefixStore:
         if found.n == len(tokens):
             return
         parent, n = self.root, 0
-        for node in found.nodes:  # the last one may go on otherwise
+        for node in found.nodes:  # the last node may contain other tokens, too
             if n + len(node.tokens) <= found.n:
                 parent, n = node, n + len(node.tokens)
         for start in range(n, len(tokens), block):
@@ -159,7 +158,7 @@ class PrefixStore:
             parent = node
 
     def put_whole(self, tokens: TokenArray, content: Bytes, checkpoints: tuple[Checkpoint, ...] = ()) -> None:
-        """Store a sequence whose content cannot be cut, in place of those that it begins with."""
+        """Store a sequence whose content cannot be cut, and drop the stored beginnings of it."""
         if not self.limit:
             return
         for node in tuple(self.root.children):
@@ -168,13 +167,13 @@ class PrefixStore:
         self.add(Node(self.root, tokens.copy(), content, is_whole=True, checkpoints=checkpoints))
 
     def touch(self, found: KnownPrefix) -> None:
-        """Note that what was found is used."""
+        """Record a use of the nodes."""
         now = next(self._room.clock)
         for node in found.nodes:
             node.last_used = now
 
     def add(self, node: Node) -> bool:
-        """Add a node to its parent and drop what is over the limit; False if the node itself is."""
+        """Add a node to its parent, and drop leaves over the limit; False if the node itself was dropped."""
         assert node.parent is not None
         room = self._room
         node.last_used = next(room.clock)
@@ -189,7 +188,7 @@ class PrefixStore:
         return True
 
     def nodes(self) -> list[Node]:
-        """All nodes, those of the last used sequences first, but each behind its parent."""
+        """Return all nodes: the most recently used sequences first, and each node after its parent."""
         newest: dict[Node, int] = {}
         nodes = list(self.root.below())
         for node in reversed(nodes):
@@ -208,14 +207,14 @@ class PrefixStore:
 
 
 class DamagedError(Exception):
-    """The file is not as it was written, or was written for something else."""
+    """The file was changed since it was written, or was written for another model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixFolder:
-    """A private folder with a file for each model and way to compute its keys and values.
+    """A private folder with a file for each model and each way to compute its keys and values.
 
-    LlamaspecError if it cannot be made or others can write there.
+    Raises LlamaspecError if the folder cannot be created or others can write to it.
     """
 
     path: Path
@@ -230,12 +229,12 @@ class PrefixFolder:
             raise LlamaspecError(message) from error
         if not _is_private(facts):
             raise LlamaspecError(
-                f"others can write in {self.path}, and llama.cpp trusts what lies there; "
-                f"name another folder, or: chmod 700 {self.path}"
+                f"others can write to {self.path}, and llama.cpp trusts its files; "
+                f"name another folder, or run: chmod 700 {self.path}"
             )
 
     def load(self, models: Sequence[LlamaModel], tell: Callable[[str], None]) -> None:
-        """Put what is saved of some models into their stores, which are empty."""
+        """Load saved sequences into the empty stores of some models."""
         n_tokens = 0
         for model in models:
             path = self.file_of(model)
@@ -245,13 +244,13 @@ class PrefixFolder:
                 pass
             except (OSError, DamagedError) as error:
                 model.forget()
-                reason = (isinstance(error, OSError) and error.strerror) or "it is not as it was written"
-                tell(f"{path} counts as empty: {reason}")
+                reason = (isinstance(error, OSError) and error.strerror) or "it is damaged"
+                tell(f"ignoring {path}: {reason}")
         if n_tokens:
-            tell(f"{n_tokens} tokens of prefixes were loaded")
+            tell(f"loaded {n_tokens} tokens of prefixes")
 
     def save(self, models: Sequence[LlamaModel], tell: Callable[[str], None]) -> None:
-        """Save what is known of finished sequences; the oldest files go first."""
+        """Save the finished sequences of some models; delete the oldest files of others over the limit."""
         room, paths = self.limit, [self.file_of(model) for model in models]
         try:
             for model, path in zip(models, paths, strict=True):
@@ -263,10 +262,10 @@ class PrefixFolder:
                 if room < 0:
                     path.unlink()
         except OSError as error:
-            tell(f"prefixes cannot be saved in {self.path}: {error.strerror}")
+            tell(f"cannot save prefixes in {self.path}: {error.strerror}")
 
     def file_of(self, model: LlamaModel) -> Path:
-        """The file of a model's prefixes: other weights, formats or builds of llama.cpp have other files."""
+        """Return the file for a model: other weights, settings or builds of llama.cpp have other files."""
         options = model.options
         key = json.dumps([
             release_key(model.path), runtime.backend_description(), options.gpu_layers, options.repack,
@@ -277,10 +276,10 @@ class PrefixFolder:
 
 
 def _write_nodes(path: Path, store: PrefixStore, limit: int) -> int:
-    """Write nodes as long as the file has at most `limit` bytes; return its size. May raise OSError."""
+    """Write nodes up to `limit` bytes; return the size of the file. May raise OSError."""
     places = {store.root: -1}
     if path.is_symlink():
-        path.unlink()  # not ours, and a link would stay one
+        path.unlink()  # otherwise its target would be written
     with replacing(path, private=True) as file:
         file.write(_MAGIC)
         digest = _digest(b"", path.stem.encode())
@@ -298,9 +297,9 @@ def _write_nodes(path: Path, store: PrefixStore, limit: int) -> int:
 
 
 def _read_nodes(path: Path, store: PrefixStore) -> int:
-    """Put the nodes of a file into a store, each once its hash shows that it was written for this file.
+    """Add the nodes of a file to a store, each after its hash was checked; return their number of tokens.
 
-    Stops if the store is full. Returns the number of tokens. Raises OSError or DamagedError.
+    Stops when the store is full. Raises OSError or DamagedError.
     """
     nodes, n_tokens = [store.root], 0
     with open(path, "rb", opener=_open_private) as file:
@@ -330,7 +329,7 @@ def _read_nodes(path: Path, store: PrefixStore) -> int:
 
 
 def _digest(before: bytes, *parts: bytes | memoryview) -> bytes:
-    """A hash over the previous one and some parts."""
+    """Return a hash over the previous hash and some parts."""
     made = hashlib.sha256(before)
     for part in parts:
         made.update(part)
@@ -338,7 +337,7 @@ def _digest(before: bytes, *parts: bytes | memoryview) -> bytes:
 
 
 def _open_private(name: str, flags: int) -> int:
-    """Open a regular file of this user that nobody else can write."""
+    """Open a file; DamagedError unless it is a regular file that only this user can write."""
     file = os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
     facts = os.fstat(file)
     if stat.S_ISREG(facts.st_mode) and _is_private(facts):
@@ -348,5 +347,5 @@ def _open_private(name: str, flags: int) -> int:
 
 
 def _is_private(facts: os.stat_result) -> bool:
-    """Whether nobody else can write it."""
+    """Whether only this user can write a file or folder."""
     return facts.st_uid == os.geteuid() and not facts.st_mode & 0o022

@@ -1,14 +1,15 @@
-"""Writes smaller copies of a model with llama.cpp's quantiser, and finds the layers that matter least.
+"""Writes smaller copies of a model with llama.cpp's quantizer, and measures how much each layer matters.
 
-The quantiser cannot be interrupted, and it aborts on unexpected input. So it runs in a child process
-(`main`), which Ctrl-C ends. To see how much each layer changes its input, a callback receives the outputs of
-layers during one evaluation, for every architecture that names them as llama.cpp's own do.
+The quantizer cannot be interrupted, and it aborts on unexpected input. So it runs in a child process
+(`main`), which Ctrl-C ends. To measure how much each layer changes its input, a callback receives the outputs
+of the layers during an evaluation, recognized by the tensor names that llama.cpp's architectures share.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import re
 import sys
@@ -33,7 +34,7 @@ from llamaspec.values import TokenArray
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-COPY = "copy"  # in place of a type: tensors stay as they are
+COPY = "copy"  # instead of a file type: tensors keep their types
 FILE_TYPES = {
     "F16": lib.LLAMA_FTYPE_MOSTLY_F16,
     "Q8_0": lib.LLAMA_FTYPE_MOSTLY_Q8_0,
@@ -55,11 +56,11 @@ def write_copy(
     entries: Mapping[str, str | int] | None = None,
     threads: int = 0,
 ) -> None:
-    """Write a smaller copy of a model; `destination` appears when it is complete.
+    """Write a smaller copy of a model. `destination` appears only when it is complete.
 
-    `source` may be the first part of a model. `pruned` are the layers to leave out, ascending from 0;
-    `entries` are metadata to add or replace; `threads` = 0 uses all cores. ModelFileError if llama.cpp cannot
-    make this copy.
+    `source` may be the first part of a model. `pruned` are the layers to leave out, ascending from 0.
+    `entries` are metadata to add or replace. `threads` = 0 uses all cores. Raises ModelFileError if llama.cpp
+    cannot make this copy.
     """
     unfinished = destination.with_name(destination.name + ".part")
     task = {
@@ -74,7 +75,7 @@ def write_copy(
         try:
             outcome = run_child(__name__, [json.dumps(task)])
         except OSError as error:
-            raise LlamaspecError(f"cannot start a process: {error.strerror}; close programs") from error
+            raise LlamaspecError(f"cannot start a process: {error.strerror}; close other programs") from error
         assert outcome is not None  # no time limit
         reason = printable(outcome.answer.decode("utf-8", errors="replace"))
         if outcome.code or reason:
@@ -83,7 +84,7 @@ def write_copy(
         unfinished.replace(destination)
     finally:
         unfinished.unlink(missing_ok=True)
-        unfinished.with_suffix(".renewed").unlink(missing_ok=True)  # left by a child that was ended
+        unfinished.with_suffix(".shortened").unlink(missing_ok=True)  # of a child that was ended
 
 
 def main() -> None:
@@ -95,7 +96,7 @@ def main() -> None:
 def _copy(
     source: str, destination: str, file_type: str, pruned: list[int], entries: dict[str, Any], threads: int
 ) -> str:
-    """Make a copy; return the reason if that fails, else an empty string."""
+    """Make a copy; return an empty string, or the reason if that fails."""
     parameters = lib.llama_model_quantize_default_params()
     parameters.nthread = threads
     parameters.allow_requantize = True
@@ -121,7 +122,7 @@ def _copy(
 
 
 def _shorten_arrays(path: Path, pruned: Sequence[int], n_layers: int) -> None:
-    """Take layers out of metadata that lists every layer: llama.cpp's quantiser leaves it as it was."""
+    """Remove layers from metadata that lists every layer: llama.cpp's quantizer does not."""
     found = read_gguf(path)
     entries = {
         key: [each for layer, each in enumerate(value) if layer not in pruned]
@@ -129,20 +130,20 @@ def _shorten_arrays(path: Path, pruned: Sequence[int], n_layers: int) -> None:
         if key.startswith(f"{found.architecture}.") and isinstance(value, list) and len(value) == n_layers
     }
     if entries:
-        from gguf import GGUFReader  # a third of a second, which few need
+        from gguf import GGUFReader  # takes a third of a second
 
-        renewed = path.with_suffix(".renewed")
-        rewrite(GGUFReader(path), renewed, entries)
-        renewed.replace(path)
+        shortened = path.with_suffix(".shortened")
+        rewrite(GGUFReader(path), shortened, entries)
+        shortened.replace(path)
 
 
 def rewrite(
     reader: GGUFReader, path: Path, entries: Mapping[str, Any], rows: Mapping[str, TokenArray] | None = None
 ) -> None:
-    """Write the file of a reader to another path with some changes, one tensor after the other.
+    """Write the file of a reader to another path with some changes, one tensor after another.
 
-    `entries` are new values of metadata; None removes an entry, and entries that the file lacks must be
-    strings. `rows` are the rows to keep of tensors that do not keep all.
+    `entries` are new values of metadata; None removes an entry. Entries that the file lacks must be strings.
+    `rows` are the rows to keep of some tensors; the others keep all.
     """
     import gguf
 
@@ -151,7 +152,7 @@ def rewrite(
     writer.data_alignment = int(reader.alignment)
     for entry in reader.fields.values():
         if entry.name.startswith("GGUF.") or entry.name == gguf.Keys.General.ARCHITECTURE:
-            continue  # the writer's own
+            continue  # the writer adds these itself
         value = entries[entry.name] if entry.name in entries else entry.contents()
         part = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
         if value is not None:
@@ -172,7 +173,7 @@ def rewrite(
 
 
 def _overrides(given: Mapping[str, str | int]) -> ctypes.Array[lib.llama_model_kv_override]:
-    """The entries to add or replace, ended by an empty key."""
+    """Return the entries to add or replace as llama.cpp wants them: ended by an empty key."""
     entries = (lib.llama_model_kv_override * (len(given) + 1))()
     for entry, (key, value) in zip(entries, given.items(), strict=False):
         entry.key = key.encode()
@@ -185,9 +186,9 @@ def _overrides(given: Mapping[str, str | int]) -> ctypes.Array[lib.llama_model_k
     return entries
 
 
-MOST_POSITIONS = 128  # of the evaluation that is observed
+MAX_POSITIONS = 128  # in the observed evaluation
 _OUTPUT = re.compile(rb"l_out-(\d+)$")
-_INPUTS = (b"embd", b"inp_embd", b"inp_scaled")  # input of the first layer; a scale does not count
+_INPUTS = (b"embd", b"inp_embd", b"inp_scaled")  # inputs of the first layer, scaled or not
 
 Hidden = npt.NDArray[np.float32]  # [n, E]
 
@@ -199,25 +200,25 @@ _get = ggml_function(
 
 
 def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray) -> list[float]:
-    """Measure how much each layer changes: [n_layers] 1 - the cosine of its input and output, averaged.
+    """Measure how much each layer changes its input: 1 - the mean cosine of input and output, [n_layers].
 
-    0 = the layer changes nothing; 1 if that is not known. Only the first 128 tokens are evaluated. Of the
-    options, only `threads` and `flash_attention` matter. MemoryFullError if there is no room, EvaluationError
-    if llama.cpp fails. Men et al., "ShortGPT", arXiv 2403.03853.
+    0 = the layer changes nothing. A layer that cannot be measured gets 1. Only the first 128 tokens are
+    evaluated. Only `threads` and `flash_attention` of the options matter. Raises MemoryFullError if there is
+    no room, and EvaluationError if llama.cpp fails. Men et al., "ShortGPT", arXiv 2403.03853.
     """
-    tokens = tokens[:MOST_POSITIONS]
-    look = _Look(len(tokens), weights.hidden_size)
+    tokens = tokens[:MAX_POSITIONS]
+    observer = _Observer(len(tokens), weights.hidden_size)
     parameters = lib.llama_context_default_params()
-    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = MOST_POSITIONS
-    parameters.n_outputs_max = MOST_POSITIONS  # the last layer computes scored positions only
+    parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = MAX_POSITIONS
+    parameters.n_outputs_max = MAX_POSITIONS  # the last layer computes only scored positions
     parameters.n_threads = parameters.n_threads_batch = options.threads or resources.default_threads()
     parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
-    parameters.cb_eval = look.callback
+    parameters.cb_eval = observer.callback
     runtime.clear_errors()
     context = lib.llama_init_from_model(weights.pointer, parameters)
     if not context:
-        raise MemoryFullError(f"no room to look at the layers of {weights.path}: {runtime.failure_reason()}")
-    batch = Batch(MOST_POSITIONS)
+        raise MemoryFullError(f"no room to measure the layers of {weights.path}: {runtime.failure_reason()}")
+    batch = Batch(MAX_POSITIONS)
     try:
         with runtime.raising_callbacks():
             status = lib.llama_decode(context, batch.fill([Segment(0, 0, tokens, len(tokens))]))
@@ -227,16 +228,15 @@ def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray)
         raise EvaluationError(
             f"{weights.path} cannot be evaluated (code {status}): {runtime.failure_reason()}"
         )
-    return [look.influence.get(layer, 1.0) for layer in range(lib.llama_model_n_layer(weights.pointer))]
+    return [observer.influence.get(layer, 1.0) for layer in range(lib.llama_model_n_layer(weights.pointer))]
 
 
-class _Look:
-    """Receives the tensors of a graph, and compares each layer's output with the one before."""
+class _Observer:
+    """A receiver of the tensors of a graph: compares the output of each layer with that of the one before."""
 
-    def __init__(self, n_positions: int, width: int) -> None:
-        self.influence: dict[int, float] = {}
-        self._n = n_positions
-        self._width = width
+    def __init__(self, n_positions: int, hidden_size: int) -> None:
+        self.influence: dict[int, float] = {}  # by layer
+        self._shape = n_positions, hidden_size
         self._before: tuple[int, Hidden] | None = None  # the latest layer, -1 = the input, and its output
         self.callback = lib.ggml_backend_sched_eval_callback(self._receive)
 
@@ -244,12 +244,12 @@ class _Look:
         layer = self._layer(_name(tensor))
         if ask or layer is None:
             return layer is not None if ask else True
-        if _n_elements(tensor) != self._n * self._width:
+        if _n_elements(tensor) != math.prod(self._shape):
             return True
-        hidden = np.empty((self._n, self._width), dtype=np.float32)
+        hidden = np.empty(self._shape, dtype=np.float32)
         _get(tensor, hidden.ctypes.data, 0, hidden.nbytes)
         if self._before is not None and self._before[0] == layer - 1:
-            self.influence[layer] = _turn(self._before[1], hidden)
+            self.influence[layer] = _distance(self._before[1], hidden)
         self._before = layer, hidden
         return True
 
@@ -259,8 +259,8 @@ class _Look:
         return int(found[1]) if found else -1 if name in _INPUTS else None
 
 
-def _turn(before: Hidden, after: Hidden) -> float:
-    """1 - the mean cosine of two sets of rows."""
+def _distance(before: Hidden, after: Hidden) -> float:
+    """Return 1 - the mean cosine of corresponding rows."""
     sizes = np.linalg.norm(before, axis=1) * np.linalg.norm(after, axis=1)
     cosines = np.einsum("ij,ij->i", before, after) / np.maximum(sizes, 1e-30)
     return float(max(0.0, 1.0 - np.nan_to_num(cosines, nan=0.0).mean()))

@@ -1,13 +1,13 @@
 """The memory and cores that this process may use, and the number of threads that evaluate.
 
-llama.cpp's threads wait for each other by spinning, so if another program takes the core of one thread, all
-of them wait (docs/hardware.md). So there are as many threads as cores that other programs leave idle.
-Spinning threads use all the time of their cores; if they got less, other programs took it. Cores that were
-idle during evaluations can be taken back.
+llama.cpp's threads wait for each other by spinning. If another program takes the core of one thread, all of
+them wait (docs/hardware.md), so there are only as many threads as cores that other programs leave idle.
+Spinning threads use all the time of their cores; if they got less, other programs took the rest. Cores that
+were idle during evaluations can be used again.
 
-Without flash attention, logits are bit-identical for every number of threads, so the number follows the load
-at once. With flash attention over f16 values, llama.cpp splits a long cache among threads and sums in another
-order, so near ties may be decided differently. There the number follows only a lasting load.
+Without flash attention, logits have the same bits at every number of threads, so the number follows the load
+at once. With flash attention over f16 values, llama.cpp splits a long cache among threads and adds up in
+another order, so near ties may be decided differently: the number follows only a lasting load.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ import psutil
 
 WINDOW = 0.1  # seconds of evaluation between two choices
 LASTING_WINDOW = 1.0  # the same, if bits depend on the number of threads
-LONGEST_WINDOW = 4.0  # if the load changes too fast to follow, so that its mean counts
-STEADY = 4  # windows; a choice reversed within fewer was made too soon
-PAUSE = 0.05  # seconds between two evaluations after which the load may have changed
+LONGEST_WINDOW = 4.0  # the same, if the load changes too fast to follow: then its mean decides
+STEADY = 4  # windows; a choice that is reversed within fewer was made too soon
+PAUSE = 0.05  # seconds without evaluations after which the load may have changed
 
 
 def available_bytes() -> int:
-    """Memory that the machine, and the container around this process, can still give."""
+    """Return the free memory of the machine, or of the container around this process if it has less."""
     free = psutil.virtual_memory().available
     room = container_room(Path("/"))
     return free if room is None else min(free, room)
 
 
 def total_bytes(root: Path = Path("/")) -> int:
-    """Memory of the machine, or of the container around this process if that has less."""
+    """Return the memory of the machine, or of the container around this process if it has less."""
     return min([psutil.virtual_memory().total, *(limit for _, limit in _memory_limits(root))])
 
 
 def container_room(root: Path) -> int | None:
-    """Bytes that Linux control groups leave, by their files below `root`; None if there is no limit.
+    """Return the free bytes within the limits of Linux control groups; None if there is no limit.
 
-    The page cache counts as free: the kernel drops it if it needs room.
+    `root` is the folder that contains /proc and /sys. The page cache counts as free: the kernel drops it if
+    it needs room.
     """
     rooms = []
     for group, limit in _memory_limits(root):
@@ -61,7 +62,7 @@ def container_room(root: Path) -> int | None:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
-    """The control groups that limit the memory of this process, and their limits in bytes."""
+    """Yield the control groups that limit the memory of this process, with their limits in bytes."""
     for group in _control_groups(root, "memory"):
         limit = _words(group / "memory.max", group / "memory.limit_in_bytes")
         if limit and limit[0].isdigit():
@@ -69,7 +70,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Cores whose time Linux control groups allow, by their files below `root`; None = all."""
+    """Return the number of cores that Linux control groups allow this process; None = all."""
     quotas = []
     for group in _control_groups(root, "cpu"):
         match _words(group / "cpu.max", group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us"):
@@ -79,7 +80,7 @@ def cpu_quota(root: Path) -> float | None:
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's group and those around it, in either version of control groups."""
+    """Yield the folder of this process's group and those of the groups around it, in version 1 or 2."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)  # version 2 names no controllers
         if not controllers or controller in controllers.split(","):
@@ -89,7 +90,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _words(*files: Path) -> list[str]:
-    """The words in the first of some files that has any."""
+    """Return the words in the first file that has any."""
     return next((words for file in files if (words := " ".join(_lines(file)).split())), [])
 
 
@@ -101,22 +102,20 @@ def _lines(path: Path) -> list[str]:
 
 
 def n_hardware_threads() -> int:
-    """Hardware threads that this process may use."""
+    """Return the number of hardware threads that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache
 def default_threads() -> int:
-    """Number of cores of equal speed: physical cores, on Apple Silicon the performance cores.
-
-    Not more than a container may use at once.
-    """
-    return max(1, min(_full_speed_cores(), int(cpu_quota(Path("/")) or 1 << 16)))
+    """Return the number of full-speed cores, but at most as many as a container may use at once."""
+    return max(1, min(n_full_speed_cores(), int(cpu_quota(Path("/")) or 1 << 16)))
 
 
-def _full_speed_cores() -> int:
+def n_full_speed_cores() -> int:
+    """Return the number of physical cores; on Apple Silicon, of performance cores."""
     if sys.platform == "darwin":
-        command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]  # unknown to Macs whose cores are all alike
+        command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]  # fails on Macs whose cores are all alike
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.stdout.strip().isdigit():
             return int(answer.stdout)
@@ -132,26 +131,45 @@ def _full_speed_cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Clock and processor time of this machine, in seconds."""
+    """Times of this machine up to a moment, in seconds."""
 
     wall: float
-    own: float  # of processor time, in all threads of this process
-    idle: float  # on the cores that this process may use
+    own: float  # processor time of all threads of this process
+    idle: float  # of the cores that this process may use
 
 
 def usage() -> Usage:
-    """Read the current times from the system."""
+    """Return the times up to now."""
     times = psutil.cpu_times(percpu=True)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
     idle = sum(times[core].idle for core in cores if core < len(times))
     return Usage(time.perf_counter(), time.process_time(), idle)
 
 
-class ThreadGovernor:
-    """Chooses the number of threads of the next evaluation.
+@dataclass(slots=True)
+class Window:
+    """The evaluations between two choices of the number of threads."""
 
-    It is `most` on an idle machine, and never more. This process may use `n_cores` hardware threads. A choice
-    needs at least `shortest` seconds of evaluation.
+    since: Usage
+    evaluated: float = 0.0  # seconds of evaluation
+    wanted: float = 0.0  # seconds of processor time that their threads would use on an idle machine
+
+    def add(self, seconds: float, n_threads: int) -> None:
+        """Add an evaluation."""
+        self.evaluated += seconds
+        self.wanted += n_threads * seconds
+
+    def surplus(self, latest: Usage) -> float:
+        """Return the number of idle cores, minus the cores that threads needed and did not get."""
+        wall = latest.wall - self.since.wall
+        missed = (self.wanted - (latest.own - self.since.own)) / wall
+        return (latest.idle - self.since.idle) / wall - max(missed, 0.0)
+
+
+class ThreadGovernor:
+    """Chooses the number of threads of the next evaluation: at most `most`, fewer on a busy machine.
+
+    This process may use `n_cores` hardware threads. A choice needs `shortest` seconds of evaluation.
     """
 
     def __init__(
@@ -166,58 +184,47 @@ class ThreadGovernor:
         self._spare = max(0, n_cores - most)  # cores that stay idle
         self._look, self._clock = look, clock
         self.n_threads = most  # for the next evaluation
-        self._since: Usage | None = None  # at the start of the current window
-        self._evaluated = 0.0  # seconds in the current window
-        self._wanted = 0.0  # seconds of processor time that its threads would use on an idle machine
-        self._shortest = self._window = shortest
+        self._window: Window | None = None
+        self._shortest = self._seconds = shortest  # of evaluation in a window
         self._n_windows = STEADY  # since the latest change
         self._rose = False  # in that change
-        self._end = 0.0  # of the latest evaluation, in seconds
+        self._end = 0.0  # of the latest evaluation, or the start of the current one, in seconds
 
     def begin(self) -> None:
         """Record the start of an evaluation."""
         now = self._clock()
-        if self._most > 1 and (self._since is None or now - self._end > PAUSE):
-            self._begin_window(self._look())
+        if self._most > 1 and (self._window is None or now - self._end > PAUSE):
+            self._window = Window(self._look())
         self._end = now
 
     def finish(self, n_threads: int) -> None:
         """Record the end of an evaluation that used `n_threads`."""
-        now = self._clock()
-        self._evaluated += now - self._end
-        self._wanted += n_threads * (now - self._end)
-        self._end = now
-        if self._since is not None and self._evaluated >= self._window:
-            latest = self._look()
-            n, surplus = self.n_threads, self._surplus(self._since, latest)
-            more = round(surplus) if self._window == WINDOW else math.floor(surplus + 1 / (n + 1))
-            self._change(min(max(n + more, 1), self._most))
-            self._begin_window(latest)
+        now, window = self._clock(), self._window
+        seconds, self._end = now - self._end, now
+        if window is None:
+            return
+        window.add(seconds, n_threads)
+        if window.evaluated >= self._seconds:
+            latest, n = self._look(), self.n_threads
+            surplus = window.surplus(latest) - self._spare
+            more = round(surplus) if self._seconds == WINDOW else math.floor(surplus + 1 / (n + 1))
+            self._change(min(max(n + more, 1), self._most), window.evaluated)
+            self._window = Window(latest)
 
-    def _begin_window(self, since: Usage) -> None:
-        self._since, self._evaluated, self._wanted = since, 0.0, 0.0
-
-    def _change(self, n: int) -> None:
+    def _change(self, n: int, evaluated: float) -> None:
         """Change the number; lengthen the window if the load changes faster than the choice can follow."""
         if n == self.n_threads:
             self._n_windows += 1
             if self._n_windows % STEADY == 0:
-                self._window = max(self._window / 2, self._shortest)
+                self._seconds = max(self._seconds / 2, self._shortest)
             return
         if self._n_windows < STEADY and (n > self.n_threads) != self._rose:
-            self._window = min(2 * max(self._window, self._evaluated), LONGEST_WINDOW)
+            self._seconds = min(2 * max(self._seconds, evaluated), LONGEST_WINDOW)
         self._n_windows, self._rose, self.n_threads = 0, n > self.n_threads, n
-
-    def _surplus(self, since: Usage, latest: Usage) -> float:
-        """Return the number of idle cores, minus the cores that these threads needed and did not get."""
-        wall = latest.wall - since.wall
-        idle = (latest.idle - since.idle) / wall - self._spare
-        missed = (self._wanted - (latest.own - since.own)) / wall
-        return idle - max(missed, 0.0)
 
 
 @functools.cache
 def governors() -> tuple[ThreadGovernor, ThreadGovernor]:
-    """Return two governors shared by all models: one follows every load, one only lasting loads."""
+    """Return the two governors that all models share: one follows every load, one only lasting loads."""
     most, n_cores = default_threads(), n_hardware_threads()
     return ThreadGovernor(most, n_cores), ThreadGovernor(most, n_cores, LASTING_WINDOW)

@@ -1,6 +1,6 @@
-"""llama.cpp in this process: its start, log and build; aborting evaluations; freeing its objects.
+"""llama.cpp in this process: start, log, build, aborting evaluations, freeing objects.
 
-llama.cpp explains failures only in its log, so error lines are kept for the messages of exceptions.
+llama.cpp explains failures only in its log, so the messages of exceptions quote its error lines.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from llama_cpp._ggml import libggml
 
 from llamaspec.errors import ClosedError, printable
 
-_LONGEST_REASON = 500  # characters; files may name things at any length
+_LONGEST_REASON = 500  # characters; names in a damaged file may have any length
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
 _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
 
 
-class _Log:
-    """Receives llama.cpp's log lines."""
+class Log:
+    """A receiver of llama.cpp's log."""
 
     def __init__(self) -> None:
         self.verbose = False
@@ -49,48 +49,48 @@ class _Log:
             sys.stderr.write(line)
 
 
-_log = _Log()
+log = Log()
 
 
 @functools.cache
 def start() -> None:
     """Start llama.cpp; later calls do nothing."""
-    lib.llama_log_set(_log.callback, ctypes.c_void_p(0))
+    lib.llama_log_set(log.callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
 
 
 def set_verbose(verbose: bool) -> None:
-    """Show llama.cpp's own log on stderr, or keep it silent."""
-    _log.verbose = verbose
+    """Show or hide llama.cpp's log on stderr."""
+    log.verbose = verbose
 
 
 def clear_errors() -> None:
-    """Forget earlier errors, before an attempt whose failure is to be explained."""
-    _log.errors.clear()
+    """Forget earlier errors. Call this before an attempt whose failure `failure_reason` shall explain."""
+    log.errors.clear()
 
 
 def failure_reason() -> str:
-    """Why the latest attempt failed, in one line: the first error since `clear_errors` is the cause."""
-    said = _log.errors[0] if _log.errors else "llama.cpp gave no reason; --verbose shows its log"
-    return printable(said)[:_LONGEST_REASON]
+    """Return why the latest attempt failed, in one line: the first error since `clear_errors`."""
+    reason = log.errors[0] if log.errors else "llama.cpp gave no reason; --verbose shows its log"
+    return printable(reason)[:_LONGEST_REASON]
 
 
 def expect_flash_attention() -> None:
-    """Forget what an earlier context said; the next one may say whether it has flash attention."""
-    _log.flash_attention = None
+    """Forget whether earlier contexts have flash attention. Call this before opening a context."""
+    log.flash_attention = None
 
 
 def flash_attention() -> bool | None:
-    """Whether the latest context has flash attention, if llama.cpp chose; None if it did not say."""
-    return _log.flash_attention
+    """Whether the latest context has flash attention; None if llama.cpp's log does not say."""
+    return log.flash_attention
 
 
 @contextmanager
 def raising_callbacks() -> Iterator[None]:
-    """Raise exceptions of Python callbacks after the call of llama.cpp; ctypes would print them and go on.
+    """Raise exceptions of Python callbacks after the call of llama.cpp; ctypes would print and ignore them.
 
-    Callbacks run in the thread that calls llama.cpp, so each thread gets the exceptions of its own. Blocks of
-    several threads may end in any order: a hook that stays behind passes everything on to the one before it.
+    Callbacks run in the thread that calls llama.cpp, so each thread raises only its own exceptions. Blocks of
+    several threads may end in any order: a hook that is still installed after its block calls the one before.
     """
     raised: list[BaseException] = []
     usual, thread, is_open = sys.unraisablehook, threading.get_ident(), True
@@ -115,10 +115,11 @@ def raising_callbacks() -> Iterator[None]:
 
 
 class AbortFlag:
-    """Ends a running evaluation, from any thread.
+    """A flag that aborts an evaluation from any thread.
 
-    llama.cpp asks at every node of its graph whether to abort, by calling a function with an address. Python
-    would take the interpreter's lock each time, so the function is C's strlen: an empty string means no.
+    At every node of its graph, llama.cpp calls a function with an address to ask whether to abort. A Python
+    function would need the interpreter's lock each time, so the function is C's strlen on a string that is
+    empty until `set`.
     """
 
     ASK = lib.ggml_abort_callback(ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value or 0)
@@ -128,27 +129,26 @@ class AbortFlag:
         self.address = ctypes.addressof(self._text)
 
     def set(self) -> None:
-        """Abort the evaluation that runs, or the next one."""
+        """Abort the running evaluation, or otherwise the next one."""
         self._text[0] = b"1"
 
     def clear(self) -> None:
-        """Let evaluations run."""
+        """Let evaluations run again."""
         self._text[0] = b"\0"
 
 
 @functools.cache
 def repacking_is_safe() -> bool:
-    """Whether llama.cpp may rearrange weights.
+    """Whether llama.cpp may repack weights.
 
-    A build with AMX made by GCC crashes at the first evaluation of rearranged weights
-    (ggml-org/llama.cpp#20824).
+    A build with AMX by GCC crashes at the first evaluation of repacked weights (ggml-org/llama.cpp#20824).
     """
     return b"AMX_INT8 = 1" not in lib.llama_print_system_info()
 
 
 @functools.cache
 def backend_description() -> str:
-    """The build of llama.cpp and what it computes on, in one line."""
+    """Describe the build of llama.cpp and the hardware that it uses, in one line."""
     start()
     features = lib.llama_print_system_info().decode("utf-8", errors="replace")
     offload = "with GPU offload" if can_offload() else "no GPU offload"
@@ -156,16 +156,16 @@ def backend_description() -> str:
 
 
 def ggml_function(name: str, result: type | None, *arguments: type) -> Any:
-    """A function of ggml with these types; llama.h has none for devices and tensors."""
-    found = libggml[name]  # by index: an object of our own, whose types nobody else changes
+    """Return a function of ggml with these types: llama.h has none for devices and tensors."""
+    found = libggml[name]  # an index makes a new object, so other users of the library keep their types
     found.restype, found.argtypes = result, arguments
     return found
 
 
 def can_offload() -> bool:
-    """Whether this build of llama.cpp computes on a GPU of this machine.
+    """Whether this build of llama.cpp can use a GPU of this machine.
 
-    `llama_supports_gpu_offload` says yes in every build that has RPC.
+    `llama_supports_gpu_offload` does not answer this: it returns True in every build with RPC.
     """
     start()
     by_kind = ggml_function("ggml_backend_dev_by_type", ctypes.c_void_p, ctypes.c_int)
@@ -173,7 +173,7 @@ def can_offload() -> bool:
 
 
 class Handle:
-    """Owns a pointer, which `free` frees; keeps `needs` alive until then."""
+    """An owner of a pointer that `free` frees; keeps `needs` alive until then."""
 
     def __init__(self, pointer: Any, free: Callable[[Any], object], *needs: object) -> None:
         self.pointer = pointer

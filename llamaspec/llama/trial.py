@@ -1,10 +1,10 @@
-"""A child process opens a model file that llamaspec has not opened before.
+"""A trial of a model file in a child process, the first time that llamaspec opens it.
 
-Some damaged files make llama.cpp abort, hang or take all memory, and our own checks cannot know them all.
-So a child process with limited memory and time tries the file first; if it fails, one error says why. The
-child evaluates some tokens; of a large file it reads only metadata and vocabulary, so that the weights are
-read once. Files that passed are remembered by size, time and beginning, and are not tried again. This module
-is both sides: `ensure_tried` starts the child, which runs `main`. tests/llama/test_trial.py.
+Some damaged files make llama.cpp abort, hang or take all memory, and checks of the metadata cannot find them
+all. So a child process with limited memory and time uses the file first; if that fails, an error says why.
+The child evaluates some tokens. Of a large file it reads only metadata and vocabulary, so that the weights
+are read only once. Files that passed are recorded by size, time and beginning, and not tried again. This
+module contains both sides: `ensure_tried` starts the child, which runs `main`. tests/llama/test_trial.py.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from llamaspec.values import MTP, TARGET, ForwardRequest, TokenArray
 
 TRUST = "LLAMASPEC_TRUST_FILES"  # environment variable: open every file without a trial
 
-LARGE_BYTES = 2 << 30  # of a file whose weights are not read: a SATA SSD takes four seconds for as many
-SMALL_BYTES = 1 << 30  # of weights few enough to evaluate more than one token
-CPU_SECONDS = 15  # for a small file
-BYTES_PER_CPU_SECOND = 100_000_000  # one thread evaluates a token faster than that
-WALL_SECONDS = 120.0  # for a small file, on a machine that does much else
-BYTES_PER_SECOND = 10e6  # a slow disk
-SPARE_BYTES = 2 << 30  # of memory, besides as much as the file has: contexts, buffers
+LARGE_BYTES = 2 << 30  # larger files are tried without their weights: a SATA SSD reads this in four seconds
+SMALL_BYTES = 1 << 30  # with fewer bytes of weights, more than one token is evaluated
+CPU_SECONDS = 15  # limit for a small file
+BYTES_PER_CPU_SECOND = 100_000_000  # one thread evaluates a token faster than this
+WALL_SECONDS = 120.0  # limit for a small file on a busy machine
+BYTES_PER_SECOND = 10e6  # of a slow disk
+SPARE_BYTES = 2 << 30  # limit of memory for contexts and buffers, besides the size of the file
 _LONGEST_MESSAGE = 4000  # characters, so that the JSON is not cut off
-_REMEDY = f"download or convert it again, or set {TRUST}=1 if you are sure of it"
+_REMEDY = f"download or convert it again, or set {TRUST}=1 if you trust it"
 _SUPPLIED = Path(__file__).resolve().parent.parent / "demo"  # models that come with llamaspec
 _CODES = (*range(0x800), *range(0x800, 0xD800, 0x400), 0xE000, 0xF000, *range(0x10000, 0x110000, 0x30000))
-_SAMPLE = "The 1st line " + "".join(map(chr, _CODES))  # every byte that UTF-8 has
+_SAMPLE = "The 1st line " + "".join(map(chr, _CODES))  # contains every byte of UTF-8
 
-OnWait = Callable[[float], None]  # called with 0.0 again and again
+OnWait = Callable[[float], None]  # called with 0.0 repeatedly
 
 
 def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = None) -> None:
-    """Try a file, whose header has been checked, unless it is trusted or has passed before.
+    """Try a file whose header has been checked, unless it is trusted or has passed before.
 
-    The trial opens no larger context than the caller wants. `on_wait` is called while it runs; an exception
+    The trial's context is not larger than `n_ctx`. `on_wait` is called while the trial runs; an exception
     there ends it.
 
     Raises
@@ -71,25 +71,25 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
     ModelFileError
         The metadata is impossible; or llama.cpp crashes, hangs, needs too much memory or refuses the file.
     MemoryFullError
-        The machine has no room for it.
+        The machine has no room for the model.
     """
     if os.environ.get(TRUST, "0") not in ("", "0") or path.resolve().parent == _SUPPLIED:
         return
     try:
         record = cache_folder() / "tried" / release_key(path)
-    except OSError as error:  # of another part of the file
+    except OSError as error:  # from another part of the model
         raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
     if record.is_file():
         return
     check_metadata(path)
     _try(path, n_ctx if n_ctx is not None and n_ctx < DEFAULT_CONTEXT else 0, on_wait)
-    with suppress(OSError):  # then it is tried again the next time
+    with suppress(OSError):  # then the file is tried again next time
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_file(record, json.dumps(str(path)) + "\n")
 
 
 def release_key(path: Path) -> str:
-    """A key for facts about a model file, as it was last written, under this release of llama.cpp."""
+    """Return a cache key for a model file: it depends on its latest change and the release of llama.cpp."""
     key = hashlib.sha256(version("llama-cpp-python").encode())
     for part in file_parts(path):
         key.update(f"{part.stat().st_mtime_ns} {file_identity(part)}\n".encode())
@@ -107,7 +107,7 @@ def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
         TRUST: "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
-        # GPU buffers would count as memory, and one token needs no GPU.
+        # The limit of memory would include GPU buffers, and the trial needs no GPU.
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
     }
@@ -117,13 +117,13 @@ def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
         outcome = run_child(__name__, [*map(str, settings)], wait, seconds, environment)
     except (OSError, ValueError) as error:
         raise ModelFileError(
-            f"cannot try {path} in a child process: {error}; set {TRUST}=1 if you are sure of it"
+            f"cannot try {path} in a child process: {error}; set {TRUST}=1 if you trust it"
         ) from error
-    _judge(path, outcome)
+    check_outcome(path, outcome)
 
 
-def _judge(path: Path, outcome: Outcome | None) -> None:
-    """Raise the error that the child reported, or one for its crash."""
+def check_outcome(path: Path, outcome: Outcome | None) -> None:
+    """Raise the error that the child reported, or one for its crash; None = the child took too long."""
     if outcome is None or outcome.code == -signal.SIGXCPU:
         raise ModelFileError(f"{path} keeps llama.cpp busy without end; {_REMEDY}")
     code = outcome.code
@@ -131,7 +131,7 @@ def _judge(path: Path, outcome: Outcome | None) -> None:
         raise KeyboardInterrupt
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        raise ModelFileError(f"{path} ends llama.cpp ({name}): it is damaged or hostile; {_REMEDY}")
+        raise ModelFileError(f"{path} crashes llama.cpp ({name}): it is damaged or hostile; {_REMEDY}")
     kind, message = "no answer", f"the trial of {path} failed (exit code {code}); {_REMEDY}"
     if code == 0:
         with suppress(ValueError, TypeError, RecursionError):
@@ -146,9 +146,9 @@ def _judge(path: Path, outcome: Outcome | None) -> None:
 
 
 def main() -> None:
-    """Set limits and use the file; answer with the name of an error and its message, or two empty strings.
+    """Set limits and use the file; answer with the name and message of an error, or two empty strings.
 
-    Arguments: seconds, bytes of memory, context size (0 = default), 1 = read the weights, path of the file.
+    Arguments: seconds, bytes of memory, context size (0 = default), whether to read the weights, path.
     """
     seconds, n_bytes, n_ctx, reads_weights = map(int, sys.argv[1:5])
     end_with_parent()
@@ -156,25 +156,25 @@ def main() -> None:
     limit_cpu(seconds)
     kind, message = "", ""
     try:
-        _use(Path(sys.argv[5]), n_ctx, reads_weights=bool(reads_weights))
+        use_file(Path(sys.argv[5]), n_ctx, reads_weights=bool(reads_weights))
     except MemoryError:
         kind = "memory"
     except LlamaspecError as error:
         kind, message = type(error).__name__, str(error)
         if isinstance(error, MemoryFullError) and available_bytes() > n_bytes:
-            kind = "memory"  # it was the limit
+            kind = "memory"  # the limit was reached, not the end of the machine's memory
     end_with_answer(json.dumps([kind, message[:_LONGEST_MESSAGE]]))
 
 
-def _use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
-    """Open the file and use all of its vocabulary; with its weights, evaluate some tokens."""
+def use_file(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
+    """Open the file and use its whole vocabulary; if `reads_weights`, evaluate some tokens."""
     from llamaspec.llama.heads import PredictionHeads  # these modules import this one
     from llamaspec.llama.model import LlamaModel
     from llamaspec.llama.weights import Weights
 
     found = read_gguf(path)
     n_ctx = max(2, n_ctx or min(DEFAULT_CONTEXT, found.number("context_length", DEFAULT_CONTEXT)))
-    options = ModelOptions(n_ctx=n_ctx, gpu_layers=0, threads=1, repack=False)  # repacked is copied
+    options = ModelOptions(n_ctx=n_ctx, gpu_layers=0, threads=1, repack=False)  # repacking would copy weights
     if found.architecture in PARTS or not reads_weights:  # parts cannot be evaluated without their target
         _use_vocabulary(Weights(path, options, vocabulary_only=not reads_weights).vocabulary)
         return
@@ -182,12 +182,12 @@ def _use(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
     with LlamaModel(path, replace(options, heads=has_heads)) as model:
         tokens = _use_vocabulary(model.vocabulary)
         n_bytes = model.facts().weights_bytes
-        # Some damaged files never finish an evaluation: allow it a few times the time of opening.
+        # Evaluations of some damaged files never end: allow a few times the time of opening the file.
         limit_cpu(math.ceil(2 + 5 * time.process_time() + n_bytes / BYTES_PER_CPU_SECOND))
         _ = model.description, model.metadata("tokenizer.chat_template")
         is_small = n_bytes < SMALL_BYTES
         tokens = tokens[: min(model.context_size, 64 if is_small else 1)]
-        with suppress(ScoresError):  # useless as a draft, but harmless; a target reports them when it is used
+        with suppress(ScoresError):  # harmless: it is raised again when the model is used
             model.forward(ForwardRequest(TARGET, tokens))
             if is_small and model.context_size > 32:
                 model.try_memory()
@@ -206,7 +206,7 @@ def _use_vocabulary(vocabulary: LlamaVocabulary) -> TokenArray:
         vocabulary.is_end(token)
     _ = vocabulary.controls
     tokens = np.zeros(1, dtype=np.int32)
-    with suppress(PromptError):  # the sample is at fault, not the file
+    with suppress(PromptError):  # the sample's fault, not the file's
         vocabulary.tokenize(_SAMPLE.encode(), parse_special=True)
         tokens = np.concatenate([vocabulary.tokenize(_SAMPLE.encode()), tokens])
     return tokens

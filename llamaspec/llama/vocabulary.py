@@ -1,4 +1,4 @@
-"""The vocabulary of a model: text to tokens and back, and whether two models have the same one."""
+"""The vocabulary of a model: converts text to tokens and back, and compares two vocabularies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamaspec.llama.runtime import Handle
 from llamaspec.values import TokenArray
 
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
-MAX_SIZE_DIFFERENCE = 128  # unused entries at the end of a vocabulary, as llama.cpp allows them
+MAX_SIZE_DIFFERENCE = 128  # unused tokens at the end of a vocabulary; llama.cpp allows as many
 
 
 class FimTokens(NamedTuple):
@@ -23,12 +23,12 @@ class FimTokens(NamedTuple):
     prefix: int
     suffix: int
     middle: int
-    repository: int | None  # this and the next: None if the model does not know several files
+    repository: int | None  # None if the model supports only one file, as for `file`
     file: int | None
 
 
 class LlamaVocabulary:
-    """The vocabulary of a loaded model, whose handle it keeps until it is closed."""
+    """The vocabulary of a loaded model, which it keeps alive until it is closed."""
 
     def __init__(self, model: Handle) -> None:
         self._model: Handle | None = model
@@ -37,7 +37,7 @@ class LlamaVocabulary:
         self.bos: int = lib.llama_vocab_bos(self._vocab)  # -1 if the model has none
         self.eos: int = lib.llama_vocab_eos(self._vocab)
         self.adds_bos: bool = lib.llama_vocab_get_add_bos(self._vocab)
-        self._pieces: dict[int, bytes] = {}  # not lru_cache: its reference cycle would keep the model alive
+        self._pieces: dict[int, bytes] = {}  # not lru_cache: a reference cycle would keep the model alive
         self._ends: dict[int, bool] = {}
 
     @property
@@ -49,14 +49,14 @@ class LlamaVocabulary:
 
     @functools.cached_property
     def controls(self) -> dict[str, int]:
-        """The control tokens by their spelling: what `parse_special` recognises besides ordinary tokens."""
+        """The control tokens by their spelling, which `parse_special` recognizes."""
         vocab, size = self._vocab, self.size
         tokens = (token for token in range(size) if lib.llama_vocab_get_attr(vocab, token) & _CONTROL)
         return {self.text(token).decode("utf-8", errors="replace"): token for token in tokens}
 
     @functools.cached_property
     def specials(self) -> dict[int, bytes]:
-        """The spelling of tokens that are not text: control tokens, and marks such as <tool_call>."""
+        """The spellings of tokens that are not text: control tokens, and marks such as <tool_call>."""
         vocab, spelled = self._vocab, dict[int, bytes]()
         for token in range(self.size):
             kind = lib.llama_vocab_get_attr(vocab, token)
@@ -79,9 +79,9 @@ class LlamaVocabulary:
     def tokenize(self, text: bytes, *, add_special: bool = True, parse_special: bool = False) -> TokenArray:
         """Return the token ids of UTF-8 text: int32 [n]. PromptError if it is not UTF-8.
 
-        `add_special` adds the special tokens that the model wants at the start; some vocabularies put a space
-        there in any case. `parse_special` turns text that is spelled like a control token into that token.
-        Use it only for trusted text: a user's or a file's could forge the turns of a conversation.
+        `add_special` adds the special tokens that the model wants at the start; some vocabularies always add
+        a space. `parse_special` turns text that is spelled like a control token into that token. Use it only
+        for trusted text: text of users or files could forge the turns of a conversation.
         """
         try:
             text.decode("utf-8")
@@ -104,29 +104,29 @@ class LlamaVocabulary:
         return tokens[:n].copy()
 
     def tokenize_inside(self, text: str, *, parse_special: bool = False) -> TokenArray:
-        """Token ids of a text that follows another, without SentencePiece's leading space: int32 [n]."""
+        """Return the token ids of text that follows other text, without SentencePiece's leading space."""
         tokens = self.tokenize(text.encode(), add_special=False, parse_special=parse_special)
         has_space = len(tokens) > 0 and self.piece(int(tokens[0])) == b" " and not text.startswith(" ")
         return tokens[1:] if has_space else tokens
 
     def begun(self, tokens: TokenArray) -> TokenArray:
-        """Return the tokens after BOS, if the model wants one and they do not start with it already."""
+        """Return the tokens with BOS before them, if the model wants it and they do not begin with it."""
         if not self.adds_bos or self.bos < 0 or tokens[:1].tolist() == [self.bos]:
             return tokens
         return np.concatenate([np.array([self.bos], dtype=np.int32), tokens])
 
     def text(self, token: int) -> bytes:
-        """The spelling of a token in the vocabulary itself."""
+        """Return the spelling of a token in the vocabulary; `piece` returns the bytes that it stands for."""
         return bytes(lib.llama_vocab_get_text(self._vocab, token) or b"")
 
     def close(self) -> None:
-        """Refuse further use: the model is about to be freed, and the vocabulary with it."""
+        """Release the model, which may then be freed; later calls raise ClosedError."""
         self._model = None
         self._pieces.clear()
         self._ends.clear()
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to the text; none for control tokens."""
+        """Return the bytes that a token adds to the text; none for control tokens."""
         if token not in self._pieces:
             buffer = ctypes.create_string_buffer(64)
             n = lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, False)
@@ -138,18 +138,18 @@ class LlamaVocabulary:
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
-        """The tokens that end a text, ascending."""
+        """The tokens that end a completion, ascending."""
         return tuple(token for token in range(self.size) if self.is_end(token))
 
     def is_end(self, token: int) -> bool:
-        """Whether a token ends the text."""
+        """Whether a token ends a completion."""
         if token not in self._ends:
             self._ends[token] = bool(lib.llama_vocab_is_eog(self._vocab, token))
         return self._ends[token]
 
 
 def check_pair(target: LlamaVocabulary, draft: LlamaVocabulary) -> None:
-    """Raise PairError if the same token id means another text, with the first such id and both texts."""
+    """Raise PairError if a token id has different meanings; the message gives the first such id."""
     found = difference(target, draft)
     if found is not None:
         message = f"target and draft have different vocabularies: {found}"
@@ -157,7 +157,7 @@ def check_pair(target: LlamaVocabulary, draft: LlamaVocabulary) -> None:
 
 
 def difference(target: LlamaVocabulary, draft: LlamaVocabulary) -> str | None:
-    """Describe the first difference of two vocabularies; None if all ids mean the same."""
+    """Describe the first difference of two vocabularies; None if there is none."""
     if target is draft:
         return None
     for token in range(min(target.size, draft.size)):

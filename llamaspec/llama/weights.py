@@ -1,6 +1,6 @@
-"""The weights of a GGUF model, loaded once. Contexts are opened over them: one or several.
+"""The weights of a GGUF model. Any number of contexts can use them.
 
-Knows no KV cache and evaluates nothing.
+Knows nothing of KV caches and evaluations.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class ModelFacts:
 
     architecture: str  # as llama.cpp names it
     n_parameters: int
-    n_active_parameters: int | None  # used for one token, roughly; None if all of them are
+    n_active_parameters: int | None  # roughly as many as a token uses; None = all
     weights_bytes: int
-    window: int | None  # positions that some layers look back; None = all layers see everything
-    keeps_states: bool  # some layers keep a state
-    keeps_positions: bool  # some layers keep keys and values
+    window: int | None  # positions that sliding-window layers see; None = all layers see all positions
+    keeps_states: bool  # whether some layers keep a recurrent state
+    keeps_positions: bool  # whether some layers cache keys and values
 
     @property
     def n_computing(self) -> int:
-        """Number of parameters that one token uses."""
+        """Number of parameters that a token uses."""
         return self.n_active_parameters or self.n_parameters
 
 
 class Weights:
     """Loaded weights and their vocabulary.
 
-    Of `options`, only `gpu_layers`, `repack`, `heads` and those of placement matter here. With
-    `vocabulary_only` no tensors are read, and nothing can be evaluated.
+    Only these `options` matter: `gpu_layers`, `repack`, `heads`, `devices`, `tensor_split`, `workers`. With
+    `vocabulary_only`, no tensors are loaded, so contexts cannot be opened.
 
     Raises
     ------
@@ -102,7 +102,7 @@ class Weights:
 
     @property
     def handle(self) -> Handle:
-        """The owner of the llama_model, which contexts must keep alive."""
+        """The owner of the llama_model. Contexts must keep it alive."""
         if self._handle is None:
             raise ClosedError("the model is closed")
         self._handle.check()
@@ -124,7 +124,7 @@ class Weights:
         return f"{architecture} {size} {quantization}"
 
     def metadata(self, key: str) -> str | None:
-        """One metadata entry of the file as text, whole; None if there is none."""
+        """Return a metadata entry of the file as text; None if there is none."""
         size = 1 << 12
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -134,12 +134,12 @@ class Weights:
             size = n + 1
 
     def kv_bytes_per_token(self, options: ModelOptions) -> float:
-        """Bytes of one token in the KV cache; 0 if there are only states."""
+        """Return the bytes of a token in the KV cache; 0 if all layers keep states."""
         key_bytes, value_bytes = cache_bytes(options.cache_type_k), cache_bytes(options.cache_type_v)
         return sum(n_key * key_bytes + n_value * value_bytes for n_key, n_value in self._kv_row_sizes)
 
     def close(self) -> None:
-        """Free the weights, once no context needs them; more than once is allowed."""
+        """Free the weights as soon as no context uses them. Later calls do nothing."""
         if hasattr(self, "vocabulary"):
             self.vocabulary.close()
         self._handle = None
@@ -152,7 +152,7 @@ class Weights:
             raise ModelFileError(f"{self.path} is a diffusion model; {remedy}")
 
     def _load(self, options: ModelOptions, on_load: LoadProgress | None, *, vocabulary_only: bool) -> Any:
-        """The llama_model of the file."""
+        """Load the file; return its llama_model."""
         parameters = lib.llama_model_default_params()
         if options.gpu_layers is not None:
             parameters.n_gpu_layers = options.gpu_layers
@@ -174,17 +174,17 @@ class Weights:
         runtime.clear_errors()
         with runtime.raising_callbacks():
             model = lib.llama_model_load_from_file(os.fsencode(self.path), parameters)
-        del callback  # it had to live until here
+        del callback  # llama.cpp called it until here
         if model:
             return model
         reason = runtime.failure_reason()
         if "alloc" in reason or "memory" in reason:
             raise MemoryFullError(
-                f"no room for {self.path}: {reason}; close programs or put fewer layers on the GPU"
+                f"no room for {self.path}: {reason}; close other programs or put fewer layers on the GPU"
             )
         if "split file" in reason:
             raise ModelFileError(
-                f"{self.path} is a part of a model under another name; "
-                "name the file that ends in -00001-of- and the number of parts"
+                f"{self.path} is a renamed part of a model; give the parts their original names "
+                "and name the first, NAME-00001-of-NUMBER.gguf"
             )
         raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}; download or convert it again")

@@ -224,7 +224,7 @@ def test_a_part_that_is_missing_is_named(
 ) -> None:
     names = [part.name for part in split_files]
     linked.with_name(names[missing]).unlink()
-    reason = rf"is part {given + 1} of 3 of a model; {names[missing]} is not beside it"
+    reason = rf"is part {given + 1} of 3 of a model; {names[missing]} is missing"
     with pytest.raises(ModelFileError, match=reason):
         LlamaModel(linked.with_name(names[given]))
 
@@ -234,11 +234,11 @@ def test_a_link_to_a_part_under_another_name(linked: Path, split_files: list[Pat
     for name in (split_files[0].name, split_files[1].name):
         other.unlink(missing_ok=True)
         other.symlink_to(linked.with_name(name))
-        with pytest.raises(ModelFileError, match=r"other\.gguf is a part of a model under another name"):
+        with pytest.raises(ModelFileError, match=r"other\.gguf is a renamed part of a model"):
             LlamaModel(other)
     named = tmp_path / "named-00001-of-00003.gguf"
     named.symlink_to(linked)
-    with pytest.raises(ModelFileError, match=r"named-00002-of-00003\.gguf is not beside it"):
+    with pytest.raises(ModelFileError, match=r"named-00002-of-00003\.gguf is missing"):
         LlamaModel(named)
 
 

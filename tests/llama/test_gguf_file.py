@@ -59,7 +59,7 @@ def check(folder: Path, *entries: bytes) -> None:
         ([entry("a.epsilon", FLOAT64, struct.pack("<d", math.inf))], "a.epsilon is inf"),
         ([whole("general.alignment", 4)], "general.alignment is 4"),
         ([whole("general.alignment", 24)], "general.alignment is 24"),
-        ([tokens(b"a", b"b", b"a", b"b", b"c")], "2 of its 5 tokens are there twice"),
+        ([tokens(b"a", b"b", b"a", b"b", b"c")], "2 of its 5 tokens are duplicates"),
         ([tokens(b"a")], "its vocabulary has 1 tokens"),
         # Read correctly past arrays of other kinds:
         ([entry("x", ARRAY, array(UINT32, 3, bytes(12))), whole("general.alignment", 1)], "alignment is 1"),

@@ -47,7 +47,7 @@ def test_another_process_would_say_the_same(
     folder.save([before], told.append)
     assert told == []
     folder.load([after], told.append)
-    assert told == [f"{92 + 71 + 90} tokens of prefixes were loaded"]
+    assert told == [f"loaded {92 + 71 + 90} tokens of prefixes"]
     evaluated.taken()
     for row, (tokens, logits) in enumerate(said):
         answer = after.forward(ForwardRequest(TARGET, tokens), row)
@@ -113,13 +113,13 @@ def test_a_damaged_file_is_none_and_written_anew(
     DAMAGE[kind](file)
     folder.load([after], told.append)
     assert len(told) == 1
-    assert told[0].startswith(f"{file} counts as empty: ")
+    assert told[0].startswith(f"ignoring {file}: ")
     assert after.cache_use()[0] == 0
     assert set(given) <= written
     filled(after)
     folder.save([after], told.append)
     folder.load([before], told.append)
-    assert told[1:] == [f"{92 + 71 + 90} tokens of prefixes were loaded"]
+    assert told[1:] == [f"loaded {92 + 71 + 90} tokens of prefixes"]
 
 
 def test_what_was_saved_for_another_model_or_way_to_compute_is_not_used(
@@ -133,7 +133,7 @@ def test_what_was_saved_for_another_model_or_way_to_compute_is_not_used(
     folder.file_of(model).rename(folder.file_of(other))
     told: list[str] = []
     folder.load([other], told.append)
-    assert told == [f"{folder.file_of(other)} counts as empty: it is not as it was written"]
+    assert told == [f"ignoring {folder.file_of(other)}: it is damaged"]
 
 
 def test_the_folder_has_a_size(opened: OpenModel, evaluated: Count, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_other_kinds_of_memory_are_saved_too(
     before.release(0)
     folder.save([before], pytest.fail)
     folder.load([after], told.append)
-    assert told == ["40 tokens of prefixes were loaded"]
+    assert told == ["loaded 40 tokens of prefixes"]
     evaluated.taken()
     answer = after.forward(request(44), number=0).copy()
     assert evaluated.taken() == 4
@@ -193,4 +193,4 @@ def test_what_cannot_be_written_is_one_line(opened: OpenModel, tmp_path: Path) -
     folder.path.rmdir()
     filled(model)
     folder.save([model], told.append)
-    assert told == [f"prefixes cannot be saved in {folder.path}: No such file or directory"]
+    assert told == [f"cannot save prefixes in {folder.path}: No such file or directory"]

@@ -115,14 +115,14 @@ def test_cores_where_the_system_is_another(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(resources, "sys", SimpleNamespace(platform="darwin"))
     monkeypatch.setattr(resources, "subprocess", SimpleNamespace(run=sysctl))
-    assert resources._full_speed_cores() == 6
+    assert resources.n_full_speed_cores() == 6
     answers.clear()
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 10)
-    assert resources._full_speed_cores() == 10
+    assert resources.n_full_speed_cores() == 10
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert resources._full_speed_cores() == 4  # half of the hardware threads
+    assert resources.n_full_speed_cores() == 4  # half of the hardware threads
 
 
 # The number of threads

@@ -94,11 +94,11 @@ def test_a_failure_is_not_explained_by_an_older_one(
 ) -> None:
     """Once, the oldest of the last eight errors was the reason, whatever it belonged to."""
     model = opened()
-    runtime._log.callback(4, b"an error of long ago\n", None)
+    runtime.log.callback(4, b"an error of long ago\n", None)
 
     def fails(*_: object) -> int:
-        runtime._log.callback(4, b"the cause\n", None)
-        runtime._log.callback(4, b"its consequence\n", None)
+        runtime.log.callback(4, b"the cause\n", None)
+        runtime.log.callback(4, b"its consequence\n", None)
         return -3
 
     monkeypatch.setattr(lib, "llama_decode", fails)

@@ -161,7 +161,7 @@ def _no_bytes(parts: Parts) -> None:
 
 EPSILON = "llama.attention.layer_norm_rms_epsilon"
 SAID = {  # before llama.cpp is asked
-    "tokens twice": (_twice, "1 of its 288 tokens are there twice"),
+    "tokens twice": (_twice, "1 of its 288 tokens are duplicates"),
     "no layers": (setting("llama.block_count", 0), "llama.block_count is 0, not from 1 to 4096"),
     "too many layers": (
         setting("llama.block_count", 5000),
@@ -197,7 +197,7 @@ def test_what_ends_llama_cpp_does_not_end_us(
     """As if nobody had foreseen it."""
     monkeypatch.setattr(trial, "check_metadata", lambda _path: None)
     path = changed(store.path(), tmp_path / "bad.gguf", SAID[fault][0])
-    with pytest.raises(ModelFileError, match=r"bad.gguf ends llama.cpp \(SIG[A-Z]*\): .*; download"):
+    with pytest.raises(ModelFileError, match=r"bad.gguf crashes llama.cpp \(SIG[A-Z]*\): .*; download"):
         open_and_close(path)
 
 
@@ -231,7 +231,7 @@ def test_the_vocabulary_of_a_large_file_is_tried(
 ) -> None:
     monkeypatch.setattr(trial, "check_metadata", lambda _path: None)
     path = changed(store.path(), tmp_path / "bad.gguf", _twice)
-    with pytest.raises(ModelFileError, match=r"ends llama\.cpp"):
+    with pytest.raises(ModelFileError, match=r"crashes llama\.cpp"):
         trial.ensure_tried(_large(path))
 
 
@@ -303,7 +303,7 @@ ENDLESS = """
 import sys, time
 sys.path[:] = sys.argv.pop().split("\\n")
 from llamaspec.llama import trial
-trial._use = lambda *_, **_options: time.sleep(600)
+trial.use_file = lambda *_, **_options: time.sleep(600)
 trial.main()
 """
 
@@ -332,15 +332,15 @@ def test_a_trial_ends_with_who_asked_for_it() -> None:
 )
 def test_whatever_the_trial_says_is_one_line(answer: bytes, code: int, says: str) -> None:
     with pytest.raises(ModelFileError, match=says):
-        trial._judge(Path("x.gguf"), Outcome(code, answer))
+        trial.check_outcome(Path("x.gguf"), Outcome(code, answer))
 
 
 def test_what_is_not_the_fault_of_the_file() -> None:
     with pytest.raises(MemoryFullError, match="no room"):
-        trial._judge(Path("x.gguf"), Outcome(0, b'["MemoryFullError", "no room"]'))
+        trial.check_outcome(Path("x.gguf"), Outcome(0, b'["MemoryFullError", "no room"]'))
     with pytest.raises(KeyboardInterrupt):
-        trial._judge(Path("x.gguf"), Outcome(-signal.SIGINT, b""))
-    trial._judge(Path("x.gguf"), Outcome(0, b'["", ""]'))
+        trial.check_outcome(Path("x.gguf"), Outcome(-signal.SIGINT, b""))
+    trial.check_outcome(Path("x.gguf"), Outcome(0, b'["", ""]'))
 
 
 # Through the commands
