@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError
-from llamaspec.protocols import SequenceLength
+from llamaspec.protocols import PromptReading, SequenceLength
 from llamaspec.values import (
     NO_DRAFT,
     NO_TOKENS,
@@ -217,6 +217,7 @@ class Length:
     widths: Callable[[int], int | None] = lambda n: n
     rounds: list[Round] = field(default_factory=list)  # observed
     n_closed: int = 0
+    reading: PromptReading | None = None
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> Length:
         return self
