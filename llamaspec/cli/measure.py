@@ -136,14 +136,14 @@ def _show_comparison(comparison: Comparison, task: Task) -> None:
     out.print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
     notes = out.stderr_console()
     notes.print(
-        "seconds: median ± half the interquartile range; speed-up: mean over the runs, each against the "
-        "target's beside it (95 % interval of the next measurement)"
+        "seconds: median ± half the interquartile range; speed-up: mean over the runs, each compared with "
+        "the target's run in the same turn (95 % interval of the next measurement)"
     )
     rate = comparison.speculative.acceptance_rate
     if comparison.speculative.n_drafted == 0:
         click.echo("nothing was drafted, so any difference is noise")
     elif rate is None:
-        click.echo("no draft tokens were verified")
+        click.echo("no draft token was verified: none was expected to save time")
     else:
         click.echo(f"acceptance: {rate:.1%} of the verified draft tokens")
     if comparison.same_file:
@@ -196,9 +196,11 @@ def _arm_json(arm: Arm, speed_up: SpeedUp | None) -> dict[str, Any]:
 
 
 _PROBE_LEGEND = (
-    "batch size: tokens evaluated at once; relative: time next to batch size 1; max logit difference: "
-    "from batch size 1, 0 = bit-identical; ±: half the interquartile range"
+    "batch size: tokens evaluated at once; ms at N: with N tokens in the KV cache; relative: to batch size "
+    "1; differs by: largest difference of a logit from batch size 1, 0 = bit-identical; ±: half the "
+    "interquartile range"
 )
+_NOISY = 0.25  # half the interquartile range of single tokens, relative to their median
 _PROBE_OUTPUT: tuple[Decorator, ...] = (
     click.option("--quick", is_flag=True, help="Fewer batch sizes and repeats, and no comparison "
                  "of attention: seconds instead of a minute or two."),
@@ -277,7 +279,7 @@ def _measured(pair: Pair, *, quick: bool) -> Probe:
 
 
 def _show_probe(found: Probe) -> None:
-    console, curve = Console(highlight=False), found.curve
+    console, curve = Console(highlight=False, soft_wrap=True), found.curve
     slowest = max(curve.verify_seconds)
     rows = []
     for row in found.widths:
@@ -287,22 +289,24 @@ def _show_probe(found: Probe) -> None:
                 str(row.width),
                 *(_milliseconds(timing) for timing in row.timings),
                 f"{first / curve.verify_seconds[0]:.2f}",
-                f"{1e3 * first / row.width:.2f}",
                 f"{row.logit_difference:.2g}",
                 Bar(slowest, 0, first, width=16),
             )
         )
-    depths = (f"ms ({depth} in KV cache)" for depth in found.depths)
-    columns = ("batch size", *depths, "relative", "ms per token", "max logit difference", "<")
+    depths = (f"ms at {depth}" for depth in found.depths)
+    columns = ("batch size", *depths, "relative", "differs by", "<")
     out.print_table(columns, rows, console)
     console.print(_PROBE_LEGEND)
     for depth in found.left_out_depths:
-        console.print(f"a context of {depth} tokens was skipped: reading it would take too long here")
+        console.print(f"a context of {depth} tokens was left out: processing it would take too long here")
     if found.identical_widths == {1}:
         console.print(
-            "no batch size above 1 is known to be bit-identical to single tokens here; on a CPU, "
+            "no batch size above 1 is known to be bit-identical to batch size 1 here; on a CPU, "
             "--cache-type-v bf16 avoids the kernel that differs in long contexts"
         )
+    single = found.widths[0].timings[0]
+    if single.half > _NOISY * single.median:
+        console.print("the machine was busy: single tokens varied too much to trust these costs; probe again")
     for sentence in attention_verdicts(found):
         console.print(sentence)
     out.print_costs(curve, console)

@@ -10,9 +10,7 @@ from llamaspec.values import Draft, Round
 
 @dataclass(frozen=True, slots=True)
 class FixedLength:
-    """Always the same number of draft tokens; 0 is plain decoding.
-
-    It has no state, so one object serves as the policy and as the length of every sequence.
+    """Always the same number of draft tokens; 0 is plain decoding. Without state, so it is its own sequence.
 
     Raises
     ------
@@ -26,47 +24,35 @@ class FixedLength:
         if self.n_draft < 0:
             raise ValueError(f"draft length must be >= 0, got {self.n_draft}")
 
-    @property
-    def reading(self) -> None:
-        """None: the draft model processes the prompt at once."""
-
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> FixedLength:
-        """Return the policy itself."""
+        """Itself."""
         return self
 
     def wants_more(self, draft: Draft) -> bool:
-        """Whether the draft is shorter than the fixed length."""
+        """Until the number is reached."""
         return len(draft) < self.n_draft
 
     def n_verified(self, draft: Draft) -> int:
-        """All draft tokens."""
+        """All."""
         return len(draft)
 
     def width(self, n_positions: int) -> int:
-        """The number of positions, without padding."""
+        """No padding."""
         return n_positions
 
     def observe(self, round_: Round) -> None:
-        """Do nothing: there is nothing to learn."""
+        """Learns nothing."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Nothing to do."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceAtMost:
-    """The length of one sequence, limited to a number of draft tokens.
-
-    It grows no trees, because a tree grows without asking `wants_more`.
-    """
+    """One text's length, of at most so many draft tokens. Lets no trees grow: they have no number."""
 
     limit: int
     sequence: SequenceLength
-
-    @property
-    def reading(self) -> PromptReading | None:
-        """As the policy decides."""
-        return self.sequence.reading
 
     def wants_more(self, draft: Draft) -> bool:
         """As the policy decides, below the limit."""
@@ -81,21 +67,27 @@ class SequenceAtMost:
         return self.sequence.width(n_positions)
 
     def observe(self, round_: Round) -> None:
-        """Let the policy learn."""
+        """The policy learns."""
         self.sequence.observe(round_)
 
     def close(self) -> None:
-        """End the sequence."""
+        """The text has ended."""
         self.sequence.close()
 
 
 @dataclass(slots=True, eq=False)
 class AtMost:
-    """A policy that is limited to a number of draft tokens."""
+    """A policy that never wants more than so many draft tokens."""
 
     limit: int
     policy: LengthPolicy
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> SequenceAtMost:
-        """Start a sequence with this limit."""
+        """A text begins."""
         return SequenceAtMost(self.limit, self.policy.start_sequence(drops=drops, max_tokens=max_tokens))
+
+
+def prompt_reading(length: SequenceLength) -> PromptReading | None:
+    """What decides when a draft model reads the prompt; None: it does so at once."""
+    inner = length.sequence if isinstance(length, SequenceAtMost) else length
+    return inner if isinstance(inner, PromptReading) else None

@@ -1,9 +1,9 @@
-"""Ways to generate take turns, so that a machine that warms up or is busy slows all of them alike.
+"""Measure ways to generate in turns, so that a machine that warms up or is busy slows all of them alike.
 
-`take_turns` and the statistics of its runs serve every measurement. `run_compare` measures the same
-completions by the target alone, by the draft alone, and by both together. The KV caches are emptied before
-every run: no arm finds a prompt that another has left there. Seconds are medians with quartiles. The speed-up
-compares each run with the plain run beside it.
+Every measurement uses `take_turns` and its statistics. `run_compare` measures the same completions by the
+target alone, by the draft alone, and by both together. It empties the KV caches before every run, so no arm
+finds a prompt that another has left there. Seconds are medians with quartiles. The speed-up compares each run
+with the plain run of the same turn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Progress: TypeAlias = Callable[[float], None]  # receives the finished fraction,
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Values of several runs."""
+    """Median and quartiles of several runs."""
 
     low: float  # lower quartile
     median: float
@@ -44,17 +44,17 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Fold values; at least one."""
+        """Compute the spread of one or more values."""
         return cls(*np.quantile(list(values), [0.25, 0.5, 0.75]).tolist())
 
     @property
     def half(self) -> float:
-        """Half of the distance between the quartiles."""
+        """Half of the interquartile range."""
         return (self.high - self.low) / 2
 
 
 def in_turn(arms: Sequence[T], turn: int) -> Sequence[T]:
-    """Return the arms in the order of one turn: another one begins each time."""
+    """Return the arms in the order of one turn; each turn begins with the next arm."""
     shift = turn % len(arms)
     return [*arms[shift:], *arms[:shift]]
 
@@ -65,13 +65,13 @@ def take_turns(
     report: Progress = lambda fraction: None,
     used: Callable[[], float] = lambda: 0.0,
 ) -> dict[Name, list[T]]:
-    """Call each way once in every turn, with the turn's number; a first turn, -1, warms up.
+    """Call each way once in every turn, with the turn's number, and return the results of each way.
 
-    `used` returns the share of the time that has passed. After the first turn that counts, no turn begins
-    that would take too long if it were like the one before.
+    Turn -1 warms up and does not count. `used` returns the fraction of the time limit that has passed. From
+    turn 1 on, no turn begins that would exceed the limit if it took as long as the turn before it.
     """
     found: dict[Name, list[T]] = {name: [] for name in ways}
-    latest = 0.0  # share of the time
+    latest = 0.0  # fraction of the time limit
     for turn in range(-1, n_turns):
         begin = used()
         if turn > 0 and begin + latest > 1:
@@ -86,25 +86,25 @@ def take_turns(
 
 
 def first_difference(mine: Sequence[object], other: Sequence[object]) -> int | None:
-    """Return the first place at which two completions differ; None if they are the same."""
+    """Return the first index at which two completions differ; None if they are the same."""
     pairs = enumerate(zip_longest(mine, other))
     return next((i for i, (one, another) in pairs if one != another), None)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedUp:
-    """How many times as fast an arm is, with an interval in which the next measurement will lie."""
+    """Speed-up of an arm, with a prediction interval for the next measurement."""
 
     mean: float  # geometric, over the runs
-    low: float | None = None  # None: too few runs repeat others to show the spread
+    low: float | None = None  # None if too few runs repeat others to show the spread
     high: float | None = None
 
     @classmethod
     def of(cls, ratios: Sequence[float], n_cases: int = 1) -> SpeedUp:
-        """Fold the ratios of paired runs, at least one; run i is of the case i % n_cases.
+        """Compute the speed-up from the ratios of one or more paired runs; run i is of case i % n_cases.
 
-        The interval holds the mean of as many more runs of the same cases with a probability of 95 %, if the
-        ratios of each case are log-normal with the same variance.
+        The same number of further runs of the same cases has a mean in the interval with a probability of
+        95 %, if the ratios of each case are log-normal with the same variance.
         """
         logs, n = [math.log(ratio) for ratio in ratios], len(ratios)
         mean = statistics.fmean(logs)
@@ -118,7 +118,7 @@ class SpeedUp:
 
 
 def _student_t(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t distribution, to 3 % from two degrees of freedom.
+    """Return the 97.5 % quantile of Student's t distribution, within 3 % from two degrees of freedom on.
 
     Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -143,7 +143,7 @@ class Task:
 
     @property
     def repeats(self) -> bool:
-        """Whether drafts must not change the completion; under other rules only its distribution stays."""
+        """Whether drafts must not change the completion; other rules keep only its distribution."""
         return self.rule == "coupled" or self.sampling.temperature == 0
 
     def run(
@@ -154,7 +154,7 @@ class Task:
         drafter: Drafter | None = None,
         logprobs: int | None = None,
     ) -> Completion:
-        """Generate with a pair."""
+        """Generate with a pair and return the completion."""
         return pair.stream(
             self.prompt,
             sampling=self.sampling,
@@ -167,7 +167,7 @@ class Task:
         ).run()
 
     def run_plain(self, pair: Pair) -> Completion:
-        """Generate by plain decoding."""
+        """Generate by plain decoding and return the completion."""
         return self.run(pair, drafter=NoDrafter())
 
 
@@ -180,7 +180,7 @@ class Arm:
 
     @property
     def seconds(self) -> list[float]:
-        """Decode seconds of each run, without prompt processing."""
+        """Seconds of each run, without prompt processing."""
         return [run.summary.decode_seconds for run in self.runs]
 
     @property
@@ -195,7 +195,7 @@ class Arm:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted / verified draft tokens over all runs; None if nothing was verified."""
+        """Accepted draft tokens divided by verified ones, over all runs; None if none was verified."""
         verified = sum(run.summary.n_verified for run in self.runs)
         return sum(run.summary.n_accepted for run in self.runs) / verified if verified else None
 
@@ -225,15 +225,14 @@ class Comparison:
 
     @property
     def same_text(self) -> bool:
-        """Whether every speculative run has the target's own completion."""
+        """Whether every speculative run produced the target's own completion."""
         pairs = zip(self.target.runs, self.speculative.runs, strict=True)
         return all(alone.tokens == together.tokens for alone, together in pairs)
 
     def speed_up(self, arm: Arm) -> SpeedUp | None:
-        """Tokens per second of each run relative to the target's beside it.
+        """Return the speed-up over the target's runs in the same turns.
 
-        None for a speculative arm without draft tokens, which did what the target alone does, and if a run
-        is empty.
+        None for a speculative arm that drafted nothing, because it decoded plainly, and if a run is empty.
         """
         if (arm is self.speculative and arm.n_drafted == 0) or not all((*arm.rates, *self.target.rates)):
             return None
@@ -250,9 +249,9 @@ def run_compare(
 ) -> Comparison:
     """Measure all arms, after one run of each that warms up.
 
-    Runs take the tasks in turn, and then the tasks with the next seed. The second half repeats the first, to
-    tell differences between prompts from those between measurements. The KV caches of both models are
-    emptied.
+    Runs go through the tasks, and then through the tasks with the next seed. The second half repeats the
+    first, which separates differences between prompts from differences between measurements. The KV caches
+    of both models are emptied.
     """
     n_cases = (n_runs + 1) // 2
 

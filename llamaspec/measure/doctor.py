@@ -1,6 +1,6 @@
-"""Check the machine and the models, and yield findings about what will fail or be slow.
+"""Check the machine and the models, and yield findings about whatever will fail or be slow.
 
-Models are loaded one by one, so that a damaged file is a finding and the other model is still checked.
+Models are loaded one by one: a damaged file becomes a finding, and the other model is still checked.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from llamaspec.plan import DraftPlan
 Working: TypeAlias = Callable[[str], AbstractContextManager[LoadProgress]]  # shows progress under a label
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-CHEAP = 3.0  # a draft should be at least this many times faster than its target
-N_PROMPT, N_WRITTEN, N_DRAFT = 64, 48, 2  # tokens of the trial of a draft with another vocabulary
-TRIAL_SECONDS = 5.0  # limit of that trial
+CHEAP = 3.0  # a draft should be at least this many times as fast as its target
+N_PROMPT, N_WRITTEN, N_DRAFT = 64, 48, 2  # tokens in the trial of a draft with another vocabulary
+TRIAL_SECONDS = 5.0  # time limit of that trial
 FEW = 0.3  # acceptance below which drafting is hardly ever faster
 
 
@@ -42,17 +42,17 @@ class Finding:
     topic: str
     text: str
     remedy: str | None = None  # None if nothing needs to be done
-    error: LlamaspecError | None = None  # the error that it reports
+    error: LlamaspecError | None = None  # the reported error, if any
 
     @classmethod
     def of_error(cls, topic: str, error: LlamaspecError) -> Finding:
-        """Make a problem from an error, whose message ends with the remedy, after a semicolon."""
+        """Make a problem of an error; a remedy in its message follows the last semicolon."""
         text, _, remedy = str(error).rpartition("; ")
         return cls(PROBLEM, topic, text or str(error), remedy if text else None, error)
 
 
 def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *options: str) -> Finding:
-    """Return OK, or a warning whose text ends with the fault; `options` apply the remedy."""
+    """Return OK, or a warning whose text ends with the fault and whose remedy ends with `options`."""
     if is_fine:
         return Finding(OK, topic, text)
     return Finding(WARNING, topic, text + fault, f"{remedy} ({', '.join(options)})" if options else remedy)
@@ -60,16 +60,16 @@ def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *option
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A loaded model and what was measured of it."""
+    """A loaded model and its measurements."""
 
     role: str  # target or draft
     model: LlamaModel
     memory: MemoryFacts
-    flash_attention: bool | None  # what llama.cpp chose; None if it did not say
+    flash_attention: bool | None  # llama.cpp's choice; None if it reported none
 
 
 def examine(plan: DraftPlan, working: Working) -> Iterator[Finding]:
-    """Yield all findings, those of the machine first."""
+    """Yield all findings, the machine's first."""
     machine = look_at_machine()
     yield from machine_findings(machine)
     if plan.heads is not None and not plan.has_own_heads:  # it cannot be loaded without its target
@@ -102,8 +102,8 @@ def examine(plan: DraftPlan, working: Working) -> Iterator[Finding]:
 
 
 def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
-    """Build, devices, and whether other programs use the cores."""
-    fault = ": a build with AMX, which crashes, so its fast kernels stay off"
+    """Yield findings about the build, the devices, and other programs that use the cores."""
+    fault = ": this build uses AMX, which crashes, so its fast kernels stay off"
     remedy = "build llama.cpp with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`"
     yield check("backend", machine.backend, machine.repacking_is_safe, fault, remedy)
     shown, fault, option = ", ".join(_device(device) for device in machine.devices), "", ""
@@ -127,12 +127,12 @@ def _device(device: Device) -> str:
 
 
 def as_size(n: int) -> str:
-    """Format bytes for people."""
+    """Format a number of bytes."""
     return f"{n / 2**30:.1f} GiB" if n >= 2**29 else f"{n / 2**20:.1f} MiB"
 
 
 def thread_finding(machine: MachineFacts, role: str, asked: int | None) -> Finding:
-    """Threads of one model."""
+    """Check the number of threads of one model."""
     n, topic = machine.n_physical if asked is None else asked, f"{role} threads"
     text = f"{n} of {machine.n_physical} full-speed cores, {machine.n_logical} hardware threads"
     text += " (default)" if asked is None else ""
@@ -142,14 +142,14 @@ def thread_finding(machine: MachineFacts, role: str, asked: int | None) -> Findi
 
 
 def room_finding(machine: MachineFacts, models: Sequence[Examined]) -> Finding:
-    """Weights and contexts on this machine against what was free before."""
+    """Check that weights and contexts fit the memory that was free before loading."""
     sizes = [
         (each.role, each.model.facts().weights_bytes, each.memory.size(each.model.context_size))
         for each in models
         if not each.model.options.workers
     ]
     if not sizes:
-        return Finding(OK, "memory", "weights and context are on the workers")
+        return Finding(OK, "memory", "the weights and contexts are on the workers")
     needed = sum(weights + context for _, weights, context in sizes)
     on_gpu = any(machine.offloads(each.model.options) for each in models)
     free = sum(device.free_bytes for device in machine.gpus) if on_gpu else machine.free_bytes
@@ -162,7 +162,7 @@ def room_finding(machine: MachineFacts, models: Sequence[Examined]) -> Finding:
         return Finding(OK, "memory", text)
     remedy = "use a smaller context or quantization, or close other programs"
     if on_gpu:
-        remedy += "; or put fewer layers on the GPU (--n-ctx, --gpu-layers)"
+        remedy += ", or put fewer layers on the GPU (--n-ctx, --gpu-layers)"
         return Finding(WARNING, "memory", text, remedy)
     return Finding(PROBLEM if needed > free else WARNING, "memory", text, f"{remedy} (--n-ctx)")
 
@@ -184,9 +184,9 @@ def model_findings(machine: MachineFacts, examined: Examined) -> Iterator[Findin
 
 
 def option_findings(role: str, model: LlamaModel) -> Iterator[Finding]:
-    """Yield findings about options of a model; every command that loads it shows their warnings."""
+    """Yield findings about a model's options; every command that loads the model shows the warnings."""
     options = model.options
-    context = f"{model.context_size} tokens used, trained on {model.trained_context_size}"
+    context = f"{model.context_size} tokens, trained on {model.trained_context_size}"
     asked, most = options.n_ctx, model.trained_context_size
     yield check(
         f"{role} context", context, asked is None or asked <= most,
@@ -203,7 +203,7 @@ def option_findings(role: str, model: LlamaModel) -> Iterator[Finding]:
 
 
 def _rollback_finding(examined: Examined) -> Finding:
-    """Say how the KV cache rolls back draft tokens."""
+    """Return how the model rolls back rejected draft tokens; a warning if it cannot."""
     facts, memory, topic = examined.model.facts(), examined.memory, f"{examined.role} rollback"
     kinds = [
         name
@@ -217,15 +217,15 @@ def _rollback_finding(examined: Examined) -> Finding:
         fault = "; it cannot roll back: after a rejected draft token the whole sequence is evaluated again"
         remedy = "keep sequences short, turn drafting off, or choose a model that keeps positions only"
         return Finding(WARNING, topic, kind + fault, f"{remedy} (--draft-length 0)")
-    how = "to an earlier state in the cache" if facts.keeps_states else "by removing just them"
+    how = "rolled back to an earlier state in the cache" if facts.keeps_states else "removed from the cache"
     if memory.n_repeated:
         again = f"{memory.n_repeated} of {memory.n_right} tokens were evaluated again in a trial"
-        how = f"from a snapshot, {again}"
-    return Finding(OK, topic, f"{kind}; rejected draft tokens are rolled back {how}")
+        how = f"rolled back from a snapshot, {again}"
+    return Finding(OK, topic, f"{kind}; rejected draft tokens are {how}")
 
 
 def _flash_finding(examined: Examined, *, on_gpu: bool) -> Finding:
-    """Check flash attention; on a CPU it may be slower, so turning it off is no warning there."""
+    """Check flash attention; turning it off is fine on a CPU, where it may be slower."""
     asked, chosen = examined.model.options.flash_attention, examined.flash_attention
     topic = f"{examined.role} flash attention"
     if not examined.model.facts().keeps_positions:
@@ -241,11 +241,11 @@ def _flash_finding(examined: Examined, *, on_gpu: bool) -> Finding:
 
 
 def file_findings(plan: DraftPlan) -> Iterator[Finding]:
-    """The target's own heads, and whether anything drafts."""
+    """Yield findings about the target's own prediction heads, and a warning if nothing drafts."""
     try:
         found = heads_in_file(plan.target.path)
     except LlamaspecError:
-        pass  # loading the target has failed, too
+        pass  # loading the target has reported it
     else:
         if found.n_heads and found.fault is not None:
             yield Finding(OK, "target heads", f"the file {found.fault}")
@@ -257,7 +257,7 @@ def file_findings(plan: DraftPlan) -> Iterator[Finding]:
             "name a small model of the target's family, or copy draft tokens from earlier text "
             "(--draft FILE, --draft ngram)"
         )
-        yield Finding(WARNING, "draft", "none given: plain decoding, one token at a time", remedy)
+        yield Finding(WARNING, "draft", "none: plain decoding, one token at a time", remedy)
     elif plan.draft is None and plan.heads is None:
         yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
 
@@ -265,7 +265,10 @@ def file_findings(plan: DraftPlan) -> Iterator[Finding]:
 def pair_findings(
     target: LlamaModel, draft: LlamaModel, known: str | None, working: Working
 ) -> Iterator[Finding]:
-    """Vocabularies, acceptance if they differ, cost of a draft, and the verdict `known` from earlier runs."""
+    """Yield findings about a pair, the last one its verdict `known` from earlier runs.
+
+    Acceptance is tried only if the vocabularies differ.
+    """
     topic = "vocabulary"
     try:
         with Pair(target, draft, 0.0) as pair:
@@ -291,25 +294,27 @@ def pair_findings(
 
 
 def pace_finding(timed: Probe, *, is_known: bool = False) -> Finding:
-    """Check that the draft is cheap enough; no warning if the speed-up of the pair is known."""
+    """Check that a draft step is cheap enough; if the pair's verdict is known, no warning is needed."""
     curve = timed.curve
     single, step = curve.verify_seconds[0], curve.draft_step_seconds
     ratio = single / step
     text = f"a token takes {1e3 * single:.2f} ms in the target, {1e3 * step:.2f} ms in the draft: "
-    text += f"{ratio:.1f}× faster" if ratio > 1 else "no faster than the target"
-    remedy = f"aim for {CHEAP:.0f}× or more with a smaller draft, or measure with `llamaspec compare`"
+    text += f"{ratio:.1f} times as fast" if ratio > 1 else "no faster than the target"
+    remedy = (
+        f"use a draft at least {CHEAP:.0f} times as fast as the target, or measure with `llamaspec compare`"
+    )
     return check("draft cost", text, ratio >= CHEAP or is_known, "", remedy)
 
 
 def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iterator[Finding]:
-    """Check that two vocabularies that number the same tokens also begin and end a text alike."""
+    """Check that two vocabularies with the same token ids also share their start and end tokens."""
     sizes = f"{target.size} tokens"
     if target.size != draft.size:
-        sizes = f"{target.size} tokens in the target, {draft.size} in the draft, shared ids equal"
+        sizes = f"{target.size} tokens in the target, {draft.size} in the draft, with the same ids"
     yield Finding(OK, "vocabulary", f"the same: {sizes}")
     ends = ("start", target.bos, draft.bos), ("end", target.eos, draft.eos)
     differing = [
-        f"the {name} of a text is {_token(mine)} in the target and {_token(its)} in the draft"
+        f"text {name}s with {_token(mine)} in the target and {_token(its)} in the draft"
         for name, mine, its in ends
         if mine != its
     ]
@@ -323,7 +328,7 @@ def _token(token: int) -> str:
 
 
 def acceptance_finding(pair: Pair) -> Finding:
-    """Measure acceptance in a short trial with default sampling."""
+    """Check acceptance in a short trial with default sampling."""
     begin, prompt = pair.clock(), sample_tokens(pair.target.vocabulary, N_PROMPT)
     stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
     for _ in stream:

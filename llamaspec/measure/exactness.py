@@ -1,13 +1,13 @@
-"""Whether evaluations give the bits of single positions, and whether drafts leave a completion unchanged.
+"""Find out which evaluations are bit-identical to single positions, and audit completions.
 
-**Exactness** is what `--exact` relies on, for a pair on a machine. A width is exact if its logits are those
-of width 1. Prompt processing is exact if a prompt evaluated at once leaves the bits in the KV cache that
-narrow evaluations leave: then it does not matter how much of it was cached.
+**Exactness** is the basis of `--exact`, for a pair on a machine. A width is exact if its logits have the bits
+of width 1. Prompt processing is exact if a prompt evaluated at once leaves the same bits in the KV cache as
+narrow evaluations do: then the result does not depend on how much of the prompt was cached.
 
-**An audit** checks one completion. It is generated with drafts, then replayed one position at a time. If the
-replay contradicts it, a wider batch was rounded differently: a fork. Rules other than coupled draw other
-tokens, so there each token must only be possible. Behind a long prompt, log-probabilities must not depend on
-what is cached or on other sequences.
+**An audit** generates a completion with drafts and replays it one position at a time. A token that the replay
+would not have chosen is a fork: a wider batch was rounded differently. Rules other than coupled draw other
+tokens, so each token must only be possible. The audit also counts how many log-probabilities after a long
+prompt change with drafts, with the cache, and with other sequences. Only `--exact` promises that none does.
 """
 
 from __future__ import annotations
@@ -30,35 +30,34 @@ from llamaspec.sampling.filters import distribution
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import TARGET, ForwardRequest, Logits, Logprobs, TokenArray
 
-# On a CPU llama.cpp computes single positions by another kernel once the KV cache holds more than 256 tokens.
+# On a CPU llama.cpp computes single positions with another kernel if the KV cache holds more than 256 tokens.
 DEPTHS = (32, 320)  # tokens in the cache
 COMPARED = 20  # positions at each depth
 SECONDS = 60.0  # no comparison begins after this; a width that was not compared is not exact
 WIDEST = 17  # positions
-# Lengths of prompts. The short one shows most differences, soon; the long one has more positions than
+# Lengths of prompts. The short one reveals most differences quickly; the long one has more positions than
 # llama.cpp evaluates at once.
 PROMPTS = (40, 600)
-# Of the audit
-AUDITED = 16  # positions; widths up to this are compared
-N_BEFORE, N_WRITTEN = 700, 48  # tokens of a long prompt, and of the completions behind it
-N_BESIDE = 3  # other sequences
+AUDITED = 16  # positions: the widest batch that an audit compares
+N_BEFORE, N_WRITTEN = 700, 48  # tokens of an audit's long prompt, and of the completions after it
+N_BESIDE = 3  # other sequences of an audit
 
 
 @dataclass(frozen=True, slots=True)
 class Exactness:
     """The exact evaluations of a pair on this machine."""
 
-    widths: tuple[int, ...]  # bit-identical with width 1, ascending
-    reads: bool  # prompts may be processed in any parts
-    is_whole: bool = True  # there was time to compare all widths
+    widths: tuple[int, ...]  # bit-identical to width 1, ascending
+    reads: bool  # prompts may be processed in chunks of any size
+    is_whole: bool = True  # all widths were compared in time
 
     def __post_init__(self) -> None:
         if 1 not in self.widths or not all(1 <= width <= WIDEST for width in self.widths):
-            raise ValueError(f"exact widths are from 1 to {WIDEST}, 1 among them; got {self.widths}")
+            raise ValueError(f"exact widths must be from 1 to {WIDEST} and include 1, got {self.widths}")
 
 
 def find_exactness(pair: Pair) -> Exactness:
-    """Compare widths, without timing anything. The KV caches are emptied."""
+    """Compare all widths with width 1, and ways to process prompts. The KV caches are emptied."""
     target, used = pair.target, used_time(time.perf_counter, SECONDS)
     widths = range(1, min(WIDEST + 1, target.max_scored + 1, target.context_size // 2))
     pair.forget()
@@ -72,9 +71,9 @@ def find_exactness(pair: Pair) -> Exactness:
 
 
 def reads_exactly(pair: Pair, width: int) -> bool:
-    """Return whether prompts processed at once have the bits of those processed in parts of an exact width.
+    """Return whether prompts give the same bits processed at once and in chunks of an exact width.
 
-    Not if single positions are the only exact width: then a wide evaluation is not exact either.
+    False if `width` is 1: if no wider batch is exact, processing at once is not exact either.
     """
 
     def logits(tokens: TokenArray, step: int) -> Logits:
@@ -89,7 +88,7 @@ def reads_exactly(pair: Pair, width: int) -> bool:
 
 
 def _last_logits(tokens: TokenArray, step: int) -> Measurement[Logits]:
-    """Process tokens in parts, the last one alone; return the logits behind it: [1, V] float32."""
+    """Process tokens in chunks, the last token alone, and return the logits after it: [1, V] float32."""
     n = len(tokens) - 1
     for end in (*range(step, n, step), n):
         yield ForwardRequest(TARGET, tokens[:end], n_logits=0)
@@ -105,10 +104,10 @@ class Fork:
     """A token that plain decoding would not have chosen after the same tokens."""
 
     index: int  # in the completion
-    width: int  # positions that were evaluated at once when it was chosen
-    said: str  # with draft tokens
-    alone: str  # without
-    logit_gap: float  # between the two best logits there, evaluated alone
+    width: int  # positions in the evaluation that chose the token
+    said: str  # the token with drafts
+    alone: str  # the token of plain decoding
+    logit_gap: float  # between the two largest logits, evaluated alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +117,29 @@ class Audit:
     n_tokens: int
     forks: tuple[Fork, ...]
     compares_texts: bool  # whether plain decoding with the same seed must give the same tokens
-    first_difference: int | None  # index at which it does not; None = the same, or not compared
-    largest_logit_difference: dict[int, float]  # width -> against width 1, over the replayed tokens
-    # Behind a long prompt, tokens of `n_compared` whose log-probability changes, by what was different
-    n_changed: Mapping[str, int] = field(default_factory=dict)
-    n_compared: int = 0
+    first_difference: int | None  # index of the first different token; None if equal, or not compared
+    largest_logit_difference: dict[int, float]  # width -> largest difference from width 1
+    n_changed: Mapping[str, int] = field(default_factory=dict)  # situation -> tokens, see `count_changes`
+    n_compared: int = 0  # tokens in each situation
 
     @property
     def identical_widths(self) -> list[int]:
-        """Widths that are bit-identical with width 1."""
+        """Widths that are bit-identical to width 1."""
         return [width for width, difference in self.largest_logit_difference.items() if difference == 0]
 
     @property
     def is_lossless(self) -> bool:
-        """Whether drafting changes nothing, as far as was found."""
+        """Whether drafts changed no token: all that is promised without `--exact`."""
         return self.first_difference is None and not self.forks
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing else changes the completion either."""
+        """Whether no log-probability changed in any situation either: what `--exact` promises."""
         return self.is_lossless and not any(self.n_changed.values())
 
 
 def run_audit(pair: Pair, task: Task, policy: LengthPolicy, report: Progress) -> Audit:
-    """Generate with draft tokens and without, replay, compare widths."""
+    """Audit one completion. The KV caches are emptied."""
     drafted = task.run(pair, policy)
     report(0.25)
     difference = None
@@ -152,7 +150,7 @@ def run_audit(pair: Pair, task: Task, policy: LengthPolicy, report: Progress) ->
     pair.forget()
     forks = pair.run(_forks(pair, task, drafted))
     report(0.6)
-    long = _behind_long_prompt(pair, task)
+    long = _after_long_prompt(pair, task)
     n_changed = count_changes(pair, long, policy) if task.repeats and long.max_tokens > 0 else {}
     report(0.9)
     return Audit(
@@ -167,7 +165,10 @@ def run_audit(pair: Pair, task: Task, policy: LengthPolicy, report: Progress) ->
 
 
 def count_changes(pair: Pair, task: Task, policy: LengthPolicy) -> dict[str, int]:
-    """Count tokens whose log-probability changes with drafts, with a cached prompt, or beside others."""
+    """Return by situation how many tokens have another log-probability than in plain decoding.
+
+    The situations are: with drafts, after a cached prompt, after a cached completion, beside other sequences.
+    """
 
     def written(task: Task, policy: LengthPolicy | None = policy) -> list[Logprobs]:
         drafter = NoDrafter() if policy is None else None
@@ -195,8 +196,8 @@ def count_changes(pair: Pair, task: Task, policy: LengthPolicy) -> dict[str, int
     return n_changed
 
 
-def _behind_long_prompt(pair: Pair, task: Task) -> Task:
-    """Return the task behind a longer prompt, as far as the context has room."""
+def _after_long_prompt(pair: Pair, task: Task) -> Task:
+    """Return the task with ordinary text before its prompt, as far as the context has room."""
     room = pair.target.context_size // (1 + N_BESIDE) - len(task.prompt) - N_WRITTEN
     before = sample_tokens(pair.target.vocabulary, min(N_BEFORE, max(room, 0)))
     n_left = pair.target.context_size - len(before) - len(task.prompt)
@@ -205,7 +206,7 @@ def _behind_long_prompt(pair: Pair, task: Task) -> Task:
 
 
 def _forks(pair: Pair, task: Task, drafted: Completion) -> Measurement[tuple[Fork, ...]]:
-    """Replay a completion one position at a time."""
+    """Replay a completion one position at a time and return the forks."""
     forks: list[Fork] = []
     vocabulary = pair.target.vocabulary
     streams = SeededStreams(task.seed)

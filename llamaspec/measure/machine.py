@@ -1,6 +1,6 @@
-"""The machine that models run on, and the pairs of the catalog that fit it.
+"""Facts about the machine, and the pairs of the catalog that fit it.
 
-The catalog states the sizes of weights and KV caches, so nothing is fetched or loaded. Only a probe can say
+The catalog states the sizes of weights and KV caches, so nothing is fetched or loaded. Only a probe can tell
 whether drafts make a pair faster.
 """
 
@@ -26,18 +26,18 @@ LOOK_SECONDS = 0.3  # for measuring the load of other programs
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """The machine that the models will run on."""
+    """The machine that models run on."""
 
     system: str  # sys.platform
-    backend: str  # build and CPU features, in one line
+    backend: str  # llama.cpp's build and CPU features, in one line
     devices: tuple[Device, ...]
-    can_offload: bool  # whether this build computes on GPUs
-    has_nvidia: bool  # whether this machine has a GPU that CUDA would use
-    repacking_is_safe: bool  # False: the build has AMX, which crashes
-    free_bytes: int | None  # before any model was loaded; None if the system does not say
+    can_offload: bool  # this build can compute on GPUs
+    has_nvidia: bool  # the machine has an NVIDIA GPU
+    repacking_is_safe: bool  # False if the build uses AMX, which crashes
+    free_bytes: int | None  # of main memory, before any model is loaded; None if unknown
     n_physical: int  # cores at full speed
     n_logical: int  # hardware threads
-    n_taken: float = 0.0  # hardware threads that other programs use at the moment
+    n_taken: float = 0.0  # hardware threads that other programs are using
 
     @property
     def gpus(self) -> tuple[Device, ...]:
@@ -45,12 +45,12 @@ class MachineFacts:
         return tuple(device for device in self.devices if device.is_gpu and self.can_offload)
 
     def offloads(self, options: ModelOptions) -> bool:
-        """Whether a model loaded like this computes on a GPU."""
+        """Whether a model with these options computes on a GPU."""
         return bool(self.gpus) and options.offloads
 
 
 def look_at_machine() -> MachineFacts:
-    """Collect facts from llama.cpp and the system."""
+    """Collect the facts from llama.cpp and the system; this takes `LOOK_SECONDS`."""
     return MachineFacts(
         system=sys.platform,
         backend=runtime.backend_description().replace(" = 1 |", "").replace(" :", ":").rstrip(),
@@ -66,7 +66,7 @@ def look_at_machine() -> MachineFacts:
 
 
 def _taken_cores() -> float:
-    """Measure for a moment how many hardware threads other programs use."""
+    """Measure how many hardware threads other programs are using."""
     before = usage()
     time.sleep(LOOK_SECONDS)
     after = usage()
@@ -83,41 +83,41 @@ class Room:
     """Memory for a pair."""
 
     n_bytes: int
-    is_gpu: bool = False  # of graphics cards, which need no room for other programs
+    is_gpu: bool = False  # on graphics cards, which need no room for other programs
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A listed model with its draft."""
+    """A model of the catalog with its draft."""
 
     name: str
-    draft: str | None  # a name, or mtp; None = copies of earlier text alone
-    weights_bytes: int  # of both
-    cache_bytes: int  # of both, for a context of CACHE_TOKENS
-    memory_gb: int
+    draft: str | None  # a name, or "mtp"; None if only earlier text is copied
+    weights_bytes: int  # of target and draft
+    cache_bytes: int  # of target and draft, for a context of CACHE_TOKENS
+    memory_gb: int  # main memory that the catalog recommends
     notes: str | None
 
     @property
     def needed_bytes(self) -> int:
-        """Weights and caches."""
+        """Size of weights and caches."""
         return self.weights_bytes + self.cache_bytes
 
     def fits(self, room: Room) -> bool:
-        """Whether there is enough room; in main memory the recommendation leaves some for other programs."""
+        """Whether there is enough room; the catalog's recommendation leaves some for other programs."""
         if room.is_gpu:
             return self.needed_bytes <= CROWDED * room.n_bytes
         return self.memory_gb * 10**9 <= room.n_bytes
 
 
 def rooms_of(machine: MachineFacts, total_bytes: int) -> list[Room]:
-    """Return the memory that a pair can use, best first: of graphics cards, then main memory."""
+    """Return the memory that a pair can use, best first: graphics cards, then main memory."""
     cards = [device for device in machine.gpus if device.kind == "GPU" and machine.system != "darwin"]
     on_cards = [Room(sum(card.total_bytes for card in cards), is_gpu=True)] if cards else []
     return [*on_cards, Room(total_bytes)]
 
 
 def choices(catalog: Catalog, room: Room) -> list[Choice]:
-    """Return what fits, best first: in the order of the lists, those without a draft last."""
+    """Return the models that fit, best first: in the catalog's order, those without a draft last."""
     found = [choice for choice in _choices(catalog) if choice.fits(room)]
     return sorted(found, key=lambda choice: choice.draft is None)
 
@@ -126,7 +126,7 @@ def _choices(catalog: Catalog) -> Iterator[Choice]:
     for entry in catalog.entries.values():
         try:
             models = [entry] if entry.draft is None else [entry, catalog.find(entry.draft.partition(":")[0])]
-        except ModelFileError:  # a draft that is in no list
+        except ModelFileError:  # the draft is not in the catalog
             continue
         sizes = [_weights_bytes(model) for model in models]
         if entry.memory_gb is not None and all(sizes):
@@ -136,25 +136,25 @@ def _choices(catalog: Catalog) -> Iterator[Choice]:
 
 
 def _weights_bytes(entry: Entry) -> int:
-    """Return the size of the weights; 0 if it is not known."""
+    """Return the size of the weights; 0 if unknown."""
     return entry.file().n_bytes or 0 if entry.path is None else 0
 
 
 def expectation(machine: MachineFacts | None) -> str:
-    """Say whether drafts are expected to help on such hardware; None = another machine."""
+    """Return in words whether drafts should help on such hardware; `machine` is None if it is unknown."""
     if machine is None:
         return "whether they help depends on the hardware and the quantization"
     if machine.system == "darwin" and machine.gpus:
         return (
-            "on Metal, several tokens at once can cost nearly as much as one by one "
+            "on Metal, evaluating several tokens at once can cost nearly as much as one by one "
             "(ggml-org/llama.cpp#25250), so a draft may not help; copies of earlier text do"
         )
     if machine.gpus:
         return (
-            "on GPUs, several tokens at once cost little more than one, so drafts are expected to help, "
+            "on GPUs, evaluating several tokens at once costs little more than one, so drafts should help, "
             "less with a mixture of experts; llamaspec itself has not been measured there"
         )
     return (
-        "on CPUs it depends on the kernels: drafts helped with Q4_0 and F16 weights, hardly with K-quants "
-        "on two cores; a smaller pair or a mixture of experts is faster in any case"
+        "on CPUs it depends on the kernels: on two cores, drafts helped with Q4_0 and F16 weights, but "
+        "hardly with K-quants; a smaller pair or a mixture of experts is faster in any case"
     )

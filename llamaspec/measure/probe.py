@@ -1,9 +1,9 @@
-"""The saturation probe: what a wider batch costs on this machine, and which widths are bit-identical.
+"""The probe: what each batch size costs on this machine, and which are bit-identical to single positions.
 
-Behind the same context all widths take turns, so that a machine that warms up slows all alike. A wider batch
-may run another kernel, which adds in another order, so the same positions are evaluated one at a time and in
-batches, and their logits compared bit by bit. If time is short, the widest batches, long contexts and further
-turns are left out. `compare_attention` times single positions with flash attention and without it.
+After the same context all widths take turns, so that a machine that warms up slows all alike. A wider batch
+may use another kernel, which adds in another order. So the same positions are evaluated one at a time and in
+batches, and their logits are compared bit by bit. If time is short, the widest batches, long contexts and
+further turns are left out. `compare_attention` times single positions with and without flash attention.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, Source, To
 
 Result = TypeVar("Result")
 Measurement: TypeAlias = Generator[ForwardRequest, Forward, Result]
-STEP = 0  # in place of a width: a draft step
+STEP = 0  # stands for a draft step among the widths
 DRAFT_STEPS = 4  # draft tokens in a row, as in a round
-COMPARING = 0.3  # part of the time for finding out which widths are bit-identical
-READING = 0.25  # part of the time left that processing a longer context may take
-ALONE = 0.3  # part of the time of a comparison for positions evaluated one at a time
+COMPARING = 0.3  # fraction of the time for comparing logits
+READING = 0.25  # fraction of the remaining time that processing a longer context may take
+ALONE = 0.3  # fraction of a comparison's time for evaluating positions one at a time
 ATTENTION_TURNS = 9
-ATTENTION_SECONDS = 15.0  # for processing a context once more; longer ones are left out
-MOST_SECONDS, MOST_TOKENS = 1e6, 1 << 30  # what a probe can find; a stored one with more is damaged
-# Ordinary text, because a mixture of experts sends random tokens through more of its experts.
+ATTENTION_SECONDS = 15.0  # longest time for processing a context again; longer contexts are left out
+MOST_SECONDS, MOST_TOKENS = 1e6, 1 << 30  # a stored probe with more is damaged
+# Ordinary text, because a mixture of experts uses more of its experts for random tokens.
 TEXT = """\
 def moving_average(values, size):
     total = sum(values[:size])
@@ -51,7 +51,7 @@ neighbours came with a boat; they counted the sheep, 114 in all, and brought the
 | year | rainfall (mm) | harvest (t) |
 | 2019 | 812 | 40.5 |
 """
-BYTES_PER_TOKEN = 4  # roughly; a text that is too short for a vocabulary is repeated
+BYTES_PER_TOKEN = 4  # estimate; too few tokens are repeated
 
 
 def sample_tokens(vocabulary: Vocabulary, n: int) -> TokenArray:
@@ -67,13 +67,13 @@ class Effort:
     widths: tuple[int, ...] = (*range(1, 18), 24, 32, 48, 64)  # kernels change at 2, 4, 5, 8, 9
     depths: tuple[int, ...] = (64, 1024)  # tokens in the KV cache
     most_turns: int = 15
-    seconds: float = 100.0  # for all together; one turn may go over
-    n_compared: int = 64  # positions at each depth that are also evaluated one by one
+    seconds: float = 100.0  # in total; the last turn may exceed it
+    n_compared: int = 64  # positions at each depth whose logits are compared
 
 
 FULL = Effort()
 QUICK = Effort((*range(1, 10), 12, 16), (64, 320), most_turns=5, seconds=15.0, n_compared=32)
-# One position and a draft step: is the draft cheap next to the target?
+# One position and a draft step, which show whether the draft is cheap next to the target.
 STEPS = Effort(widths=(1,), depths=(64,), most_turns=7, seconds=10.0, n_compared=1)
 
 
@@ -83,12 +83,12 @@ class WidthTiming:
 
     width: int
     timings: tuple[Spread, ...]  # seconds at each depth
-    logit_difference: float  # largest against width 1, over the same positions; 0 = bit-identical
+    logit_difference: float  # largest difference from width 1, over the same positions; 0 = bit-identical
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiming:
-    """A single position of the target with flash attention and without it."""
+    """Time of a single position of the target, with and without flash attention."""
 
     depth: int  # tokens in the KV cache
     on: Spread  # seconds
@@ -96,24 +96,24 @@ class AttentionTiming:
 
     @property
     def off_speed_up(self) -> float:
-        """How many times as fast it is without flash attention."""
+        """Speed-up without flash attention."""
         return self.on.median / self.off.median
 
     @property
     def is_off_faster(self) -> bool:
-        """Whether it is faster without, by more than the times vary."""
+        """Whether the target is faster without flash attention, by more than the times vary."""
         return self.off.high < self.on.low
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """The result of a probe; ValueError if its parts do not belong together or were never measured."""
+    """The result of a probe; ValueError if its parts do not belong together or are impossible."""
 
     depths: tuple[int, ...]
-    left_out_depths: tuple[int, ...]  # processing so many tokens would have taken too long
+    left_out_depths: tuple[int, ...]  # contexts that would have taken too long to process
     widths: tuple[WidthTiming, ...]
     draft_step: Spread | None  # seconds of one draft token, drawing included; None without a draft
-    attention: tuple[AttentionTiming, ...] = ()  # at the depths at which both ways were measured
+    attention: tuple[AttentionTiming, ...] = ()  # at the depths at which both kinds were measured
 
     def __post_init__(self) -> None:
         if not self.depths or any(len(width.timings) != len(self.depths) for width in self.widths):
@@ -131,7 +131,7 @@ class Probe:
 
     @property
     def curve(self) -> CostCurve:
-        """The costs at the first depth, for the automatic length."""
+        """Costs at the first depth, for the length policy."""
         return CostCurve(
             tuple(timing.width for timing in self.widths),
             tuple(timing.timings[0].median for timing in self.widths),
@@ -140,9 +140,9 @@ class Probe:
 
     @property
     def identical_widths(self) -> frozenset[int]:
-        """Widths whose scores are those of width 1, bit for bit, at every depth.
+        """Widths whose logits have the bits of width 1 at every depth.
 
-        Only width 1 if the long context was left out: kernels change with the length of the context.
+        Only width 1 if the long context was left out, because kernels change with the length of the context.
         """
         if self.left_out_depths:
             return frozenset({1})
@@ -162,7 +162,7 @@ def measure(pair: Pair, effort: Effort, report: Progress = lambda fraction: None
     differences, timings = list[dict[int, float]](), list[dict[int, list[float]]]()  # by width, at each depth
 
     def seconds_left() -> float:
-        """Return the seconds left for this depth."""
+        """Return the seconds for the current depth."""
         return effort.seconds * (1 - used()) / (1 + len(coming))
 
     def at_this_depth(done: float) -> None:
@@ -198,13 +198,13 @@ def measure(pair: Pair, effort: Effort, report: Progress = lambda fraction: None
 
 
 def used_time(clock: Callable[[], float], seconds: float) -> Callable[[], float]:
-    """Return a function that says which share of some seconds has passed since now."""
+    """Return a function that returns which fraction of `seconds` has passed since this call."""
     begin, seconds = clock(), max(seconds, 1e-9)
     return lambda: (clock() - begin) / seconds
 
 
 def _prefill(pair: Pair, tokens: TokenArray) -> Measurement[float]:
-    """Process a context, after one token that reads the weights from the disk; return the seconds."""
+    """Return the seconds of processing a context; one token before it loads the weights from the disk."""
     yield ForwardRequest(TARGET, tokens[:1])
     begin = pair.clock()
     yield ForwardRequest(TARGET, tokens)
@@ -212,10 +212,10 @@ def _prefill(pair: Pair, tokens: TokenArray) -> Measurement[float]:
 
 
 def _evaluation_seconds(pair: Pair, tokens: TokenArray, depth: int, width: int, turn: int) -> float:
-    """Time one evaluation of `width` positions behind the first `depth` tokens."""
+    """Return the seconds of one evaluation of `width` positions after the first `depth` tokens."""
 
     def evaluation() -> Measurement[float]:
-        # Another token first, so that nothing of what is timed is cached.
+        # Another token first, so that none of the timed positions is cached.
         other = (tokens[depth] + 1) % pair.target.vocabulary_size
         yield ForwardRequest(TARGET, np.append(tokens[:depth], other).astype(np.int32))
         forward = yield ForwardRequest(TARGET, tokens[: depth + width], width)
@@ -229,7 +229,7 @@ def _draft_seconds(pair: Pair, context: TokenArray, turn: int) -> float:
 
 
 def draft_step(pair: Pair, context: TokenArray, n_steps: int) -> Measurement[float]:
-    """Return the seconds of one draft token among some in a row, with all that a drafter does."""
+    """Return the seconds of one of `n_steps` draft tokens in a row, with all the drafter's work."""
     length = FixedLength(n_steps)
     drafter = pair.model_drafter(context, length)
     yield from preparing(drafter, context)
@@ -239,9 +239,9 @@ def draft_step(pair: Pair, context: TokenArray, n_steps: int) -> Measurement[flo
 
 
 def time_draft_step(pair: Pair) -> float:
-    """Time a draft step behind two tokens, because the first may start a sequence; this makes five steps."""
+    """Return the seconds of a draft step, the faster of two timings; this takes five draft steps."""
     tokens = sample_tokens(pair.target.vocabulary, 2)
-    pair.run(draft_step(pair, tokens, 1))  # reads the weights
+    pair.run(draft_step(pair, tokens, 1))  # loads the weights from the disk
     return min(pair.run(draft_step(pair, tokens, 2)) for _ in range(2))
 
 
@@ -251,11 +251,10 @@ def compare_widths(
     widths: Sequence[int],
     used: Callable[[], float] = lambda: 0.0,
 ) -> Measurement[dict[int, float]]:
-    """Compare widths, ascending from 1, with width 1, over all positions behind the first `depth` tokens.
+    """Return the largest difference of a logit from width 1, by width; 0 = bit-identical.
 
-    Returns the largest difference of any logit by width; 0 = bit-identical. One batch of every width comes
-    first, narrow before wide ones, so if time is short the widest are left out, but never 1 and 2. `used`
-    returns the share of the time that has passed.
+    `widths` ascend from 1. The positions are those after the first `depth` tokens. `used` returns the
+    fraction of the time that has passed: if time is short, the widest are left out, but never 1 and 2.
     """
     alone = yield from _one_at_a_time(tokens, depth, used)
     found = {1: 0.0}
@@ -263,7 +262,7 @@ def compare_widths(
         if len(found) > 1 and used() >= 1:
             break
         found[width] = yield from _difference(tokens, depth, width, alone[:width])
-    # More positions only for widths that still seem identical.
+    # Compare further positions of widths that still seem identical.
     unsure = [width for width in found if found[width] == 0 and 2 * width <= len(alone) and width > 1]
     for width in unsure:
         if used() >= 1:
@@ -273,7 +272,7 @@ def compare_widths(
 
 
 def _difference(tokens: TokenArray, depth: int, width: int, alone: Logits) -> Measurement[float]:
-    """One width against known logits [n, V], batch behind batch, with no other width in the KV cache."""
+    """Return the largest difference of one width from the logits `alone` [n, V], in consecutive batches."""
     largest = 0.0
     yield ForwardRequest(TARGET, tokens[:depth], n_logits=0)
     for first in range(0, len(alone), width):
@@ -284,8 +283,8 @@ def _difference(tokens: TokenArray, depth: int, width: int, alone: Logits) -> Me
 
 
 def _one_at_a_time(tokens: TokenArray, depth: int, used: Callable[[], float]) -> Measurement[Logits]:
-    """Logits of the positions from `depth` on, in evaluations of one position each: [n, V] float32."""
-    # The context first, in batches like a prompt: a position evaluated together with it would not be alone.
+    """Return the logits of the positions from `depth` on, evaluated one at a time: [n, V] float32."""
+    # Process the context first, or the first position would be evaluated together with it.
     yield ForwardRequest(TARGET, tokens[:depth], n_logits=0)
     rows: list[Logits] = []
     for end in range(depth + 1, len(tokens) + 1):
@@ -300,7 +299,7 @@ def _one_at_a_time(tokens: TokenArray, depth: int, used: Callable[[], float]) ->
 
 
 def compare_attention(pair: Pair, depths: Sequence[int], report: Progress) -> tuple[AttentionTiming, ...]:
-    """Time both ways at ascending depths, as far as there is time; empty if only one way is possible."""
+    """Time both kinds of attention at ascending depths, in limited time; empty if only one is possible."""
     with other_attention(pair.target, depths[-1] + 1) as model:
         if model is None:
             return ()
@@ -310,9 +309,9 @@ def compare_attention(pair: Pair, depths: Sequence[int], report: Progress) -> tu
 
 @contextmanager
 def other_attention(target: LlamaModel, n_ctx: int) -> Iterator[LlamaModel | None]:
-    """Open the target's weights once more, without flash attention, or with it if the target has none.
+    """Open the target's weights with the other kind of attention: without flash attention, or with it.
 
-    None if the model has no attention, the KV cache needs flash attention, or no memory is left.
+    None if the model has no attention, if its KV cache needs flash attention, or if memory is short.
     """
     options, other = target.options, None
     if target.weights.facts.keeps_positions and not options.needs_flash_attention:
@@ -336,7 +335,7 @@ def other_attention(target: LlamaModel, n_ctx: int) -> Iterator[LlamaModel | Non
 def attention_in_turns(
     pair: Pair, other: Pair, depths: Sequence[int], report: Progress
 ) -> Iterator[AttentionTiming]:
-    """Time a single position of the target and of `other`, which has the other attention, at each depth."""
+    """Time a single position of the target and of `other`, with the other attention, at each depth."""
     tokens = sample_tokens(pair.target.vocabulary, depths[-1] + 1)
     pace = 0.0  # seconds per token
     for depth in depths:

@@ -1,6 +1,6 @@
 """The arms of the benchmark: servers in processes of their own, and their answers as a client sees them.
 
-llamaspec's servers are started from a checkout, so that two versions of it can be arms of one run.
+llamaspec's servers start from a checkout, so two versions of llamaspec can be arms of one run.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.plan import DraftPlan
 
 PLAIN, AUTO, BEFORE, PEER = "plain", "auto", "before: auto", "llama-server"
-PEER_PLAIN = f"{PEER}, none"  # without a draft; all others are compared with it
-PEER_BEST = f"{PEER}, best of each prompt"  # of several, known afterwards
-READY_SECONDS = 900.0  # a large model is read from a disk
+PEER_PLAIN = f"{PEER}, none"  # without a draft: the baseline
+PEER_BEST = f"{PEER}, best of each prompt"  # of several types, chosen afterwards
+READY_SECONDS = 900.0  # enough to load a large model from a disk
 END_SECONDS = 20.0
-_KEYS = ("LLAMASPEC_API_KEY", "LLAMA_API_KEY")  # a server that gets one refuses requests without it
-_ENTRY = (  # with a name for its messages
+_KEYS = ("LLAMASPEC_API_KEY", "LLAMA_API_KEY")  # with one, a server refuses requests without a key
+_ENTRY = (  # sets the program's name in messages
     "import sys; sys.path.insert(0, {!r}); sys.argv[0] = 'llamaspec'; "
     "from llamaspec.__main__ import main; main()"
 )
-_PLAINLY = ["--no-draft", "--no-ngram", "-k", "0"]  # without -k 0, tokens that a schema forces are drafted
+_PLAINLY = ["--no-draft", "--no-ngram", "-k", "0"]  # -k 0: a schema's forced tokens are not drafted either
 _STREAM = {"model": "any", "stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """The command that starts a server, without its port, and environment variables to add to ours."""
+    """The command that starts a server, without its port, and environment variables to set."""
 
     name: str
     words: tuple[str, ...]
@@ -50,13 +50,13 @@ class ServerCommand:
 def own_arms(
     options: Sequence[str], also: Sequence[str], against: Path | None, n_parallel: int = 1
 ) -> Iterator[ServerCommand]:
-    """Yield llamaspec without drafts, with `options` of `serve`, with others added, and another checkout."""
+    """Yield llamaspec without drafts, with `options` of `serve`, with each of `also` added, and `against`."""
     here = Path(__file__).resolve().parents[2]
     ways = [(PLAIN, here, _PLAINLY), (AUTO, here, [])]
     ways += [(more, here, shlex.split(more)) for more in also]
     if against is not None:
         if not (against / "llamaspec" / "__main__.py").is_file():
-            raise LlamaspecError(f"{against} has no llamaspec; name the top of a checkout with --against")
+            raise LlamaspecError(f"{against} has no llamaspec; name the root of a checkout with --against")
         ways.append((BEFORE, against.resolve(), []))
     for name, folder, more in ways:
         command = (sys.executable, "-c", _ENTRY.format(str(folder)), "serve", *options)
@@ -69,10 +69,10 @@ def own_arms(
 def peer_arms(
     program: str, plan: DraftPlan, types: Sequence[str] = (), n_parallel: int = 1
 ) -> Iterator[ServerCommand]:
-    """Yield llama-server without drafts, and with each of these types, by default the usual ones.
+    """Yield llama-server without drafts, and with each speculation type, by default the usual ones.
 
-    It gets the same files. Everything else is at its defaults, as people run it: it also keeps prompts of
-    earlier conversations in memory (--cache-ram).
+    It gets the same files. Everything else keeps llama-server's defaults, as people run it, such as a cache
+    of earlier prompts in memory (--cache-ram).
     """
     heads = None if plan.has_own_heads else plan.heads
     draft = [part for file in (plan.draft, heads) if file is not None for part in ("-md", str(file.path))]
@@ -98,7 +98,7 @@ def peer_arms(
 
 
 def program_version(program: str) -> str | None:
-    """Return the version that llama-server prints; None if it prints none."""
+    """Return the version that llama-server reports; None if it reports none."""
     try:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -122,7 +122,7 @@ class Answer:
 
 
 class RefusedError(LlamaspecError):
-    """A server refuses a request, such as one that is too long for its context."""
+    """A server refused a request, such as one that is too long for its context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Server:
     def ask(self, body: Mapping[str, Any]) -> Answer:
         """Send a chat request and read the whole stream.
 
-        RefusedError if the server does not answer this request, LlamaspecError if it has ended.
+        Raise RefusedError if the server refuses the request, LlamaspecError if the server has ended.
         """
         reasoning, reply, first = "", "", None
         usage: Mapping[str, Any] = {}
@@ -160,7 +160,7 @@ class Server:
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise LlamaspecError(
-                f"the server of {self.name!r} ended: {reason}; look whether memory is short"
+                f"the server of {self.name!r} ended: {reason}; check whether memory is short"
             ) from error
         seconds = time.perf_counter() - begin
         return Answer(
@@ -177,7 +177,7 @@ class Server:
 
 @contextmanager
 def serving(commands: Sequence[ServerCommand]) -> Iterator[dict[str, Server]]:
-    """Run the servers until the block ends; LlamaspecError with the last line of one that does not start."""
+    """Run the servers until the block ends; raise LlamaspecError if one of them does not start."""
     with ExitStack() as stack:
         yield {each.name: Server(each.name, stack.enter_context(_running(each))) for each in commands}
 
@@ -196,13 +196,13 @@ def _running(command: ServerCommand) -> Iterator[httpx.Client]:
                 stdout=log,
                 stderr=log,
                 env={**environment, **command.environment},
-                start_new_session=True,  # Ctrl-C at the terminal is for us alone
+                start_new_session=True,  # Ctrl-C at the terminal must not reach the server
             )
         except OSError as error:
             raise LlamaspecError(f"cannot start {command.words[0]}: {error.strerror}") from error
         stack.callback(_end, process)
         url = f"http://127.0.0.1:{port}"
-        one_each = httpx.Limits(max_keepalive_connections=0)  # a server may end an idle one at any time
+        one_each = httpx.Limits(max_keepalive_connections=0)  # a server may close an idle one at any time
         client = httpx.Client(base_url=url, timeout=None, limits=one_each, trust_env=False)
         _await_ready(command.name, stack.enter_context(client), process, log)
         yield client
@@ -237,7 +237,7 @@ def _await_ready(name: str, client: httpx.Client, process: subprocess.Popen[byte
 
 
 def _reason(body: bytes) -> str:
-    """Return the message of a response that refuses a request."""
+    """Return the error message of a response."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -1,7 +1,7 @@
 """Measurements of a pair on this machine, kept between runs, and the length policy that starts from them.
 
-There is one file for each kind, in the user's cache folder. A file that is damaged or foreign counts as none
-and is replaced by the next write. Another version has other file names.
+Each kind has a file of its own in the user's cache folder. A damaged file is ignored with a warning, and the
+next write replaces it. Another format has other file names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.acceptance import LearnedPrior
+from llamaspec.length.policy import AutoLength
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.exactness import Exactness, find_exactness
@@ -30,30 +31,30 @@ from llamaspec.sequence_drafters import Stage
 from llamaspec.values import Source
 
 FORMAT = 8  # of the files
-WORTH_KEEPING = 24  # evaluations of the target after which a run has learnt something
+WORTH_KEEPING = 64  # tokens; what a shorter run learns is not kept
 _MAX_BYTES = 4 << 20
 
 T = TypeVar("T")
-Models: TypeAlias = DraftPlan | Pair | Stage  # a target and what drafts for it; its `models` name the files
+Models: TypeAlias = DraftPlan | Pair | Stage  # `models` of each: the target and its draft models
 Tell: TypeAlias = Callable[[str], None]  # receives one line
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingGain:
-    """How many times as fast long prompts are processed with the weights as they are in the file."""
+    """Speed-up of processing long prompts with the weights as they are in the file."""
 
     gain: float
 
 
 @dataclass(frozen=True, slots=True)
 class BenchGains:
-    """Results of the latest benchmarks of a pair, over plain decoding; ValueError if there are none."""
+    """Speed-ups of a pair over plain decoding, from its latest benchmarks; ValueError if there are none."""
 
     speed_ups: dict[str, float]  # by group of tasks
 
     def __post_init__(self) -> None:
         if not self.speed_ups or not all(1e-3 < each < 1e3 for each in self.speed_ups.values()):
-            raise ValueError("a benchmark of another kind")
+            raise ValueError("speed-ups must be from 0.001 to 1000, at least one")
 
 
 _SUFFIXES: dict[type[object], str] = {
@@ -69,7 +70,7 @@ def _ignore(line: str) -> None: ...
 
 
 def stored(pair: Models, kind: type[T], tell: Tell = _ignore) -> T | None:
-    """Return a kept measurement of a pair, or None; `tell` is called if the file cannot be used."""
+    """Return a kept measurement of a pair, or None; `tell` receives a warning if the file is damaged."""
     path = _path(pair, kind)
     try:
         return parse_json(kind, read_file(path, _MAX_BYTES))
@@ -79,18 +80,18 @@ def stored(pair: Models, kind: type[T], tell: Tell = _ignore) -> T | None:
         reason = error.strerror or str(error)
     except ValueError as error:
         reason = str(error)
-    tell(f"{path} counts as empty, it cannot be used: {reason}")
+    tell(f"ignoring {path}, which cannot be used: {reason}")
     return None
 
 
 def keep(pair: Models, measured: Any, tell: Tell = _ignore) -> None:
-    """Keep a measurement; `tell` is called if the cache folder cannot be written."""
+    """Keep a measurement; `tell` receives a warning if the cache folder is not writable."""
     path = _path(pair, type(measured))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(asdict(measured)))
     except OSError as error:
-        tell(f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE elsewhere")
+        tell(f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE to another folder")
 
 
 def keep_probe(pair: Models, probe: Probe, tell: Tell = _ignore) -> None:
@@ -102,7 +103,7 @@ def keep_probe(pair: Models, probe: Probe, tell: Tell = _ignore) -> None:
 
 
 def keep_gains(pair: Models, speed_ups: Mapping[str, float]) -> None:
-    """Keep the results of a benchmark; other groups of tasks keep theirs."""
+    """Keep the results of a benchmark; other groups of tasks keep their earlier results."""
     earlier = stored(pair, BenchGains)
     keep(pair, BenchGains({**(earlier.speed_ups if earlier else {}), **speed_ups}))
 
@@ -118,9 +119,10 @@ def forget(pair: Models) -> bool:
 def auto_length(
     pair: Pair, widths: frozenset[int] | None = None, tell: Tell = _ignore, *, trees: bool = False
 ) -> AutoLength:
-    """Return a new policy, which allows only `widths`; `tell` is called for stored files that are damaged.
+    """Return a new length policy for a pair, which allows only `widths` (None = all).
 
-    Drafts that have drafts of their own get one, too. In the first runs of a pair a draft step is timed.
+    Each draft model that has a draft of its own also gets a policy. In the first runs of a pair a draft step
+    is timed. `tell` receives warnings about damaged files.
     """
     pads = not pair.target.keeps_states
     for stage in pair.stages:
@@ -128,46 +130,46 @@ def auto_length(
     prior = stored(pair, LearnedPrior, tell)
     policy = AutoLength(prior, widths, sources=pair.sources, trees=trees, pads=pads)
     if Source.MODEL in pair.sources and not (policy.is_settled and policy.costs.knows_step):
-        with suppress(LlamaspecError):  # a draft that fails says so when it is used
+        with suppress(LlamaspecError):  # a draft that fails is reported when it is used
             policy.costs.observe_first_step(time_draft_step(pair))
     return policy
 
 
 def known_exactness(pair: Pair, tell: Tell = _ignore) -> Exactness:
-    """Return which evaluations have the bits of single positions: measured once, then kept."""
+    """Return the exact evaluations of a pair, measured once and then kept."""
     known = stored(pair, Exactness)
     if known is None:
-        tell("--exact: comparing the numbers of all batch widths, once for a pair on a machine")
+        tell("--exact: comparing the logits of all batch sizes, once for this pair on this machine")
         known = find_exactness(pair)
-        if known.is_whole:  # else the machine was busy
+        if known.is_whole:  # otherwise the machine was busy
             keep(pair, known)
     return known
 
 
 def restore_reading_gain(pair: Pair) -> None:
-    """Tell a pair how fast it processes prompts on this machine, if that was measured."""
+    """Give a pair the kept measurement of how fast it processes long prompts, if there is one."""
     kept, processor = stored(pair, ReadingGain), pair.target.prompt_processor
     if kept is not None and processor is not None:
         processor.gain = kept.gain
 
 
 def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
-    """Keep what a run has learnt of a pair and its stages, if it was long enough."""
+    """Keep what a run has learned about a pair and its stages, if the run was long enough."""
     processor = pair.target.prompt_processor
     if processor is not None and processor.gain is not None:
         keep(pair, ReadingGain(processor.gain))
     learners: list[tuple[Pair | Stage, LengthPolicy]] = [(pair, policy)]
     learners += [(stage, stage.length) for stage in pair.stages]
     for models, learned in learners:
-        if isinstance(learned, AutoLength) and learned.costs.n_timed >= WORTH_KEEPING:
+        if isinstance(learned, AutoLength) and learned.n_tokens >= WORTH_KEEPING:
             keep(models, learned.experience())
 
 
 def _path(pair: Models, kind: type[object]) -> Path:
     """Return the file of a measurement.
 
-    Processing prompts concerns the target alone. Timings and bits also depend on how attention is computed; a
-    prior serves every way.
+    A `ReadingGain` concerns the target alone. Probes and exactness also depend on the kind of attention and
+    the types of the KV cache; a prior serves all of them.
     """
     models = pair.models[:1] if kind is ReadingGain else pair.models
     key: list[object] = [FORMAT, *(_model_key(model) for model in models), models[0].options.heads]
@@ -180,7 +182,7 @@ def _path(pair: Models, kind: type[object]) -> Path:
 
 
 def _model_key(model: ModelFile | LlamaModel) -> list[object]:
-    """Return what identifies a model file and where it computes."""
+    """Return a key of a model file and of where and how it is computed."""
     options = model.options
     threads = options.threads or resources.default_threads()
     placement = [options.gpu_layers, threads, options.repack, *options.placement]

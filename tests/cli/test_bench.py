@@ -155,7 +155,7 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
         (("--also", "-k '4"), "--also cannot be split into options: no closing quotation; quote it"),
         (("--task", "sing"), "there is no task sing in tasks.yaml; choose one of ask, explain,"),
         (("--tasks", "missing.yaml"), "cannot read the tasks missing.yaml"),
-        (("--against", "nowhere"), "nowhere has no llamaspec; name the top of a checkout"),
+        (("--against", "nowhere"), "nowhere has no llamaspec; name the root of a checkout"),
         (("--llama-server", "nowhere"), "nowhere is not a program; name its file"),
         (("--plot", "x.pdf"), "name a .png or .svg file"),
         (("--share", "no folder/x.json"), "cannot write the report no folder/x.json"),

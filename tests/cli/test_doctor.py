@@ -92,9 +92,9 @@ def test_a_sound_pair(target_file: Path, draft_file: Path) -> None:
     assert answer.code == answer.json["problems"] == 0
     assert answer.json["warnings"] == sum(finding["level"] == "warning" for finding in found.values())
     assert all((finding["level"] == "ok") == (finding["remedy"] is None) for finding in found.values())
-    assert "llama 0.11M Q8_0" in found["target"]["text"]
-    assert found["target context"]["text"] == "512 tokens used, trained on 512"
-    assert found["target rollback"]["text"].endswith("rolled back by removing just them")
+    assert "llama 0.11M (guessed) Q8_0" in found["target"]["text"]
+    assert found["target context"]["text"] == "512 tokens, trained on 512"
+    assert found["target rollback"]["text"].endswith("rejected draft tokens are removed from the cache")
     assert found["vocabulary"]["text"] == f"the same: {len(BYTES)} tokens"
     assert found["special tokens"]["level"] == "ok"
     assert found["draft KV types"]["text"] == "keys f16, values f16"
@@ -129,7 +129,7 @@ def test_without_a_draft(target_file: Path) -> None:
         (
             "gemma3",
             "ok",
-            f"keeps positions, some layers see the last {WINDOW}; rejected draft tokens are rolled back",
+            f"keeps positions, some layers see the last {WINDOW}; rejected draft tokens are removed from",
         ),
         ("mamba", "ok", "keeps states; rejected draft tokens are rolled back from a snapshot"),
         ("jamba", "ok", "keeps states and positions; rejected draft tokens are rolled back from a snapshot"),
@@ -202,7 +202,7 @@ def test_the_trial_of_a_very_slow_target_is_short(opened: OpenModel) -> None:
 
 def test_a_draft_with_too_little_in_common(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found before anything is tried; the draft is no more than its vocabulary here."""
-    monkeypatch.setattr("llamaspec.pair.difference", lambda *_: "token 0")
+    monkeypatch.setattr("llamaspec.sequence_drafters.difference", lambda *_: "token 0")
     draft = cast(LlamaModel, SimpleNamespace(vocabulary=FakeVocabulary([b"only", b"words"])))
     (found,) = pair_findings(opened("llama"), draft, None, lambda label: nullcontext(lambda done: None))
     assert (found.level, found.topic) == ("problem", "vocabulary")
@@ -318,7 +318,7 @@ def test_room(changes: dict[str, Any], n_ctx: int, level: str) -> None:
 @pytest.mark.parametrize(
     ("n_kept", "states", "level", "says"),
     [
-        (18, False, "ok", "by removing just them"),
+        (18, False, "ok", "are removed from the cache"),
         (18, True, "ok", "to an earlier state in the cache"),
         (16, True, "ok", "from a snapshot, 2 of 18 tokens were evaluated again"),
         (0, True, "warning", "the whole sequence is evaluated again"),
@@ -421,14 +421,14 @@ def test_the_figures_of_the_room() -> None:
     assert on_gpu.text == f"{needed}, 1.0 GiB free on the GPU"
     assert on_gpu.level == "warning"
     assert on_gpu.remedy is not None
-    assert on_gpu.remedy.endswith("or put fewer layers on the GPU (--n-ctx, --gpu-layers)")
+    assert on_gpu.remedy.endswith(", or put fewer layers on the GPU (--n-ctx, --gpu-layers)")
 
 
 def test_the_figures_of_two_models() -> None:
     target = examined(facts=replace(FACTS, n_active_parameters=35 * 10**8))
     assert said([pace_finding(timed(0.1, 0.04))]) == [
-        "a token takes 100.00 ms in the target, 40.00 ms in the draft: 2.5× faster; aim for 3× or "
-        "more with a smaller draft, or measure with `llamaspec compare`"
+        "a token takes 100.00 ms in the target, 40.00 ms in the draft: 2.5 times as fast; use a "
+        "draft at least 3 times as fast as the target, or measure with `llamaspec compare`"
     ]
     assert pace_finding(timed(0.1, 0.2)).text.endswith("200.00 ms in the draft: no faster than the target")
     told = only(list(model_findings(MACHINE, target)), "target").text

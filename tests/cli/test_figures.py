@@ -291,15 +291,16 @@ def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("COLUMNS", "200")
     told = invoke("probe", *naming(models), "--show").stdout
     assert [" ".join(line.strip("█▌▋▊▉▏▎▍ ").split()) for line in told.splitlines()] == [
-        "batch size ms (64 in KV cache) ms (1024 in KV cache) relative ms per token max logit difference",
-        "1 10.00 ±20% 20.00 ±10% 1.00 10.00 0",
-        "2 11.00 21.00 1.10 5.50 0",
-        "4 30.00 ±20% 40.00 ±25% 3.00 7.50 0.12",
-        "5 24.00 34.00 2.40 4.80 0",
-        "batch size: tokens evaluated at once; relative: time next to batch size 1; max logit difference: "
-        "from batch size 1, 0 = bit-identical; ±: half the interquartile range",
-        "a context of 4096 tokens was skipped: reading it would take too long here",
-        "no batch size above 1 is known to be bit-identical to single tokens here; on a CPU, --cache-type-v "
+        "batch size ms at 64 ms at 1024 relative differs by",
+        "1 10.00 ±20% 20.00 ±10% 1.00 0",
+        "2 11.00 21.00 1.10 0",
+        "4 30.00 ±20% 40.00 ±25% 3.00 0.12",
+        "5 24.00 34.00 2.40 0",
+        "batch size: tokens evaluated at once; ms at N: with N tokens in the KV cache; relative: to batch "
+        "size 1; differs by: largest difference of a logit from batch size 1, 0 = bit-identical; ±: half the "
+        "interquartile range",
+        "a context of 4096 tokens was left out: processing it would take too long here",
+        "no batch size above 1 is known to be bit-identical to batch size 1 here; on a CPU, --cache-type-v "
         "bf16 avoids the kernel that differs in long contexts",
         "with 64 tokens in the KV cache, --flash-attn off is no faster",
         "with 1024 tokens in the KV cache, --flash-attn off decodes 1.40 times as fast",
@@ -315,6 +316,16 @@ def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatc
         "0.95 1 1.50x",
         "on this machine, drafting with this pair is faster above an acceptance of 21 to 39%",
     ]
+
+
+@pytest.mark.usefixtures("probed")
+def test_a_probe_on_a_busy_machine_says_so(models: list[Path]) -> None:
+    """One said ±195 % of single tokens, and that drafts are faster where they are not."""
+    assert "busy" not in invoke("probe", *naming(models), "--show").stdout
+    target, draft = (ModelFile(path, ModelOptions(threads=1)) for path in models)
+    noisy = replace(PROBE.widths[0], timings=(Spread(0.005, 0.010, 0.013), PROBE.widths[0].timings[1]))
+    keep_probe(DraftPlan(target, (draft,)), replace(PROBE, widths=(noisy, *PROBE.widths[1:])))
+    assert "the machine was busy" in invoke("probe", *naming(models), "--show").stdout
 
 
 @pytest.mark.usefixtures("probed")

@@ -218,8 +218,8 @@ def test_a_context_beyond_the_trained_one_warns(models: list[Path]) -> None:
     answer = generate(PROMPT, "-n", "3", "--n-ctx", "1024", "--no-stats", models=models)
     assert answer.code == 0
     assert len(answer.complaints) == 2
-    assert "warning: target context: 1024 tokens used, trained on 512: text may" in answer.complaints[0]
-    assert "warning: draft context: 1024 tokens used, trained on 512" in answer.complaints[1]
+    assert "warning: target context: 1024 tokens, trained on 512: text may" in answer.complaints[0]
+    assert "warning: draft context: 1024 tokens, trained on 512" in answer.complaints[1]
 
 
 def test_a_long_prompt_is_prefilled_in_parts(store: ModelStore, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_the_table_the_rows_and_the_picture(
 ) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     answer = invoke("probe", *naming(models), "--quick")
-    assert "max logit difference: from batch size 1" in " ".join(answer.stdout.split())
+    assert "differs by: largest difference of a logit from batch size 1" in " ".join(answer.stdout.split())
     found = invoke("probe", *naming(models), "--show", "--json").json
     assert " ".join(answer.stdout.split()).endswith(found["verdict"])
     rows = invoke("probe", *naming(models), "--show", "--csv").stdout.splitlines()

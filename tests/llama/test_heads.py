@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import tiny_models as tiny
-from fakes import tokens
-from forward_requests import Count, assert_same, text
+from forward_requests import Count, assert_same, text, tokens
 from head_requests import Asking, drafting, opened, reading
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
 from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError

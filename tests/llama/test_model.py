@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fakes import tokens
 from forward_requests import (
     EXACT,
     MEMORIES,
@@ -18,6 +17,7 @@ from forward_requests import (
     full,
     request,
     text,
+    tokens,
 )
 from llamaspec import LlamaModel
 from llamaspec.errors import ContextFullError

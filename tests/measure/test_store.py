@@ -15,8 +15,9 @@ import pytest
 from command import generate, invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.errors import printable
+from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.policy import AutoLength
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import forget, keep, keep_probe, stored
@@ -204,9 +205,9 @@ def test_a_run_tells_it_in_one_line_and_writes_it_anew(
     path.write_text(DEEP)
     again = generate(*options, models=models)
     assert again.stdout == first.stdout
-    (line,) = (line for line in again.stderr.splitlines() if "counts as empty" in line)
-    assert line.startswith(f"llamaspec: {path}")
-    assert "counts as empty" not in generate(*options, models=models).stderr
+    (line,) = (line for line in again.stderr.splitlines() if "ignoring" in line)
+    assert line.startswith(f"llamaspec: ignoring {path}, which cannot be used: ")
+    assert "ignoring" not in generate(*options, models=models).stderr
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
@@ -221,8 +222,8 @@ def test_a_prior_of_another_policy_counts_as_none(
     path.write_text(json.dumps(content))
     again = generate(*options, models=models)
     assert again.stdout == first.stdout
-    assert "counts as empty" in again.stderr
-    assert "counts as empty" not in generate(*options, models=models).stderr
+    assert "ignoring" in again.stderr
+    assert "ignoring" not in generate(*options, models=models).stderr
 
 
 def test_a_damaged_probe_is_not_shown(models: list[Path], tmp_path: Path, own_cache: None) -> None:
@@ -231,4 +232,4 @@ def test_a_damaged_probe_is_not_shown(models: list[Path], tmp_path: Path, own_ca
     path.write_text("{")
     answer = invoke("probe", *naming(models), "--show")
     assert answer.code == 1
-    assert "counts as empty" in answer.stderr.splitlines()[-1]
+    assert "ignoring" in answer.stderr.splitlines()[-1]
