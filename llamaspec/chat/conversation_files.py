@@ -1,6 +1,6 @@
-"""Files of conversations: saved and loaded by name, and the last one kept in the cache folder.
+"""Conversations in files: saved and loaded by name, and the last one in the cache folder.
 
-A file is a JSON list of messages with `role` and `content`, as other chat programs use.
+A file is a JSON list of messages with `role` and `content`, as in other chat programs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Saved:
 
 
 def save_conversation(path: Path, messages: Sequence[Message], *, private: bool = False) -> None:
-    """Write a conversation; replaces an existing file in one step, or not at all (LlamaspecError)."""
+    """Write a conversation, in place of an existing file; LlamaspecError if that fails."""
     content = [{"role": message.role, "content": message.text} for message in messages]
     try:
         write_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", private=private)
@@ -52,12 +52,12 @@ def load_conversation(path: Path) -> tuple[Message, ...]:
         ) from error
     except ValueError as error:  # not UTF-8, not JSON, not messages
         raise PromptError(
-            f'{shown} is no conversation: it should be a list of {{"role", "content"}}, as /save writes'
+            f'{shown} is not a conversation; give a file that /save wrote: a list of {{"role", "content"}}'
         ) from error
 
 
 class ConversationFiles:
-    """The files of one chat; only files that it has read or written are overwritten."""
+    """The files of one chat, which overwrites only files that it has read or written."""
 
     def __init__(self) -> None:
         self._own: set[str] = set()
@@ -69,7 +69,7 @@ class ConversationFiles:
         return messages
 
     def writable(self, name: str) -> Path:
-        """Return the path of a file that may be written; PromptError if it is another, or has no folder."""
+        """Return the path of a file to write; PromptError if it is not the chat's, or has no folder."""
         path, shown = Path(name), printable(name)
         try:
             path.lstat()
@@ -77,12 +77,12 @@ class ConversationFiles:
             if not path.parent.is_dir():
                 folder = printable(str(path.parent))
                 raise PromptError(f"there is no folder {folder}; create it first") from None
-        except (OSError, ValueError) as error:  # too long, through a file, with a null character
-            raise PromptError(f"no file can be called {shown}; name another") from error
+        except (OSError, ValueError) as error:  # too long, inside a file, or with a null character
+            raise PromptError(f"no file can be called {shown}; choose another name") from error
         else:
             if os.path.realpath(path) not in self._own:
                 raise PromptError(
-                    f"{shown} exists and is not this conversation; remove it or name another file"
+                    f"{shown} exists and is not a file of this chat; delete it or name another file"
                 )
         return path
 
@@ -93,9 +93,9 @@ class ConversationFiles:
 
 
 def keep_last(messages: Sequence[Message]) -> None:
-    """Keep a conversation as the last one, readable only by its user; LlamaspecError if that fails."""
+    """Keep a conversation as the last one, readable only for the user; LlamaspecError if that fails."""
     path = cache_folder() / _LAST
-    with suppress(OSError):  # writing says why
+    with suppress(OSError):  # writing fails with the reason
         path.parent.mkdir(parents=True, exist_ok=True)
     save_conversation(path, messages, private=True)
 
@@ -104,5 +104,5 @@ def load_last() -> tuple[Message, ...]:
     """Return the last conversation; PromptError if there is none, or its file is damaged."""
     path = cache_folder() / _LAST
     if not path.exists():
-        raise PromptError("there is no last conversation to resume; begin one, or load one from a file")
+        raise PromptError("there is no last conversation to resume; start one, or load one from a file")
     return load_conversation(path)

@@ -1,7 +1,7 @@
 """The part of an answer that has arrived and is not parsed yet, with the readers' basic operations.
 
-Readers are generators: they yield when they need more text to decide. This module knows no format of answers.
-tests/chat/test_parse.py splits answers everywhere.
+Readers are generators that yield when they need more text to decide. This module knows no format of answers.
+tests/chat/test_parse.py splits answers at every place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 MAX_HEADER = 512  # characters before the arguments of a call
 MAX_SPACE = 64  # characters at the end of a text that may be dropped
-_LONGEST_CHANCE = 2  # characters that may begin a mark by chance
+_LONGEST_CHANCE = 2  # characters at the end that may look like the beginning of a mark by chance
 
 Result = TypeVar("Result")
 Reading = Generator[None, None, Result]  # yields when it needs more text
@@ -26,7 +26,7 @@ class Incoming:
         self.text = ""
         self.n_fed = 0  # characters of the answer so far
         self.is_complete = False  # nothing follows
-        self.is_cut = False  # nothing follows, but the answer is incomplete
+        self.is_cut = False  # complete, but the model would have continued
 
     def take(self, n: int, sink: Sink | None = None) -> None:
         """Pass on the next characters; without a sink, drop them."""
@@ -37,7 +37,7 @@ class Incoming:
     def until(self, marks: Sequence[str], sink: Sink | None) -> Reading[str | None]:
         """Pass on the text before the first mark and take the mark; None if the answer ends without one.
 
-        Among marks one may end with another, but not otherwise contain it.
+        A mark may end with another one, but must not contain it elsewhere.
         """
         pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         while True:
@@ -56,7 +56,7 @@ class Incoming:
             yield
 
     def match(self, pattern: re.Pattern[str]) -> Reading[re.Match[str] | None]:
-        """Return the match of a pattern here, without taking it; its last character must be decisive."""
+        """Match a pattern here, without taking the text; more text must not change a match."""
         while True:
             found = pattern.match(self.text, 0, MAX_HEADER)
             if found is not None or self.is_complete or len(self.text) >= MAX_HEADER:
@@ -64,7 +64,7 @@ class Incoming:
             yield
 
     def begins(self, mark: str) -> Reading[bool]:
-        """Whether a mark comes next, perhaps after a little whitespace; takes neither."""
+        """Whether a mark comes next, perhaps after a little whitespace; take nothing."""
         while True:
             rest = self.text.lstrip()
             if len(self.text) - len(rest) > MAX_SPACE:
@@ -74,7 +74,7 @@ class Incoming:
             yield
 
     def begins_spaced(self, *texts: str) -> Reading[bool]:
-        """Whether one of these comes next, with any whitespace in it; takes nothing."""
+        """Whether one of these texts comes next, with any whitespace in it; take nothing."""
         while True:
             rest = "".join(self.text[:MAX_HEADER].split())
             is_open = not self.is_complete and len(self.text) < MAX_HEADER
@@ -100,7 +100,7 @@ class Incoming:
                 return last
 
     def json_object(self, sink: Sink) -> Reading[None]:
-        """Pass on a JSON object, up to its end or the answer's. Looks only at brackets and quotes."""
+        """Pass on a JSON object, up to its end or the answer's; only brackets and quotes are parsed."""
         depth, in_string = 0, False
         while True:
             for found in re.finditer(r'\\.|["{}\[\]]', self.text, re.DOTALL):
@@ -115,10 +115,10 @@ class Incoming:
                 self.take(len(self.text), sink)
                 return
             n_backslashes = len(self.text) - len(self.text.rstrip("\\"))
-            self.take(len(self.text) - n_backslashes % 2, sink)  # the last one escapes the next character
+            self.take(len(self.text) - n_backslashes % 2, sink)  # a last one escapes the next character
             yield
 
     def _possible_beginning(self, marks: Sequence[str]) -> int:
-        """Return the length of the longest end of the text that begins a mark."""
+        """Return how many characters at the end of the text may be the beginning of a mark."""
         lengths = range(min(max(map(len, marks), default=0), len(self.text)), 0, -1)
         return next((n for n in lengths if any(mark.startswith(self.text[-n:]) for mark in marks)), 0)

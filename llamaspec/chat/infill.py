@@ -1,10 +1,10 @@
 """The prompt for filling in the middle of a file: the text around the cursor, and other files.
 
-Each text is tokenized by itself between the model's own marks, so none of it becomes a control token. A
-prefix that is too long is cut in large steps. So the prompts of successive keystrokes begin alike, and most
-of each is found in the KV cache. tests/chat/test_infill.py.
+Each text is tokenized separately between the model's own marks, so it cannot spell a control token. A long
+prefix is cut in large steps, so that the prompts of successive keystrokes begin alike and the KV cache holds
+most of each. tests/chat/test_infill.py.
 
-References: Qwen2.5-Coder (arXiv 2409.12186), for the order of one file and of several.
+References: Qwen2.5-Coder (arXiv 2409.12186) for the order of the parts, with one file and with several.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from llamaspec.llama.vocabulary import FimTokens, LlamaVocabulary
 from llamaspec.values import TokenArray
 
 AROUND = 2048  # maximum number of tokens around the cursor
-REPOSITORY, THIS_FILE = "project", "file"  # clients name neither
+REPOSITORY, THIS_FILE = "project", "file"  # names in the prompt; clients send none
 N_MARKS = 16  # maximum number of tokens of the marks and of these names
 LONGEST = 64  # characters of a token; longer ones are very rare
 
@@ -27,7 +27,7 @@ Text = TypeVar("Text", str, TokenArray)
 
 
 class File(NamedTuple):
-    """Another file that the code may refer to."""
+    """Another file, to which the code may refer."""
 
     name: str
     text: str
@@ -39,7 +39,7 @@ def infill_prompt(vocabulary: LlamaVocabulary, prefix: str, suffix: str) -> Toke
     Raises
     ------
     PromptError
-        The model has no tokens for this.
+        The model has no tokens for filling in.
     """
     marks = _marks(vocabulary)
     return _joined(vocabulary, marks, (), *(vocabulary.tokenize_inside(text) for text in (prefix, suffix)))
@@ -48,15 +48,15 @@ def infill_prompt(vocabulary: LlamaVocabulary, prefix: str, suffix: str) -> Toke
 def fitting_infill_prompt(
     vocabulary: LlamaVocabulary, prefix: str, suffix: str, files: Sequence[File], room: int
 ) -> TokenArray:
-    """Return the prompt with other files, the most important last, in at most `room` tokens.
+    """Return a prompt of at most `room` tokens, with other files, of which the last are the most important.
 
-    Half of the room, at most AROUND, is for the text around the cursor, a quarter of that for the suffix. The
-    rest holds as many of the last files as fit completely.
+    Half of the room, at most AROUND tokens, is for the text around the cursor; a quarter of that is for the
+    suffix. The rest holds as many of the last files as fit completely.
     """
     marks = _marks(vocabulary)
     around = max(0, min(AROUND, (room - N_MARKS) // 2))
     n_after = around // 4
-    # Text that cannot fit is not tokenized.
+    # Do not tokenize text that cannot fit.
     prefix, suffix = _end(prefix, 2 * LONGEST * AROUND), suffix[: LONGEST * AROUND]
     before = _end(vocabulary.tokenize_inside(prefix), around - n_after)
     after = vocabulary.tokenize_inside(suffix)[:n_after]
@@ -77,7 +77,7 @@ def _marks(vocabulary: LlamaVocabulary) -> FimTokens:
     if vocabulary.fim is None:
         raise PromptError(
             "this model has no tokens for filling in the middle of a text; "
-            "use one that has, such as Qwen2.5-Coder"
+            "use a model that has them, such as Qwen2.5-Coder"
         )
     return vocabulary.fim
 
@@ -105,6 +105,6 @@ def _joined(
 
 
 def _end(text: Text, room: int) -> Text:
-    """Return the end of a text, which begins at the same place for many keystrokes."""
+    """Return the end of a text, cut at a place that stays the same for many keystrokes."""
     step = max(room // 4, 1)
     return text[-(-max(len(text) - room, 0) // step) * step :]

@@ -1,7 +1,7 @@
 """Messages of a conversation, and the deltas of an answer while it is generated.
 
-The parser (`chat/parse.py`) makes deltas, `chat/answer_stream.py` adds the log-probabilities and the origin
-of their tokens, and every API writes them as its own JSON. Templates get messages as in OpenAI's API.
+`chat/parse.py` makes deltas, `chat/answer_stream.py` adds the log-probabilities and the origin of their
+tokens, and each HTTP API writes them as its own JSON. Templates get messages as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class ToolCall:
     arguments: str  # JSON as the model wrote it; may be invalid
 
     def as_dict(self, *, arguments_in_text: bool = False) -> dict[str, Json]:
-        """Return the call as in OpenAI's API, but with the arguments as an object, because templates iterate.
+        """Return the call as in OpenAI's API, but with its arguments as an object, because templates iterate.
 
-        Arguments that were cut off are closed, so that their beginning is found in the KV cache. Text behind
-        the object is left out. Anything but an object becomes a string in one.
+        Arguments that were cut off are closed, so that the KV cache can serve their beginning. Text after the
+        object is left out. Anything else becomes a string in an object.
         """
         arguments: Json = self.arguments
         if not arguments_in_text:
@@ -55,7 +55,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()  # only of the assistant
     tool_call_id: str | None = None  # the call whose result this is
     reasoning: str | None = None  # before the assistant's answer
-    place: str = field(default="", compare=False)  # in the request, such as messages.3, for errors
+    place: str = field(default="", compare=False)  # in the request, for error messages: messages.3
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -70,7 +70,7 @@ class Message:
             found["tool_call_id"] = self.tool_call_id
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
-            if not (self.text and self.tool_calls):  # gpt-oss accepts only one of both beside a call
+            if not (self.text and self.tool_calls):  # with a call, gpt-oss accepts only one of the two
                 found["thinking"] = self.reasoning
         if self.tool_calls:
             found["tool_calls"] = [
@@ -80,9 +80,9 @@ class Message:
 
 
 def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> list[Message]:
-    """Return a conversation for a template without tools: its first message lists them, calls are text."""
+    """Return a conversation for a template without tools: the first message lists them, calls are text."""
     found: list[Message] = []
-    before = ""  # role
+    before = ""  # role of the previous message
     for message in messages:
         functions = [call.as_dict()["function"] for call in message.tool_calls]
         calls = [json.dumps(function, ensure_ascii=False) for function in functions]
@@ -102,11 +102,11 @@ def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -
 
 
 class TokenLogprobs(NamedTuple):
-    """How probable a token and its alternatives were."""
+    """A token, with the log-probabilities of it and of its alternatives."""
 
     token: int
     logprobs: Logprobs
-    begin: int = 0  # characters of the answer before its text
+    begin: int = 0  # characters of the answer before the token
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class ContentDelta:
     text: str
     spans: tuple[Span, ...] = field(default=(), repr=False)  # the same text, split by whether it was drafted
     logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)  # of its tokens, if requested
-    end: int = field(default=0, kw_only=True, compare=False, repr=False)  # characters fed, up to its last
+    end: int = field(default=0, kw_only=True, compare=False, repr=False)  # characters of the answer so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A tool call begins."""
+    """The beginning of a tool call."""
 
     index: int  # of the call within the answer
     id: str
@@ -137,7 +137,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """More of a call's arguments, which together are JSON if the model made no mistake."""
+    """More of a call's arguments. Together they are JSON, unless the model made a mistake."""
 
     index: int
     text: str

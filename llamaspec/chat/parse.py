@@ -1,9 +1,9 @@
 """Parses a streamed answer: text, reasoning, tool calls.
 
 Pieces of text go in, deltas come out. Readers are generators over the text that has arrived
-(`chat/incoming.py`), so it makes no difference how the text is split. An answer that does not follow the
-format of its family (`chat/families.py`) is content. Only a possible beginning of a mark or a call is held
-back. tests/chat/test_parse.py has recorded answers of each family, split everywhere.
+(`chat/incoming.py`), so it makes no difference how the text is split. Text that does not follow the format of
+the family (`chat/families.py`) is content. The parser holds back only a possible beginning of a mark or call.
+tests/chat/test_parse.py splits recorded answers of each family at every place.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _GEMMA_MARKS = ('<|"|>', "{", "}", "[", "]", ",", ":")
 class AnswerParser:
     """Parses one answer.
 
-    `tools`, in OpenAI's form, may be called; without tools, calls are ordinary text. `thinking`: the
-    prompt ends with the mark that opens reasoning (`AnswerFormat.begins_thinking`).
+    The model may call `tools`, in OpenAI's form; without tools, calls are ordinary text. `thinking` means
+    that the prompt ends with the mark that opens reasoning (`AnswerFormat.begins_thinking`).
 
     Examples
     --------
@@ -57,8 +57,8 @@ class AnswerParser:
         self._incoming = Incoming()
         self._n_calls = 0  # calls that have begun
         self._deltas: list[Delta] = []
-        self._space, self._space_end = "", 0  # at the end of the text so far
-        self._is_at_start = False  # of a text whose leading empty lines are dropped
+        self._space, self._space_end = "", 0  # whitespace at the end of the text so far, and its place
+        self._is_at_start = False  # drop empty lines before the text that follows
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Delta]:
@@ -68,9 +68,9 @@ class AnswerParser:
         return self._advance()
 
     def finish(self, *, is_cut: bool = False) -> list[Delta]:
-        """Return the rest, when no text follows.
+        """Return the last deltas; no text follows.
 
-        `is_cut`: the model would have continued; a call whose arguments have not begun is left out then.
+        `is_cut` means that the model would have continued. Then a call without arguments is left out.
         """
         self._incoming.is_complete, self._incoming.is_cut = True, is_cut
         deltas = self._advance()
@@ -84,7 +84,7 @@ class AnswerParser:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    # Readers pass on text and calls through these methods.
+    # Readers pass on text and calls by these methods.
 
     def _content(self, text: str) -> None:
         self._text(text, ContentDelta)
@@ -114,7 +114,7 @@ class AnswerParser:
         self._deltas.append(ContentDelta(text, end=end) if kind is ContentDelta else ReasoningDelta(text))
 
     def _begin_text(self) -> None:
-        """Begin another text; empty lines between the two belong to neither."""
+        """Begin another text; empty lines between two texts belong to neither."""
         self._space, self._is_at_start = "", True
 
     def _begin_call(self, name: str) -> None:
@@ -156,7 +156,7 @@ class AnswerParser:
         return end
 
     def _read_calls(self, calls: CallFormat) -> Reading[None]:
-        """Read content, and calls behind the marks at which they start."""
+        """Read content, and a call after each mark that starts one."""
         starts = calls.starts or calls.opening[:1]
         if calls.may_lack_marks:
             starts = (*starts, _FENCE)
@@ -174,7 +174,7 @@ class AnswerParser:
                 mark = yield from self._incoming.until(starts, self._content)
 
     def _read_unmarked(self, fence: str) -> Reading[None]:
-        """Read calls as plain JSON, perhaps in a fence, each once it is complete. The rest is content."""
+        """Read calls as plain JSON, perhaps in a fence; pass on complete ones. The rest is content."""
         before, begin = fence, '{"name":"'
         while (yield from self._incoming.begins_spaced(begin, *(["json" + begin] if fence else []))):
             n = self._incoming.text.index("{")
@@ -193,7 +193,7 @@ class AnswerParser:
         self._content(before)
 
     def _call_in(self, text: str) -> ToolCall | None:
-        """Return the call of a known tool that a text spells; None if it is anything else."""
+        """Return the text as a call of a known tool; None if it is anything else."""
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
@@ -208,7 +208,7 @@ class AnswerParser:
         return ToolCall("", name, json.dumps(found["arguments"], ensure_ascii=False))
 
     def _read_call(self, calls: CallFormat, mark: str) -> Reading[str]:
-        """Read a call behind a mark, else the mark as content; return the separator before another call."""
+        """Read a call after a mark, otherwise pass on the mark; return a separator before another call."""
         header = yield from self._incoming.match(re.compile(calls.header))
         if header is None and self._incoming.is_cut and mark and len(self._incoming.text) < MAX_HEADER:
             self._incoming.text = ""
@@ -224,7 +224,7 @@ class AnswerParser:
             yield from self._read_xml(self._schemas[header["name"]].get("properties"))
         else:
             yield from self._read_gemma()
-        last = yield from self._incoming.drop(calls.behind)
+        last = yield from self._incoming.drop(calls.endings)
         return calls.separator if last == calls.separator else ""
 
     def _read_xml(self, properties: Json) -> Reading[None]:
@@ -233,7 +233,7 @@ class AnswerParser:
         marks, ends = ("<parameter=", "</function>", "</tool_call>"), ("\n</parameter>", "</parameter>")
         while (mark := (yield from self._incoming.until(marks, None))) == "<parameter=":
             key, _ = yield from self._word((">",))
-            yield from self._incoming.match(re.compile(r"(?s:.)"))  # wait for a character
+            yield from self._incoming.match(re.compile(r"(?s:.)"))  # wait for one character
             self._incoming.take(int(self._incoming.text.startswith("\n")))
             self._arguments(f"{opening}{quoted(key)}: ")
             opening = ", "
@@ -247,7 +247,7 @@ class AnswerParser:
             self._arguments("{}" if opening == "{" else "}")
 
     def _read_gemma(self) -> Reading[None]:
-        """Read {key:<|"|>text<|"|>,other:1} from behind its first brace."""
+        """Read {key:<|"|>text<|"|>,other:1}, after its first brace."""
         self._arguments("{")
         depth = 1
         while depth:
@@ -282,7 +282,7 @@ class AnswerParser:
             <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
             <|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>
 
-        The recipient may also stand before the channel. Source: github.com/openai/harmony, docs/format.md.
+        The recipient may also come before the channel. Source: github.com/openai/harmony, docs/format.md.
         """
         end: str | None = "<|start|>"
         while end is not None:
@@ -303,12 +303,12 @@ class AnswerParser:
 
 
 def quoted(text: str) -> str:
-    """Return a JSON string, which is also one in Lark."""
+    """Return a text as a JSON string, which is also a Lark string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _as_json(text: str, types: Iterable[str] = ()) -> str:
-    """Return a value if it is JSON, else a string; numbers stay strings if strings are allowed."""
+    """Return a text if it is JSON, otherwise as a string; scalars stay strings if `types` allow strings."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,10 +1,10 @@
-"""The process that renders chat templates, which are programs in model files by strangers.
+"""The process that renders chat templates, which are programs by strangers in model files.
 
-Jinja's sandbox keeps a template from reaching anything; the operating system limits the time and memory of
-the process. So the worst that a template can do is to end that process. This file is both sides: imported, it
-starts the process when first needed and talks to it in lines of JSON; run as a script, it is the process, and
-imports nothing from llamaspec. The environment of a template is that of Hugging Face's transformers.
-tests/chat/test_hostile_templates.py attacks it.
+Jinja's sandbox keeps a template away from files and from the interpreter, and the operating system limits the
+time and memory of the process. So a template can at worst end that process. This file is both sides. Imported,
+it starts the process on first use and exchanges lines of JSON with it. Run as a script, it is the process, and
+imports nothing from llamaspec. Templates get the environment of Hugging Face's transformers.
+tests/chat/test_hostile_templates.py attacks the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 MEMORY_BYTES = 1 << 30  # of the process
 MAX_CHARACTERS = 1 << 24  # of a rendered text
 _LONGEST_REASON = 500
-_COMMAND = (sys.executable, "-I", "-S")  # starts faster without what the environment adds
+_COMMAND = (sys.executable, "-I", "-S")  # without site-packages it starts faster
 _NEEDED = ("jinja2", "markupsafe")
 
 
@@ -35,11 +35,11 @@ class RenderError(Exception):
 
 
 class RenderTimeError(RenderError):
-    """The process had to be ended: the template takes too much time or memory."""
+    """The process ended: the template takes too much time or memory."""
 
 
 class TemplateProcess:
-    """Compiles and renders templates in another process; from any thread, a request at a time."""
+    """Compiles and renders templates in another process. Threads may share it; their requests take turns."""
 
     def __init__(self, cpu_seconds: float = 2.0) -> None:
         self._cpu_seconds = cpu_seconds
@@ -66,7 +66,7 @@ class TemplateProcess:
             process = self._running()
             try:
                 answer = self._exchange(process, line)
-            except BaseException:  # Ctrl-C: the next request must not get the answer to this one
+            except BaseException:  # after Ctrl-C the next request must not get the answer to this one
                 self._end()
                 raise
             if not answer:
@@ -105,7 +105,7 @@ class TemplateProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C at a terminal is for this process
+                start_new_session=True,  # so that Ctrl-C at a terminal does not reach it
             )
         return self._process
 
@@ -117,7 +117,7 @@ class TemplateProcess:
             process.kill()
             process.wait()
         else:
-            process.returncode = 0  # after a fork it is the parent's
+            process.returncode = 0  # after a fork the process is the parent's
         for pipe in (process.stdin, process.stdout):
             with suppress(OSError):  # unsent data
                 assert pipe is not None
@@ -134,16 +134,16 @@ def _folder_of(module: str) -> str:
 PROCESS = TemplateProcess()
 atexit.register(PROCESS.close)
 
-# The other side, which runs in the process.
+# The process itself.
 
 
 def main(cpu_seconds: str, *paths: str) -> None:
-    """Answer each line of JSON with another, importing modules from these folders."""
+    """Answer each line of JSON on stdin with a line on stdout; `paths` are folders to import from."""
     sys.path[:0] = paths
     _limit_memory()
-    _environment()  # imports Jinja before the clock runs
+    _environment()  # importing Jinja does not count as time of a template
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, float(cpu_seconds))  # ends the process, also within C code
+        signal.setitimer(signal.ITIMER_PROF, float(cpu_seconds))  # ends the process, even inside C code
         try:
             answer = json.dumps(respond(json.loads(line)))
         except MemoryError:
@@ -157,7 +157,7 @@ def respond(request: dict[str, Any]) -> dict[str, str]:
     """Compile a template, {"source"}, or render it, {"source", "variables"}: {"text"} or {"failure"}."""
     import jinja2
 
-    # A template can raise its own refusals, Jinja's errors, and Python's in its expressions.
+    # A template raises its own refusals, Jinja's errors, and Python's errors in its expressions.
     failures = (
         jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
         SyntaxError, RecursionError, AssertionError, StopIteration, OSError,
@@ -166,7 +166,7 @@ def respond(request: dict[str, Any]) -> dict[str, str]:
         template = _compile(request["source"])
         if "variables" not in request:
             return {"text": ""}
-        # In pieces, so that an endless text stops at this limit before it exhausts the memory.
+        # Rendered in pieces, so that an endless text stops at the limit before it fills the memory.
         pieces: list[str] = []
         n_characters = 0
         helpers = {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
@@ -195,17 +195,17 @@ def _environment() -> Any:
     class Generation(Extension):
         """`{% generation %}` marks the assistant's text for training; here it has no effect."""
 
-        tags = {"generation"}  # noqa: RUF012 - as Jinja wants it
+        tags = {"generation"}  # noqa: RUF012 - Jinja requires a set
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
-            """The statements between the tags."""
+            """Return the statements between the tags."""
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json  # Jinja's own escapes for HTML
+    environment.filters["tojson"] = _to_json  # Jinja's own filter escapes for HTML
     return environment
 
 
@@ -227,7 +227,7 @@ def _line(error: Exception) -> str:
 
 
 def _limit_memory() -> None:
-    import resource  # not on every platform
+    import resource  # Windows has no such module
 
     _soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)

@@ -292,7 +292,7 @@ class Session:
         vocabulary = self._pair.target.vocabulary
         tokens: list[int] = []
         text = ""
-        for part, is_mark in self._template.answer_format.begun(content, "", rendered.text):
+        for part, is_mark in self._template.answer_format.beginning(content, "", rendered.text):
             tokens += vocabulary.tokenize_inside(part, parse_special=is_mark).tolist()
             text += part
         return _Answer(tuple(tokens), text, content)

@@ -1,8 +1,8 @@
-"""Grammars that hold a model to the schemas of its tools, in its family's own format of calls.
+"""Grammars that make a model's tool calls match the schemas of the tools, in the format of its family.
 
 The grammars are Lark in llguidance's dialect: `%json` for arguments, `<[7]>` for token 7. Unless a call is
-forced, the model may write text, and is constrained once a call begins.
-tests/chat/test_tool_grammar.py runs them in llguidance.
+forced, the model may write any text, and is constrained only once it begins a call.
+tests/chat/test_tool_grammar.py runs the grammars in llguidance.
 """
 
 from __future__ import annotations
@@ -27,12 +27,22 @@ def tool_grammar(
     is_parallel: bool = True,
     thinking: bool = False,
 ) -> str | None:
-    """Return the grammar of an answer whose calls fit the tools; None if the format of calls is unknown.
+    """Return the grammar of an answer whose calls match the tools; None if the format of calls is unknown.
 
-    The tools are in OpenAI's form, at least one. Marks are tokens if they are in `controls`, the vocabulary's
-    control tokens, else text. `is_forced`: the answer must be a call; `is_parallel`: several are allowed,
-    if the family writes several; `thinking`: the prompt ends with the mark that opens reasoning.
-    Arguments of Gemma 4 are only well-formed: its notation is not JSON, so schemas do not apply.
+    Gemma 4's arguments are well-formed but may not match the schema, because its notation is not JSON.
+
+    Parameters
+    ----------
+    tools
+        At least one, in OpenAI's form.
+    controls
+        The vocabulary's control tokens. A mark is a token if it is one of them, otherwise text.
+    is_forced
+        The answer must be a call.
+    is_parallel
+        Several calls are allowed, if the family writes several.
+    thinking
+        The prompt ends with the mark that opens reasoning.
     """
     has_channels = {"<|channel|>", "<|message|>", "<|start|>"} <= controls.keys()
     if answer_format.calls is None or (answer_format.calls is HARMONY and not has_channels):
@@ -43,12 +53,12 @@ def tool_grammar(
 def answer_grammar(
     answer_format: AnswerFormat, schema: Mapping[str, Json], controls: Mapping[str, int], *, thinking: bool
 ) -> str:
-    """Return the grammar of reasoning and an answer in JSON; parameters as in `tool_grammar`."""
+    """Return the grammar of reasoning followed by JSON of a schema; parameters as in `tool_grammar`."""
     return _Grammar(answer_format, controls, thinking).of_answer(schema)
 
 
 class _Grammar:
-    """The rules of one grammar."""
+    """Collects the rules of one grammar."""
 
     def __init__(self, answer_format: AnswerFormat, controls: Mapping[str, int], is_thinking: bool) -> None:
         self._controls = controls
@@ -76,7 +86,7 @@ class _Grammar:
         return "\n".join([f"start: {start}", *self._rules, f"answer: %json {json.dumps(schema)}"])
 
     def _mark(self, *texts: str) -> str:
-        """Return texts for a rule, with control tokens as tokens: "a" <[7]> "b"."""
+        """Return texts as a part of a rule, with control tokens as tokens: "a" <[7]> "b"."""
         spellings = sorted(filter(None, self._controls), key=len, reverse=True)
         pattern = "|".join(map(re.escape, spellings)) or r"(?!)"
         parts = [part for text in texts for part in re.split(f"({pattern})", text) if part]
@@ -85,16 +95,16 @@ class _Grammar:
         )
 
     def _around_calls(self, is_forced: bool, is_parallel: bool) -> str:
-        """Return the start rule of all families but harmony."""
+        """Return the start rule of a family without channels."""
         calls = self._format.calls
         assert calls is not None
-        many = f" ({calls.between} call)*" if is_parallel and calls.between is not None else ""
-        is_parallel = is_parallel and calls.again is not None
+        many = f" ({calls.between_calls} call)*" if is_parallel and calls.between_calls is not None else ""
+        is_parallel = is_parallel and calls.between_pairs is not None
         body = f"call{many} {self._mark(*calls.closing)}".strip()
         think = self._reasoning()
         if is_forced:
             one = f"{self._mark(*calls.opening)} {body}".strip()
-            return f"{think}{one} ({calls.again} {one})*" if is_parallel else f"{think}{one}"
+            return f"{think}{one} ({calls.between_pairs} {one})*" if is_parallel else f"{think}{one}"
         if not calls.opening:  # a call is the whole answer
             self._rules.append(r"TEXT: /[^{\s](?s:.*)/")
             return f"{think}(TEXT | {body})?"
@@ -105,7 +115,7 @@ class _Grammar:
         return f"{think}({one})* TAIL" if is_parallel else f"{think}(TAIL | {one})"
 
     def _channels(self, is_forced: bool) -> str:
-        """Return the start rule of harmony; the prompt has begun the first message."""
+        """Return the start rule of harmony; the prompt ends with <|start|>assistant."""
         channel, message = self._mark("<|channel|>"), self._mark("<|message|>")
         self._rules += [
             f"TEXT: {_ANYTHING}",
@@ -117,7 +127,7 @@ class _Grammar:
         return "analysis? preamble? call" if is_forced else "analysis? (final | preamble? call)"
 
     def _reasoning(self) -> str:
-        """Return the rule part for reasoning before the answer."""
+        """Return the part of the start rule for reasoning."""
         reasoning = self._format.reasoning
         if reasoning is None:
             return ""
@@ -127,9 +137,9 @@ class _Grammar:
         return f"{thought} " if self._is_thinking else f"({opening} {thought})? "
 
     def _up_to(self, mark: str, name: str) -> str:
-        """Return a rule part for any text up to a mark, and the mark."""
+        """Return the part of a rule for any text up to a mark, and the mark."""
         if mark in self._controls:
-            # The parser ends reasoning also at a mark that is spelled with other tokens.
+            # The parser also ends reasoning at a mark that is spelled with ordinary tokens.
             without = f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/" if name == "thought" else ""
             self._rules.append(f"{name.upper()}: {_ANYTHING}{without}")
             return f"{name.upper()} {self._mark(mark)}"
@@ -137,7 +147,7 @@ class _Grammar:
         return name
 
     def _call(self, i: int, name: str, schema: Mapping[str, Json]) -> None:
-        """Add the rule `call_i` and the rules that it needs. A name never becomes a control token."""
+        """Add the rule `call_i` and those that it needs. No part of a name becomes a control token."""
         calls = self._format.calls
         assert calls is not None
         names = {NAME: quoted(name), QUOTED_NAME: quoted(quoted(name))}
@@ -152,7 +162,7 @@ class _Grammar:
             self._rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
 
     def _parameters(self, i: int, schema: Mapping[str, Json]) -> None:
-        """Add `arguments_i`: Qwen's parameters in tags, in the schema's order; any if it names none."""
+        """Add `arguments_i`: Qwen's parameters in tags, in the order of the schema; any if it has none."""
         if "properties" not in schema:
             self._rules += [
                 f"arguments_{i}: any_{i}*",
@@ -189,5 +199,5 @@ class _Grammar:
 
 
 def _escaped(text: str) -> str:
-    """Escape a text for a regular expression."""
+    """Escape a text for a regular expression in Lark."""
     return re.escape(text).replace("/", r"\/").replace("\n", "n")

@@ -178,7 +178,7 @@ class RequestBuilder:
             raise bad_field(place or request.field, str(error)) from error
         is_thinking = self.answer_format.begins_thinking(rendered.text)
         if begun.text or begun.reasoning:
-            parts = self.answer_format.begun(begun.text, begun.reasoning or "", rendered.text)
+            parts = self.answer_format.beginning(begun.text, begun.reasoning or "", rendered.text)
             for text, is_mark in parts:
                 rendered = rendered.followed_by(text, parse_special=is_mark)
             is_thinking = not begun.text and len(parts) > 1

@@ -188,6 +188,6 @@ def test_how_an_answer_is_begun(
     answer_format: AnswerFormat, text: str, reasoning: str, prompt: bytes, expected: str
 ) -> None:
     """Marks are the family's; words are never marks."""
-    parts = answer_format.begun(text, reasoning, prompt)
+    parts = answer_format.beginning(text, reasoning, prompt)
     assert "".join(part for part, _ in parts) == expected
     assert not {part for part, is_mark in parts if is_mark} & {text, reasoning} - {""}

@@ -195,7 +195,7 @@ def test_deep_and_huge_content_is_one_line(tmp_path: Path, models: list[Path], c
     answer = invoke("chat", *naming(models), "--load", path)
     assert answer.code == 1
     (line,) = answer.complaints
-    assert "is no conversation" in line
+    assert "is not a conversation" in line
 
 
 def test_names_that_no_file_can_have() -> None:

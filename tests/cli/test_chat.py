@@ -55,7 +55,7 @@ def test_save_and_load(pair: Pair, tmp_path: Path) -> None:
 def test_files_that_hold_no_conversation(tmp_path: Path, content: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(content)
-    with pytest.raises(PromptError, match="is no conversation"):
+    with pytest.raises(PromptError, match="is not a conversation"):
         load_conversation(path)
 
 
