@@ -1,9 +1,9 @@
-"""An answer while it is generated: tokens in, deltas out, with the reasoning ended if it exceeds its budget.
+"""An answer while it is generated: pieces in, deltas out. Reasoning ends when its budget is used up.
 
-A second request ends the reasoning: its prompt is the first one, the reasoning so far, and the mark that
-closes it. Both parts look like one stream from outside. A delta of content carries the log-probabilities of
-its tokens and says which of its text was drafted. A token comes with the first content that has text of it,
-or not at all. tests/chat/test_reasoning.py, tests/chat/test_origins.py.
+To end it, a second stream continues after the prompt, the reasoning so far and the mark that closes it; from
+outside, both look like one stream. A delta of content has the log-probabilities of its tokens, and says which
+of its text was drafted. A token belongs to the first delta of content with some of its text, or to none.
+tests/chat/test_reasoning.py, tests/chat/test_origins.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ OpenStream = Callable[[TokenArray, int], TextStream]  # (prompt, maximum number 
 class AnswerStream:
     """Iterate to generate; each step returns the deltas of one token, often none.
 
-    `completion` is what has been generated, at any time. `max_tokens` limits the answer with its reasoning,
-    `reasoning_budget` the reasoning. `open_stream` uses the same seed each time, and spells the control
-    tokens of the answer's format:
+    `completion` is the completion so far, at any time. `max_tokens` limits the answer with its reasoning,
+    `reasoning_budget` only the reasoning. `open_stream` must use the same seed each time, and spell the
+    control tokens of the answer's format:
     `pair.stream(prompt, max_tokens=n, seed=seed, spelled=answer_format.spelled(...))`.
     """
 
@@ -48,9 +48,9 @@ class AnswerStream:
         self._parser, self._vocabulary, self._budget = parser, vocabulary, reasoning_budget
         self._origins = _Origins()
         self.n_thought = 0  # tokens of reasoning
-        self.is_over = False  # nothing follows what exists by now
+        self.is_over = False  # no more deltas follow
         self._notify: Callable[[], object] | None = None
-        self._before: Completion | None = None  # up to the end of the reasoning, if that was forced
+        self._before: Completion | None = None  # the reasoning, if its budget ended it
         self._stream = open_stream(prompt, max_tokens)
 
     def __iter__(self) -> Iterator[list[Delta]]:
@@ -68,7 +68,7 @@ class AnswerStream:
         self._stream.begin(notify)
 
     def ready(self) -> list[Delta]:
-        """Return the deltas that exist by now, neighbours joined; starts generating, never waits."""
+        """Return the new deltas, neighbours joined. Starts generating, and never waits."""
         found: list[Delta] = []
         while not self.is_over:
             deltas = self._end_reasoning_if_due()
@@ -81,7 +81,7 @@ class AnswerStream:
         return _joined(found)
 
     def close(self) -> None:
-        """Stop generating; from any thread, within one evaluation."""
+        """Stop generating within one evaluation; may be called from any thread."""
         self.is_over = True
         self._stream.close()
 
@@ -92,12 +92,12 @@ class AnswerStream:
 
     @property
     def rounds(self) -> Sequence[Round]:
-        """The rounds up to now."""
+        """The rounds so far."""
         return self._stream.rounds if self._before is None else (*self._before.rounds, *self._stream.rounds)
 
     @property
     def completion(self) -> Completion:
-        """The completion so far, reasoning and marks included."""
+        """The completion so far, with reasoning and marks."""
         last = self._stream.completion
         before = self._before
         if before is None:
@@ -112,7 +112,7 @@ class AnswerStream:
             rounds=rounds,
             summary=summarize(rounds, n_tokens),
             prefill_seconds=before.prefill_seconds + last.prefill_seconds,
-            # Reasoning with a budget of 0 has evaluated nothing.
+            # With a budget of 0, the first stream has evaluated nothing.
             n_cached=before.n_cached if before.rounds else min(last.n_cached, before.n_prompt_tokens),
             draft_fault=before.draft_fault or last.draft_fault,
         )
@@ -130,7 +130,7 @@ class AnswerStream:
         return self._origins.added(self._parser.feed(piece.text))
 
     def _end_reasoning_if_due(self) -> list[Delta] | None:
-        """End the reasoning if its budget is used up and an answer still fits; None if not."""
+        """Return the deltas that end the reasoning; None if its budget is not used up, or no answer fits."""
         reasoning, budget = self._parser.answer_format.reasoning, self._budget
         is_too_long = self._parser.is_thinking and budget is not None and self.n_thought >= budget
         if reasoning is None or not is_too_long:
@@ -142,7 +142,7 @@ class AnswerStream:
         return self._origins.added(self._parser.feed(reasoning.cut))
 
     def _end_thinking(self, cut: str) -> bool:
-        """Continue behind the closing mark; return False if there is no room."""
+        """Continue after the closing mark; return False if there is no room."""
         tokens = self._vocabulary.tokenize_inside(cut, parse_special=True)
         thought = self._stream.completion
         n_left = self._max_tokens - len(thought.tokens) - len(tokens)
@@ -167,7 +167,7 @@ class AnswerStream:
 
 
 class _Origins:
-    """The tokens whose text is in no delta yet, and whether that text was drafted."""
+    """The tokens whose text is in no delta yet, and the origin of that text."""
 
     def __init__(self) -> None:
         self._tokens: deque[TokenLogprobs] = deque()
@@ -189,7 +189,7 @@ class _Origins:
         return [self._content(each) if isinstance(each, ContentDelta) else each for each in deltas]
 
     def _content(self, delta: ContentDelta) -> ContentDelta:
-        """Return content with its spans and tokens; skip the marks, reasoning and calls before it."""
+        """Return content with its spans and tokens; drop those of marks, reasoning and calls before it."""
         begin = delta.end - len(delta.text)
         take_characters(self._spans, begin - self._begin)
         spans = take_characters(self._spans, len(delta.text))
@@ -197,11 +197,11 @@ class _Origins:
         return replace(delta, spans=_merged(spans), logprobs=self._tokens_of(begin, delta.end))
 
     def _tokens_of(self, begin: int, end: int) -> tuple[TokenLogprobs, ...]:
-        """Remove the tokens that begin before `end`; return those with text behind `begin`."""
+        """Remove the tokens that begin before `end`; return those with text after `begin`."""
         found: list[TokenLogprobs] = []
         while self._tokens and self._tokens[0].begin < end:
             token = self._tokens.popleft()
-            # A part of a character counts as the character.
+            # A token with a part of a character counts as having the character.
             token_end = max(self._tokens[0].begin, token.begin + 1) if self._tokens else end
             if token_end > begin:
                 found.append(token)
@@ -209,7 +209,7 @@ class _Origins:
 
 
 def _joined(deltas: Iterable[Delta]) -> list[Delta]:
-    """Join neighbours of one kind; each call begins with a `CallDelta`."""
+    """Join neighbouring deltas of one kind; each call begins with a `CallDelta`."""
     joined: list[Delta] = []
     for delta in deltas:
         last = joined[-1] if joined else None
@@ -226,7 +226,7 @@ def _joined(deltas: Iterable[Delta]) -> list[Delta]:
 
 
 def _merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Join neighbours of one kind."""
+    """Join neighbouring spans of one origin."""
     merged: list[Span] = []
     for span in spans:
         if merged and span.text and merged[-1].drafted == span.drafted:

@@ -1,9 +1,9 @@
 """The process that renders chat templates, which are programs by strangers in model files.
 
 Jinja's sandbox keeps a template away from files and from the interpreter, and the operating system limits the
-time and memory of the process. So a template can at worst end that process. This file is both sides. Imported,
-it starts the process on first use and exchanges lines of JSON with it. Run as a script, it is the process, and
-imports nothing from llamaspec. Templates get the environment of Hugging Face's transformers.
+time and memory of the process. So a template can at worst end that process. This file is both sides:
+imported, it starts the process on first use and exchanges lines of JSON with it; run as a script, it is the
+process and imports nothing from llamaspec. Templates get the environment of Hugging Face's transformers.
 tests/chat/test_hostile_templates.py attacks the process.
 """
 

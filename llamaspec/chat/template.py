@@ -1,11 +1,11 @@
-"""Chat templates, which turn a conversation into the text that a model was trained to read.
+"""Chat templates, which turn a conversation into a prompt in the form that a model was trained on.
 
-A template is a Jinja program in a model's file. It runs in a process of its own (`chat/sandbox.py`), and any
-error in it becomes one line. Only a template can write a control token, never a message: before rendering,
-any text from users, tools and clients that spells a control token, or could complete one, is replaced letter
-by letter with private-use characters, which survive trimming, slicing and splitting. All control tokens in
-the rendered text are then the template's own, and the letters are put back. A template that joins parts of a
-message itself is trusted. tests/chat/test_escaping.py attacks it.
+A template is a Jinja program in a model's file. It runs in a process of its own (`chat/sandbox.py`), and its
+errors become one line. Only a template can write a control token, never a message: before rendering, text of
+users, tools and clients that spells a control token, or could complete one, is replaced letter by letter with
+private-use characters, which survive trimming, slicing and splitting. So all control tokens in the rendered
+text are the template's own; then the letters are put back. A template that joins parts of a message itself is
+trusted. tests/chat/test_escaping.py attacks the escaping.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ RESERVED = frozenset(  # variables of a template that clients may not set
      "strftime_now"}
 )  # fmt: skip
 _PRIVATE = range(0xF0000, 0xFFFFE)  # code points that Unicode leaves unassigned
-_NAMES = ("type", "required")  # JSON schema keywords whose values templates compare
+_NAMES = ("type", "required")  # keywords of JSON schemas; templates compare their values
 
 Span = tuple[int, int]  # [start, end) in bytes
 
 
 class NoTemplateError(ModelFileError):
-    """A model's file has no chat template."""
+    """The model's file has no chat template."""
 
 
 class TemplateError(PromptError):
-    """A chat template is invalid, or refuses a conversation."""
+    """The chat template is invalid, or refuses a conversation."""
 
 
 class SystemPromptError(TemplateError):
-    """A chat template refuses the system prompt."""
+    """The chat template refuses the system prompt."""
 
 
 class ChatTemplate:
     """Renders conversations for one model; TemplateError if the source is not valid Jinja.
 
-    `bos` and `eos` are the spellings of the model's tokens for the beginning and the end of a text, "" if it
-    has none; `special` are all its control tokens, by default these two.
+    `bos` and `eos` spell the model's tokens for the beginning and the end of a text, "" if it has none.
+    `special` are all control tokens, by default these two.
     """
 
     def __init__(self, source: str, bos: str, eos: str, special: SpecialTokens | None = None) -> None:
@@ -71,8 +71,8 @@ class ChatTemplate:
             source = model.metadata(KEY)
         if source is None:
             raise NoTemplateError(
-                f"{model.path} has no chat template: it was trained to continue text, not to chat; choose "
-                f"an instruction-tuned model, or give a template"
+                f"{model.path} has no chat template, because it was trained to continue text, not to chat; "
+                f"choose an instruction-tuned model, or give a template"
             )
         vocabulary = model.vocabulary
         bos, eos = (
@@ -102,9 +102,9 @@ class ChatTemplate:
             return False
 
     def with_one_system(self, messages: Sequence[Message]) -> list[Message]:
-        """Return a conversation with one system message at its beginning, as most templates require.
+        """Return the conversation with one system message at its beginning, as most templates require.
 
-        Later ones stay where they are if the template accepts that; otherwise they join the first.
+        Later system messages stay where they are if the template accepts that; otherwise they join the first.
         """
         n = next((i for i, each in enumerate(messages) if each.role != "system"), len(messages))
         first, rest = list(messages[:n]), list(messages[n:])
@@ -125,11 +125,11 @@ class ChatTemplate:
     ) -> Rendered:
         """Render the conversation, up to where the assistant's answer begins.
 
-        Only the template can write control tokens, and with `parse_special` messages, too. Tools are in
+        Only the template can write control tokens; with `parse_special`, messages can, too. Tools are in
         OpenAI's form, {"type": "function", "function": {…}}. `template_kwargs` are more variables for the
-        template, such as {"enable_thinking": False}, and none that is RESERVED.
+        template, such as {"enable_thinking": False}; none may be RESERVED.
 
-        TemplateError if the template takes too long or refuses, as many do if user and assistant do not
+        TemplateError if the template takes too long, or refuses: many do if user and assistant do not
         alternate.
         """
         escaped = SpecialTokens(()) if parse_special else self._special
@@ -138,7 +138,7 @@ class ChatTemplate:
         try:
             return self._rendered(said, *more)
         except TemplateError as error:
-            # Some templates expect the arguments of calls as text.
+            # Some templates need the arguments of calls as text.
             in_text = [message.as_dict(arguments_in_text=True) for message in messages]
             if in_text != said and not _is_out_of_time(error):
                 with suppress(TemplateError):
@@ -152,10 +152,9 @@ class ChatTemplate:
         kwargs: Mapping[str, Json],
         escaped: SpecialTokens,
     ) -> Rendered:
-        """As `render`."""
         try:
             escaper = Escaper(escaped, texts_in([self.source, messages, tools, kwargs]))
-            # Templates are written for plain dictionaries and lists.
+            # Templates need plain dictionaries and lists.
             variables = {
                 **{key: escaper.escape_json(value) for key, value in kwargs.items()},
                 "messages": [
@@ -174,11 +173,11 @@ class ChatTemplate:
                 raise SystemPromptError(f"{refused}; leave the system prompt out") from error
             raise TemplateError(f"{refused}; give another template") from error
         if not rendered.text:
-            raise TemplateError("the prompt is empty: the chat template writes nothing; give another one")
+            raise TemplateError("the chat template writes nothing, so the prompt is empty; give another one")
         return rendered
 
     def refused_place(self, messages: Sequence[Message], error: TemplateError, **more: Any) -> str:
-        """Return the place of the message at which `render` fails; "" if it is none of them, or unknown.
+        """Return the place of the message that `render` refuses; "" if there is none, or it is unknown.
 
         `more` are the other arguments of `render`.
         """
@@ -211,7 +210,7 @@ def _is_out_of_time(error: TemplateError) -> bool:
 
 
 class SpecialTokens:
-    """The spellings of a vocabulary's control tokens; empty ones are left out."""
+    """The spellings of a vocabulary's control tokens, except empty ones."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
         self._spellings = sorted({text for text in spellings if text}, key=len, reverse=True)
@@ -222,7 +221,7 @@ class SpecialTokens:
         self._ends = {text[n:] for text in self._spellings for n in range(1, len(text))}
 
     def spans(self, text: bytes) -> list[Span]:
-        """Return where a text spells control tokens."""
+        """Return the places where a text spells control tokens."""
         return [found.span() for found in self._in_bytes.finditer(text)]
 
     def is_inside(self, text: str) -> bool:
@@ -239,7 +238,7 @@ class SpecialTokens:
 
 
 class Escaper:
-    """Replaces characters while a template is rendered, each by one that does not occur in `texts`."""
+    """Replaces characters while a template is rendered, by characters that do not occur in `texts`."""
 
     def __init__(self, special: SpecialTokens, texts: Iterable[str]) -> None:
         self._special = special
@@ -248,7 +247,7 @@ class Escaper:
         self._replacements: dict[str, str] = {}
 
     def escape(self, text: str) -> str:
-        """Return a text that cannot become a control token; the template can still trim its spaces."""
+        """Return a text of which nothing becomes a control token; the template can still trim its spaces."""
         text = self._escape_tokens(text)
         core = text.strip()
         if not core:
@@ -264,7 +263,7 @@ class Escaper:
         return text
 
     def escape_json(self, value: Json, *, is_name: bool = False) -> Json:
-        """Return JSON with all strings escaped; keys and names only if they contain a whole token."""
+        """Return JSON with its strings escaped; in keys and names, only whole tokens are escaped."""
         if isinstance(value, str):
             return self._escape_tokens(value) if is_name else self.escape(value)
         if isinstance(value, Mapping):
@@ -303,11 +302,11 @@ def texts_in(value: Json) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A rendered conversation, with the places where the template wrote control tokens."""
+    """A rendered conversation, and where the template wrote control tokens."""
 
     text: bytes  # UTF-8
     specials: tuple[Span, ...]  # ascending
-    known: SpecialTokens  # all that the tokenizer would recognise
+    known: SpecialTokens  # all tokens that the tokenizer would recognise
 
     @classmethod
     def of(cls, escaped: str, known: SpecialTokens, escaper: Escaper) -> Rendered:
@@ -322,7 +321,7 @@ class Rendered:
         return cls(bytes(text), tuple(specials), known)
 
     def followed_by(self, text: str, *, parse_special: bool) -> Rendered:
-        """Return it with more text, which may hold control tokens or not."""
+        """Append text; with `parse_special`, it may contain control tokens."""
         more, n = text.encode(), len(self.text)
         spans = self.known.spans(more) if parse_special else []
         return replace(
@@ -330,12 +329,12 @@ class Rendered:
         )
 
     def after(self, start: int) -> Rendered:
-        """Return the text from a place that is not inside a control token."""
+        """Return the rest from a place that is not inside a control token."""
         specials = tuple((a - start, b - start) for a, b in self.specials if a >= start)
         return replace(self, text=self.text[start:], specials=specials)
 
     def tokenize(self, vocabulary: LlamaVocabulary) -> TokenArray:
-        """Return the tokens, without the one that begins a text: int32 [n]."""
+        """Return the tokens, without the beginning-of-text token: int32 [n]."""
         parts = [
             vocabulary.tokenize(text, add_special=False, parse_special=is_trusted)
             for text, is_trusted in self.segments()
@@ -344,7 +343,7 @@ class Rendered:
         return np.concatenate(parts) if parts else NO_TOKENS
 
     def segments(self) -> Iterator[tuple[bytes, bool]]:
-        """Yield the text in few long parts, each with whether control tokens are recognised in it."""
+        """Yield the text in few long parts, each with whether its control tokens are the template's."""
         forged = set(self.known.spans(self.text)).difference(self.specials)
         begin = end = 0
         for start, stop in (*self.specials, (len(self.text), len(self.text))):

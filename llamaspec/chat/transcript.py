@@ -18,7 +18,7 @@ from llamaspec.values import TokenArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Segment:
-    """Text and its tokens; reused as a whole or not at all."""
+    """Text and its tokens; known text is reused in whole segments."""
 
     text: bytes
     tokens: TokenArray  # [n]
@@ -32,7 +32,7 @@ class Transcript:
         self._vocabulary = vocabulary
         self._controls = {token: text.encode() for text, token in vocabulary.controls.items()}
         self._segments: list[_Segment] = []
-        # SentencePiece vocabularies put a space before every text, even in the middle of one.
+        # SentencePiece puts a space before every text, even before the rest of one.
         first = vocabulary.tokenize(b"a", add_special=False)[:1].tolist()
         self._adds_space = any(vocabulary.piece(token).startswith(b" ") for token in first)
 
@@ -66,7 +66,7 @@ class Transcript:
         known: list[_Segment] = []
         end = n_specials = 0
         for segment in self._segments:
-            # A token without text, such as a control token, is not part of the text.
+            # A token without text cannot be found in the text.
             if not (segment.text and rendered.text.startswith(segment.text, end)):
                 break
             after = end + len(segment.text)

@@ -43,7 +43,7 @@ NO_SYSTEM = "{{ raise_exception('No system role') if messages[0].role == 'system
         ),
         ("{{ messages[7].content.x }}", [HELLO], "refuses: "),
         ("{{ 1 + 'a' }}", [HELLO], "refuses: unsupported operand"),
-        ("{{ '' }}", [HELLO], "the prompt is empty: the chat template writes nothing"),
+        ("{{ '' }}", [HELLO], "the chat template writes nothing, so the prompt is empty"),
         ("{% for %}", [HELLO], "the chat template is not valid: "),
     ],
 )
