@@ -182,6 +182,10 @@ class Constraint(Protocol):
 class SequenceLength(Protocol):
     """Chooses how many tokens are drafted for one sequence."""
 
+    @property
+    def reading(self) -> PromptReading | None:
+        """Decides when the draft model processes the prompt; None = at once."""
+
     def wants_more(self, draft: Draft) -> bool:
         """Whether to draft one more token after `draft`, from the same source."""
 
@@ -205,9 +209,8 @@ class SequenceLength(Protocol):
         """End the sequence."""
 
 
-@runtime_checkable
 class PromptReading(Protocol):
-    """A `SequenceLength` that also decides when the draft model processes the prompt."""
+    """Decides when the draft model processes the prompt of one sequence."""
 
     @property
     def n_to_read(self) -> int:

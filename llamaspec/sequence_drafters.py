@@ -16,7 +16,6 @@ from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
 from llamaspec.drafters.model import ModelDrafter, TreeDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
 from llamaspec.engine.speculate import Speculation
-from llamaspec.length.fixed import prompt_reading
 from llamaspec.length.policy import AutoLength
 from llamaspec.length.tree import TreeLength
 from llamaspec.llama.heads import PredictionHeads
@@ -95,7 +94,7 @@ class SequenceDrafters:
         has_model = bool(self.drafts) or self.heads is not None
         is_weighed = copying is Copying.WEIGHED and has_model
         if is_weighed:
-            copies = prompt_reading(config.length) is not None
+            copies = config.length.reading is not None
         else:
             copies = copying is not Copying.OFF
         if copies or len(prediction):
@@ -115,7 +114,7 @@ class SequenceDrafters:
         if self.heads is not None:
             return self._asking(self.heads, config, MTP, source=Source.MTP, longest=self.heads.longest)
         draft, length, settings = self.drafts[0], config.length, dict[str, Any]()
-        if (reading := prompt_reading(length)) is not None:
+        if (reading := length.reading) is not None:
             settings |= {"reading": reading, "n_cached": draft.n_cached}
         has_trees = isinstance(length, TreeLength) and config.rule.name == Coupled.name
         if has_trees and not (self.target.keeps_states or draft.keeps_states):  # a state has one branch

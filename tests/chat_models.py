@@ -1,13 +1,12 @@
-"""Tiny models that converse, and how tests talk with them.
+"""Tiny models with a chat template, and how tests talk with them.
 
-Their text is printable ASCII, and their files hold a chat template.
-
-Random models with all bytes mostly write what is not UTF-8; a conversation shows that as U+FFFD, and what
-a test wants to see would drown in it. The sign > is left out, so that a prompt at a terminal is certain.
+Their vocabulary is printable ASCII. With all bytes, random models mostly generate invalid UTF-8, which a
+conversation shows as U+FFFD. The vocabulary has no >, so a > on a terminal is always a prompt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ ENDING = Recipe(dtype="q8_0", vocabulary=ASCII, n_context=1 << 11, end_score=9.0
 
 
 def write_chat_model(path: Path, recipe: Recipe, template: str | None = TEMPLATE) -> Path:
-    """A Llama with a chat template."""
+    """Write a Llama with a chat template."""
     plain = write_llama(path.with_suffix(".plain"), recipe)
     return with_template(plain, path, template) if template is not None else plain.rename(path)
 
@@ -57,29 +56,23 @@ def with_template(path: Path, new: Path, template: str) -> Path:
     return new
 
 
-class Remarks(list[str]):
-    def __call__(self, remark: str) -> None:
-        self.append(remark)
-
-
 def session(
     pair: Pair,
     *,
     seed: int = 5,
     max_tokens: int = 20,
     system: str | None = None,
-    on_remark: Remarks | None = None,
+    on_remark: Callable[[str], None] = lambda remark: None,
     template: ChatTemplate | None = None,
     n_drafted: int = 3,
-    on_reasoning: Remarks | None = None,
+    on_reasoning: Callable[[str], None] | None = None,
     **others: Any,
 ) -> Session:
     pair.target.forget()
     policy = FixedLength(n_drafted)
     settings = ChatSettings(Sampling(temperature=1.0), seed, max_tokens, "coupled", policy, **others)
     template = template or ChatTemplate.of(pair.target)
-    remarks = Remarks() if on_remark is None else on_remark
-    return Session(pair, template, settings, system=system, on_remark=remarks, on_reasoning=on_reasoning)
+    return Session(pair, template, settings, system=system, on_remark=on_remark, on_reasoning=on_reasoning)
 
 
 def say(session: Session, text: str) -> str:
@@ -87,7 +80,7 @@ def say(session: Session, text: str) -> str:
 
 
 def last(session: Session) -> tuple[int, int, int]:
-    """Of the last answer: tokens of its prompt, those cached, tokens of the answer."""
+    """Return the numbers of prompt tokens, cached tokens and generated tokens of the last answer."""
     assert session.last is not None
     completion = session.last.completion
     return completion.n_prompt_tokens, completion.n_cached, len(completion.tokens)

@@ -1,4 +1,4 @@
-"""Hand-written stand-ins for the protocols: a model, length policies, drafters, a clock."""
+"""Fakes for the protocols: a model, length policies, drafters, a clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError
-from llamaspec.protocols import SequenceLength
+from llamaspec.protocols import PromptReading, SequenceLength
 from llamaspec.values import (
     NO_DRAFT,
     NO_TOKENS,
@@ -23,13 +23,14 @@ from llamaspec.values import (
     Logits,
     Round,
     TokenArray,
+    n_common,
 )
 
 Batch = Sequence[tuple[int, ForwardRequest]]
 
 
 class Clock:
-    """Stands still until somebody lets time pass."""
+    """A clock that only `passes` moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +44,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation, as the model saw it."""
+    """An evaluation of a fake model."""
 
     rows: tuple[int, ...]
     requests: tuple[ForwardRequest, ...]
@@ -57,10 +58,10 @@ class Evaluated:
 
 @dataclass
 class FakeModel:
-    """A pure function of the tokens: its logits come from a generator seeded with the path to a position.
+    """A model as a pure function: the tokens up to a position seed the generator of its logits.
 
-    It refuses what llama.cpp would not survive: requests that were not prepared, batches that are too wide,
-    two evaluations at once. Logits that are no longer valid become NaN.
+    It rejects everything that llama.cpp would not survive: requests that were not prepared, batches that are
+    too wide, two evaluations at once. Logits that are no longer valid become NaN.
     """
 
     seed: int = 0
@@ -72,13 +73,13 @@ class FakeModel:
     max_chunked_prefill: int = 0
     n_cells: int | None = None
     spread: float = 1.5
-    before: Callable[[int], None] = lambda n: None  # told the number of the evaluation; may raise, or wait
+    before: Callable[[int], None] = lambda n: None  # gets the number of the evaluation; may raise or wait
     is_full: Callable[[int, ForwardRequest], bool] = lambda row, request: False
-    seconds: float = 0.0  # that an evaluation takes
-    position_seconds: float = 0.0  # besides, for each position
+    seconds: float = 0.0  # of an evaluation
+    position_seconds: float = 0.0  # more for each position
     clock: Clock = field(default_factory=Clock)
     evaluated: list[Evaluated] = field(default_factory=list)
-    n_attempts: int = 0  # evaluations, with those that failed
+    n_attempts: int = 0  # evaluations, failed ones included
     aborted: threading.Event = field(default_factory=threading.Event)
     released: list[int] = field(default_factory=list)
     _prepared: dict[int, tuple[ForwardRequest, int, int]] = field(default_factory=dict)
@@ -89,11 +90,11 @@ class FakeModel:
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
     def can_share(self, row: int) -> bool:
-        """Rows are evaluated together."""
+        """Return True: all rows may share an evaluation."""
         return True
 
     def after(self, tokens: TokenArray) -> Logits:
-        """The logits after all of some tokens: float32 [V]."""
+        """Return the logits after the last of some tokens, float32 [V]."""
         key = tokens.tobytes()
         if key not in self._known:
             random = np.random.default_rng([self.seed, *tokens.tolist()])
@@ -102,7 +103,7 @@ class FakeModel:
         return self._known[key]
 
     def logits(self, request: ForwardRequest) -> Logits:
-        """What a request is answered with, computed from its tokens alone."""
+        """Return the logits of a request, computed from its tokens alone."""
         tokens, n = request.tokens, len(request.tokens)
         assert request.n_tokens <= self.context_size, "the context has no such position"
         tree = Draft(request.draft, (), (0.5,) * len(request.draft), parents=request.parents)
@@ -124,7 +125,7 @@ class FakeModel:
         if self.is_full(row, request):
             return ContextFullError("the context is full")
         assert request.n_tokens + n_padding <= self.context_size
-        n_cached = max((shared(tokens, request.tokens) for tokens in self._cached.values()), default=0)
+        n_cached = max((n_common(tokens, request.tokens) for tokens in self._cached.values()), default=0)
         n_cached = min(n_cached, len(request.tokens) - request.n_logits)
         n_cached += self._n_read(row, request) if n_cached == len(request.tokens) else 0
         self._cached[row] = request.tokens[:n_cached]
@@ -132,7 +133,7 @@ class FakeModel:
         return n_cached
 
     def _n_read(self, row: int, request: ForwardRequest) -> int:
-        """Draft tokens of a request that the row's last one had, too."""
+        """Return the number of draft tokens of a request that the row's last request had, too."""
         last, n = self._trees.get(row), request.n_read
         if last is None or last.parents is None or request.parents is None or len(last.draft) != n:
             return 0
@@ -150,7 +151,7 @@ class FakeModel:
     def _evaluate(self, batch: Batch, n_padding: int) -> list[Logits]:
         prepared = [self._prepared[row] for row, _ in batch]
         for (_, request), (whole, _, _) in zip(batch, prepared, strict=True):
-            is_part = not request.n_scored and shared(request.tokens, whole.tokens) == len(request.tokens)
+            is_part = not request.n_scored and n_common(request.tokens, whole.tokens) == len(request.tokens)
             assert request is whole or is_part, "not what was prepared"
         n_new = sum(request.n_tokens - n for (_, request), (_, n, _) in zip(batch, prepared, strict=True))
         assert n_new > 0
@@ -185,16 +186,10 @@ class FakeModel:
         self.aborted.set()
 
 
-def shared(a: TokenArray, b: TokenArray) -> int:
-    """Length of the common beginning."""
-    pairs = zip(a.tolist(), b.tolist(), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:
-    """Run a coroutine by answering each request at once, without a scheduler: what else it yields.
+    """Answer each request of a coroutine at once, without a scheduler; return everything else it yields.
 
-    It is told where a model fails.
+    If a model fails, the error is raised in the coroutine.
     """
     said: list[Any] = []
     try:
@@ -216,12 +211,13 @@ def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:
 
 @dataclass
 class Length:
-    """A policy for one row, and the row itself: `n_draft` tokens, and any widths."""
+    """A length policy, and its own share for one sequence: `n_draft` tokens, and any widths."""
 
     n_draft: int = 0
     widths: Callable[[int], int | None] = lambda n: n
     rounds: list[Round] = field(default_factory=list)  # observed
     n_closed: int = 0
+    reading: PromptReading | None = None
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> Length:
         return self
@@ -243,7 +239,7 @@ class Length:
 
 
 class UntilToken(Length):
-    """Drafts until a certain token was drafted: a length that depends on what the draft says."""
+    """Drafts until a certain token: a length that depends on the draft tokens."""
 
     def __init__(self, token: int | None, longest: int = 3) -> None:
         super().__init__(longest, lambda n: n + 1)
@@ -254,14 +250,14 @@ class UntilToken(Length):
 
 
 class Partly(UntilToken):
-    """Verifies as many tokens of a draft as `n` says, which is told what was drafted, and earlier rounds."""
+    """Verifies `n(draft, earlier rounds)` tokens of a draft."""
 
     def __init__(
         self, n_draft: int, n: Callable[[Draft, Sequence[Round]], int], token: int | None = None
     ) -> None:
         super().__init__(token, n_draft)
         self.widths, self.n = lambda n: n, n
-        self.made: list[Draft] = []  # what was drafted in each round
+        self.made: list[Draft] = []  # the draft of each round
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> Partly:
         return Partly(self.n_draft, self.n, self.token)
@@ -272,17 +268,17 @@ class Partly(UntilToken):
 
 
 def every_second(draft: Draft, rounds: Sequence[Round]) -> int:
-    """All or nothing, settled beforehand: nothing in the first round, in the third, and so on."""
+    """All tokens in every second round, else none: decided before drafting."""
     return len(draft) if len(rounds) % 2 else 0
 
 
 def behind_even(draft: Draft, rounds: Sequence[Round]) -> int:
-    """All or nothing, settled beforehand: nothing behind an odd number of new tokens."""
+    """All tokens after an even number of new tokens, else none: decided before drafting."""
     return 0 if sum(len(round_.tokens) for round_ in rounds) % 2 else len(draft)
 
 
 def sure(draft: Draft, rounds: Sequence[Round]) -> int:
-    """Up to the first token of which the draft is not sure: that depends on what was drawn."""
+    """The tokens before the first unsure one: depends on the tokens drawn."""
     return len([*itertools.takewhile(lambda confidence: confidence > 0.5, draft.confidences)])
 
 
@@ -295,7 +291,7 @@ def nothing(draft: Draft, rounds: Sequence[Round]) -> int:
 
 
 class CountingUp:
-    """Drafts that each token is one more than the last, without chance; as plain functions."""
+    """Drafts tokens that count up, without chance, by plain functions."""
 
     def __init__(self, vocabulary_size: int = 3) -> None:
         self.vocabulary_size = vocabulary_size
@@ -312,7 +308,7 @@ class CountingUp:
 
 
 class OverDelivers(CountingUp):
-    """Drafts `n` tokens, whatever was asked for."""
+    """Drafts `n` tokens, however many the policy asks for."""
 
     def __init__(self, n: int = 5, vocabulary_size: int = 3) -> None:
         super().__init__(vocabulary_size)
@@ -323,7 +319,7 @@ class OverDelivers(CountingUp):
 
 
 class Branching:
-    """A tree with every token as first token, each with every token behind it, to the depth asked for."""
+    """Drafts the whole tree: every token after every token, to the depth that the policy asks for."""
 
     def __init__(self, vocabulary_size: int = 3) -> None:
         self.vocabulary_size = vocabulary_size

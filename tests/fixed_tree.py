@@ -46,6 +46,10 @@ class FixedTree:
                 kept.append(i)
         return kept
 
+    @property
+    def reading(self) -> None:
+        """None: the draft model processes the prompt at once."""
+
     def wants_more(self, draft: Draft) -> bool:
         """Where no tree can grow, a chain as deep."""
         return len(draft) < len(self.widths)

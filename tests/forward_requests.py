@@ -1,8 +1,8 @@
-"""Requests to a model, as drafting, verifying and reading make them for several rows, and the right answers.
+"""Requests to a model as drafting, verification and prompt processing make them, and the right answers.
 
-`fresh` asks a second copy of the model one request at a time, with an empty KV cache. With float caches and
-no flash attention the answers agree to 1e-4, though not bit for bit: the width of a batch decides the order
-of sums. The scores have a standard deviation of 3, so a wrong cache is far outside.
+`fresh` sends one request to a second copy of the model, with an empty KV cache. With float caches and without
+flash attention, the logits agree to 1e-4, but not bit for bit: the width of a batch decides the order of
+sums. The logits have a standard deviation of 3, so a wrong cache is far outside.
 """
 
 from __future__ import annotations
@@ -18,19 +18,16 @@ from llamaspec.llama.batch import Segment
 from llamaspec.values import NO_TOKENS, TARGET, Draft, Forward, ForwardRequest, Logits, TokenArray
 
 EXACT = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
-# Largest difference of a score. Gemma's activation is a table of half precision: it amplifies the last bit.
+# Largest difference of a logit. Gemma's activation is a table of half precision, which amplifies the last
+# bit.
 TOLERANCE = {"llama": 1e-4, "gemma3": 2e-2, "mamba": 1e-4, "jamba": 1e-4, "lfm2": 1e-4}
 MEMORIES = ("llama", "gemma3", "mamba", "jamba", "lfm2")
 
-Batch = list[tuple[int, ForwardRequest]]  # rows and what they want evaluated
-
-
-def tokens(*ids: int) -> TokenArray:
-    return np.array(ids, dtype=np.int32)
+Batch = list[tuple[int, ForwardRequest]]  # rows and their requests
 
 
 def text(n: int, seed: int = 0) -> TokenArray:
-    """Random tokens; the same seed begins alike at every length."""
+    """Return random tokens; a seed gives the same beginning at every length."""
     return np.random.default_rng(seed).integers(2, 288, 4096).astype(np.int32)[:n]
 
 
@@ -39,13 +36,13 @@ def request(n: int, seed: int = 0, n_logits: int = 1, draft: TokenArray = NO_TOK
 
 
 def scores(wanted: ForwardRequest) -> Generator[ForwardRequest, Forward, Logits]:
-    """A measurement: the logits of one request, as a copy that stays valid."""
+    """A measurement that returns a copy of one request's logits."""
     forward = yield wanted
     return forward.logits.copy()
 
 
 def fresh(model: LlamaModel, wanted: ForwardRequest) -> Logits:
-    """The answer of a model that has cached nothing."""
+    """Return the logits of a model with an empty KV cache."""
     model.forget()
     return model.forward(wanted).copy()
 
@@ -57,10 +54,10 @@ def assert_same(answer: Logits, expected: Logits, tolerance: float = TOLERANCE["
 
 
 def evaluate(model: LlamaModel, batch: Batch, n_padding: int = 0) -> dict[int, Logits]:
-    """Evaluate requests as the scheduler does; copies, without the rows that have no room.
+    """Evaluate requests as the scheduler does; return copies of the logits of all rows that have room.
 
-    Everybody is prepared; prompts longer than a batch are read in parts, one row at a time; the rest
-    together, where it fits one evaluation.
+    All requests are prepared. A prompt longer than a chunk is processed in chunks, one row at a time. All
+    other requests share an evaluation if they fit.
     """
     answers: dict[int, Logits] = {}
     while batch:
@@ -104,7 +101,7 @@ def evaluate(model: LlamaModel, batch: Batch, n_padding: int = 0) -> dict[int, L
 
 
 def full(model: LlamaModel, batch: Batch) -> list[int]:
-    """The rows of a batch that have no room."""
+    """Return the rows of a batch that have no room."""
     prepared = model.prepare([(row, wanted, 0) for row, wanted in batch])
     return [
         row
@@ -115,7 +112,7 @@ def full(model: LlamaModel, batch: Batch) -> list[int]:
 
 @dataclass
 class RandomRows:
-    """Batches as several texts make them: they grow, verify drafts, are cut, begin alike, end, and come back.
+    """Random batches of several sequences, which grow, verify drafts, are cut, share prefixes, and end.
 
     Parameters
     ----------
@@ -123,22 +120,22 @@ class RandomRows:
     longest : int
         Tokens after which a row ends.
     n_sequences : int
-        At most at once.
+        Most rows at once.
     """
 
     rng: np.random.Generator
     longest: int = 60
     n_sequences: int = 4
     texts: dict[int, TokenArray] = field(default_factory=dict)
-    ended: list[TokenArray] = field(default_factory=list)  # texts whose prefixes may be cached
+    ended: list[TokenArray] = field(default_factory=list)  # whose prefixes may be cached
     n_started: int = 0
 
     def some(self, n: int) -> TokenArray:
-        # Few distinct tokens: texts that are not related share beginnings too.
+        # With few distinct tokens, unrelated sequences share beginnings, too.
         return self.rng.integers(2, 6 if self.rng.random() < 0.5 else 288, n).astype(np.int32)
 
     def leaving(self) -> list[int]:
-        """The rows that end before the next batch."""
+        """End some rows before the next batch, and return them."""
         leaving = [
             row for row, held in self.texts.items() if len(held) > self.longest or self.rng.random() < 0.05
         ]
@@ -147,7 +144,7 @@ class RandomRows:
         return leaving
 
     def batch(self) -> Batch:
-        """What the rows of one step want; distinct rows, in any order."""
+        """Return the requests of one step: distinct rows, in any order."""
         while not self.texts or (len(self.texts) < self.n_sequences and self.rng.random() < 0.3):
             self.texts[self.n_started] = self.beginning()
             self.n_started += 1
@@ -155,7 +152,7 @@ class RandomRows:
         return [(int(row), self.wanted(int(row))) for row in rows[: self.rng.integers(1, len(rows) + 1)]]
 
     def beginning(self) -> TokenArray:
-        """A prompt: often the beginning of another text, longer than what is worth taking over."""
+        """Return a prompt, often with the beginning of another sequence."""
         known = [*self.texts.values(), *self.ended]
         if not known or self.rng.random() < 0.4:
             return self.some(int(self.rng.integers(1, self.longest * 2 // 3)))
@@ -164,7 +161,7 @@ class RandomRows:
         return np.concatenate([shared, self.some(int(self.rng.integers(1, 10)))])
 
     def wanted(self, row: int) -> ForwardRequest:
-        """Reading, one token, several, or a draft, behind a text that has grown or was cut."""
+        """Return a request for a row that has grown or was cut: no logits, one or several, or a draft."""
         kind = self.rng.choice(["grow", "cut", "both", "same", "new"], p=[0.4, 0.1, 0.35, 0.1, 0.05])
         held = self.texts[row]
         if kind in ("cut", "both"):
@@ -177,17 +174,17 @@ class RandomRows:
         n_logits = min(len(held), int(self.rng.choice([0, 1, 1, 1, 2, 5])))
         n_draft = int(self.rng.choice([0, 0, 1, 3, 5])) if n_logits else 0
         draft = self.some(n_draft)
-        if n_draft and self.rng.random() < 0.5:  # the text goes on with some of it
+        if n_draft and self.rng.random() < 0.5:  # a part of the draft is accepted
             self.texts[row] = np.concatenate([held, draft[: self.rng.integers(0, n_draft + 1)]])
         return ForwardRequest(TARGET, held, n_logits, draft)
 
 
 @dataclass
 class Rounds:
-    """What one row is asked while text is generated: draft steps or verifications, and rarer things."""
+    """The requests of one row during generation: draft steps or verifications, and rarer requests."""
 
     rng: np.random.Generator
-    verifies: bool  # the target's requests; else the draft's
+    verifies: bool  # requests of the target; False: of the draft
     longest: int = 300
 
     def __post_init__(self) -> None:
@@ -197,11 +194,11 @@ class Rounds:
         return self.rng.integers(2, 288, n).astype(np.int32)
 
     def requests(self) -> list[ForwardRequest]:
-        """Of one round, and of what sometimes happens between two."""
+        """Return the requests of one round; sometimes the text is cut or replaced before it."""
         if self.rng.random() < 0.1:
-            self.text = self.text[: int(self.rng.integers(1, len(self.text) + 1))]  # far back
+            self.text = self.text[: int(self.rng.integers(1, len(self.text) + 1))]  # cut anywhere
         elif self.rng.random() < 0.05 or len(self.text) > self.longest:
-            self.text = self.some(int(self.rng.integers(1, 40)))  # something else
+            self.text = self.some(int(self.rng.integers(1, 40)))  # another text
         draft = self.some(int(self.rng.integers(0, 13)))
         n_accepted = int(self.rng.integers(0, len(draft) + 1))
         before, path = self.text, np.concatenate([self.text, draft])
@@ -213,7 +210,7 @@ class Rounds:
 
 @dataclass
 class Count:
-    """Positions that llama.cpp was given to evaluate."""
+    """The positions that llama.cpp had to evaluate."""
 
     segments: list[Segment] = field(default_factory=list)
 
@@ -222,7 +219,7 @@ class Count:
         return sum(len(segment.tokens) for segment in self.segments)
 
     def taken(self) -> int:
-        """The number since the last look."""
+        """Return the number since the last call."""
         n = self.n
         self.segments.clear()
         return n
@@ -230,12 +227,12 @@ class Count:
 
 @dataclass
 class RandomTrees(RandomRows):
-    """Batches with trees of draft tokens: new ones, grown ones, and texts that go on along a path."""
+    """Random batches with trees of draft tokens: new trees, grown trees, and accepted paths."""
 
     latest: dict[int, ForwardRequest] = field(default_factory=dict)
 
     def wanted(self, row: int) -> ForwardRequest:
-        """As before, or with a tree."""
+        """Return a request, often with a tree."""
         last = self.latest.pop(row, None)
         kind = self.rng.choice(["grow", "follow", "else"], p=[0.3, 0.5, 0.2])
         if last is None or kind == "else" or (kind == "grow" and len(last.draft) > 6):
@@ -259,7 +256,7 @@ class RandomTrees(RandomRows):
     def with_tree(
         self, held: TokenArray, n_logits: int, draft: TokenArray, parents: TokenArray
     ) -> ForwardRequest:
-        """A tree that begins with some tokens."""
+        """Return a request whose tree begins with some draft tokens."""
         n_read, n_more = len(draft), int(self.rng.integers(1, 6))
         more = [self.rng.integers(-1, n_read + i) for i in range(n_more)]
         parents = np.array([*parents, *more], dtype=np.int32)
@@ -268,7 +265,7 @@ class RandomTrees(RandomRows):
 
 
 def paths(wanted: ForwardRequest) -> list[TokenArray]:
-    """What stands before each row of a request's logits."""
+    """Return the tokens before each row of a request's logits."""
     n, tree = len(wanted.tokens), Draft(wanted.draft, (), (0.5,) * len(wanted.draft), parents=wanted.parents)
     before = [wanted.tokens[: n - wanted.n_logits + 1 + i] for i in range(wanted.n_logits)]
     behind = [np.concatenate([wanted.tokens, tree.tokens[tree.path(i)]]) for i in range(len(tree))]

@@ -1,14 +1,14 @@
-"""The documentation: its commands and programs run, its links lead somewhere, its table of curves is right.
+"""The documentation: its commands and programs run, its links work, its table of curves is right.
 
-Blocks marked `sh` hold commands, blocks marked `python` one program a page. They run in a folder where the
-files that pages name stand for the embedded pair and for small texts. What needs more is only parsed.
+Blocks marked `sh` contain commands; the blocks marked `python` of a page are one program. They run in a
+folder where the names of files on the pages are links to the embedded pair, or small texts. A command that
+needs more is only parsed.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ from llamaspec.cli.main import main
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.reasons import best_length, break_even, round_seconds
 from patience import PATIENCE
+from rpc_workers import free_port
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -38,7 +39,7 @@ TARGETS = ("big.gguf", "big-instruct.gguf", "coder-1.5b-F16.gguf", "qwen3.5-27b.
 DRAFTS = ("small.gguf", "middle.gguf", "other-family.gguf", "small-instruct.gguf", "coder-0.5b-Q4_0.gguf")
 TEXTS = ("prompt.txt", "task.txt", "code.py", "notes.md", "main.py", "corpus.txt")
 SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
-ONLY_PARSED = {  # part of a command: what it needs
+ONLY_PARSED = {  # part of a command: why it is not run
     "--rpc": "other machines",
     "worker": "other machines",
     "--pair": "the hub",
@@ -55,7 +56,7 @@ OTHER_PROGRAMS = {
     *("aider", "claude", "cmake", "docker", "eval", "export", "git", "make", "mini", "pip", "pipx", "python"),
     *("uv", "CMAKE_ARGS", "_LLAMASPEC_COMPLETE"),
 }  # fmt: skip
-SHORTER = {  # what ends soon in a test
+SHORTER = {  # options that make a command end soon
     "generate": "-n 24",
     "compare": "-n 8 -r 1",
     "audit": "-n 8",
@@ -82,7 +83,7 @@ def commands(page: Path) -> list[str]:
 
 
 class Reader:
-    """A person who types what a page says, in a folder with the files that it names."""
+    """Runs the commands and the program of a page in a folder with the files that it names."""
 
     def __init__(self, folder: Path, demo_files: tuple[Path, Path]) -> None:
         self.folder = folder
@@ -103,20 +104,18 @@ class Reader:
             "LLAMASPEC_CACHE": str(folder / "cache"),
             "NO_PROXY": "127.0.0.1",
         })  # fmt: skip
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = str(free.getsockname()[1])
+        self.port = str(free_port())
         self.servers = ExitStack()
 
     def read(self, page: Path) -> None:
-        """Do what the page says; the server that it starts stays until the next one, or the end."""
+        """Run everything on a page; a server runs until the next one starts, or the page ends."""
         with self.servers:
             for line in commands(page):
                 self.type(line)
             self.run("python", "\n".join(blocks(page, "python")), sys.executable, "-c")
 
     def type(self, line: str) -> None:
-        """One command."""
+        """Run or parse one command."""
         words = shlex.split(line, comments=True)
         if not words:
             return
@@ -209,7 +208,7 @@ def test_the_readme_shows_what_the_list_of_models_says() -> None:
 
 
 def slug(heading: str) -> str:
-    """The anchor that GitHub gives a heading."""
+    """Return GitHub's anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 

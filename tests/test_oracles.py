@@ -457,8 +457,8 @@ FAILING: dict[str, Callable[[ModelStore], tuple[Path, Path | list[Path] | str]]]
 }
 
 
-class ReadsBeside(Length):
-    """Lets a draft read the prompt in chunks, beside rounds."""
+class InChunks:
+    """Lets a draft model process the prompt in chunks, beside rounds."""
 
     n_to_read, unused = 64, None
 
@@ -472,7 +472,7 @@ class ReadsBeside(Length):
 
 
 @pytest.mark.parametrize(
-    "policy", [lambda: FixedLength(3), lambda: FixedTree((2, 2)), lambda: ReadsBeside(3)]
+    "policy", [lambda: FixedLength(3), lambda: FixedTree((2, 2)), lambda: Length(3, reading=InChunks())]
 )
 @pytest.mark.parametrize("kind", FAILING)
 def test_a_draft_that_fails_ends_no_text(

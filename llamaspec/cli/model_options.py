@@ -16,8 +16,7 @@ from llamaspec.cli.grouped import Decorator, option_group
 from llamaspec.cli.options import Drafting, make_policy
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import RemoteFile
-from llamaspec.length.acceptance import LearnedPrior
-from llamaspec.length.policy import AutoLength
+from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact

@@ -113,7 +113,7 @@ def make_draft(
             return Made(found, measured, path, None)
     except OSError as error:
         raise LlamaspecError(
-            f"cannot write into {folder}: {error.strerror or error}; name another place with --output"
+            f"cannot write into {folder}: {error.strerror or error}; name another file with --output"
         ) from error
 
 

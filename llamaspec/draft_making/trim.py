@@ -1,8 +1,8 @@
-"""Copies a draft with fewer tokens, by dropping rows of its embedding and output matrices.
+"""Makes a draft model smaller by dropping tokens: rows of its embedding and output matrices.
 
-The output matrix is a large part of the memory that a small draft reads per token. The remaining rows are
-copied byte for byte, so their logits do not change; the draft samples from the tokens common to both
-vocabularies (`drafters/common_vocabulary.py`). Like FR-Spec, Zhao et al., arXiv 2502.14856.
+A small draft model spends much of its time on the output matrix. The remaining rows are copied byte for byte,
+so their logits do not change; the draft model samples from the tokens that both vocabularies have
+(`drafters/common_vocabulary.py`). Like FR-Spec, Zhao et al., arXiv 2502.14856.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from llamaspec.values import TokenArray
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-KEEP = 32768  # tokens, by default
-MODELS = ("gpt2", "gemma4", "llama")  # tokenizers of merges, and of pieces with byte fallback
+KEEP = 32768  # default number of tokens
+MODELS = ("gpt2", "gemma4", "llama")  # supported tokenizers: BPE, and SentencePiece with byte fallback
 _NORMAL, _UNUSED, _BYTE = 1, 5, 6  # llama.cpp's types of tokens; the others are special
 _RESERVED = re.compile(r"<unused\d+>")  # Gemma has 6,242 that occur in no text
-_LETTERS = 0x144  # byte-level vocabularies write a byte as a letter below this
+_LETTERS = 0x144  # byte-level vocabularies write each byte as a character below this
 _ROWS = re.compile(
     r"(per_layer_)?token_embd\.weight|output\.(weight|bias)"
     r"|blk\.\d+\.nextn\.(embed_tokens|shared_head_head)\.weight"
 )
 _TOKENIZER = "tokenizer.ggml."
-_LISTS = ("tokens", "token_type", "scores")  # of V entries
+_LISTS = ("tokens", "token_type", "scores")  # metadata with an entry for each token
 _LEFT_OUT = ("tokenizer.huggingface.json", "tokenizer.ggml.added_tokens")
-_CHUNK = 1 << 20  # bytes of text tokenized at once
+_CHUNK = 1 << 20  # bytes of text to tokenize at once
 
-Counts = npt.NDArray[np.int64]  # [V] how often each token occurs in the text
+Counts = npt.NDArray[np.int64]  # [V] occurrences of each token in the text
 
 
 @dataclass(frozen=True, slots=True)
 class Trimmed:
-    """Sizes of the copy and the original."""
+    """Sizes of the copy and of the original."""
 
-    n_tokens: int  # kept
+    n_tokens: int
     n_tokens_before: int
     n_bytes: int
     n_bytes_before: int
-    of_text: float  # share of the text's tokens that were kept
+    of_text: float  # share of the text that consists of kept tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A vocabulary as a GGUF file holds it."""
+    """A vocabulary as a GGUF file stores it."""
 
     tokens: Sequence[str]  # [V]
     types: Sequence[int]  # [V]
     merges: Sequence[str]
-    named: Sequence[int]  # bos, eos and other tokens named in the metadata
+    named: Sequence[int]  # tokens that the metadata names, such as bos and eos
 
     def kept(self, n: int, counts: Counts) -> TokenArray:
-        """Return the tokens to keep, ascending: special ones and single bytes, then the most frequent.
+        """Return the tokens to keep, ascending: special tokens and single bytes, then the most frequent ones.
 
-        Of equally frequent tokens the lowest ids come first, because BPE learnt them first. The parts that a
-        token is merged from are kept with it, so that texts can still be tokenized. LlamaspecError if `n` is
-        too small, or no fewer than there are.
+        Of equally frequent tokens, the lowest ids come first, because BPE learnt them first. A token is kept
+        with the parts that it is merged from, so that any text can still be tokenized. LlamaspecError if `n`
+        is too small, or not less than the number of used tokens.
         """
         always = {token for token in range(len(self.tokens)) if self._is_needed(token)}
         useful = always.union(filter(self._is_useful, range(len(self.tokens))))
@@ -84,7 +84,7 @@ class Tokenizer:
             )
         ids = {text: token for token, text in enumerate(self.tokens)}
         parts: dict[int, list[int]] = {}
-        for merge in reversed(self.merges):  # of several that make a token, the first counts
+        for merge in reversed(self.merges):  # if several make the same token, the first one counts
             left, right = _parts(merge)
             if {left, right, left + right} <= ids.keys():
                 parts[ids[left + right]] = [ids[left], ids[right]]
@@ -101,7 +101,7 @@ class Tokenizer:
         return np.array(sorted(kept), dtype=np.int32)
 
     def merges_of(self, kept: TokenArray) -> list[str]:
-        """Return the merges whose parts and result are kept; llama.cpp needs at least one."""
+        """Return the merges of kept tokens into a kept token; at least one, because llama.cpp needs it."""
         known = {self.tokens[token] for token in kept.tolist()}
         found = [merge for merge in self.merges if known.issuperset((*_parts(merge), "".join(_parts(merge))))]
         return found or list(self.merges[:1])
@@ -123,24 +123,24 @@ def trim_draft(
     file_type: str = COPY,
     target: Path | None = None,
 ) -> Trimmed:
-    """Write a copy of a draft with fewer tokens; it has its name only once it is complete.
+    """Write a copy of a draft model with fewer tokens; `output` appears when it is complete.
 
-    The most frequent tokens of the UTF-8 texts are kept; without texts, those of a short sample and the
-    lowest ids. `--draft auto` finds the copy for `target` by its metadata. LlamaspecError if the draft is
-    damaged or cannot be trimmed, or the copy cannot be written.
+    Keeps the most frequent tokens of the UTF-8 `texts`; without texts, those of a short sample and the lowest
+    ids. With `target`, `--draft auto` finds the copy for this target. LlamaspecError if the draft model is
+    damaged or cannot be trimmed, or if the copy cannot be written.
     """
     check_gguf(source)
     if read_gguf(source).number("split.count") > 1:
-        raise ModelFileError(f"{source} is one of several parts; join them with llama-gguf-split --merge")
+        raise ModelFileError(f"{source} is split into parts; join them with llama-gguf-split --merge")
     counts = _count(source, texts or (SAMPLE.encode(),))
-    import gguf  # a third of a second, only when needed
+    import gguf  # takes a third of a second
 
     try:
         reader = gguf.GGUFReader(source)
         tokenizer = _tokenizer(reader)
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ModelFileError(
-            f"{source} cannot be trimmed: {error}; download it again or name another draft"
+            f"{source} cannot be trimmed: {error}; download it again, or name another draft"
         ) from error
     kept = tokenizer.kept(keep, counts)
     entries = dict(_trimmed(reader, tokenizer, kept))
@@ -159,12 +159,13 @@ def trim_draft(
         sizes = output.stat().st_size, source.stat().st_size
     except OSError as error:
         raise LlamaspecError(
-            f"cannot write into {output.parent}: {error.strerror or error}; name another place with --output"
+            f"cannot write into {output.parent}: {error.strerror or error}; name another file with --output"
         ) from error
     return Trimmed(len(kept), len(counts), *sizes, float(counts[kept].sum() / max(1, counts.sum())))
 
 
 def _count(source: Path, texts: Sequence[bytes]) -> Counts:
+    """Count the tokens of texts in a model's vocabulary."""
     weights = Weights(source, ModelOptions(gpu_layers=0, repack=False))  # only mapped
     try:
         counts = np.zeros(weights.vocabulary.size, dtype=np.int64)
@@ -173,7 +174,7 @@ def _count(source: Path, texts: Sequence[bytes]) -> Counts:
             counts += np.bincount(tokens, minlength=len(counts))
         return counts
     except PromptError as error:
-        raise PromptError(f"a text cannot be counted: {error}") from error
+        raise PromptError(f"cannot tokenize a text of --text: {error}") from error
     finally:
         weights.close()
 
@@ -186,13 +187,13 @@ def _chunks(texts: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def _parts(merge: str) -> tuple[str, str]:
-    """Split a merge into its parts; the first may begin with a space."""
+    """Split a merge into its two parts; the first may begin with a space."""
     at = merge.find(" ", 1)
     return merge[:at], merge[at + 1 :]
 
 
 def _tokenizer(reader: GGUFReader) -> Tokenizer:
-    """Read the vocabulary; ValueError for an unsupported tokenizer or matrices of other sizes."""
+    """Read the vocabulary; ValueError if the tokenizer is unsupported or sizes do not match."""
     found = {name: field.contents() for name, field in reader.fields.items() if name.startswith(_TOKENIZER)}
     model, tokens = found.get("tokenizer.ggml.model"), found.get("tokenizer.ggml.tokens", [])
     if model not in MODELS:
@@ -200,13 +201,13 @@ def _tokenizer(reader: GGUFReader) -> Tokenizer:
     types = found.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     rows = [tensor.data.shape[0] for tensor in reader.tensors if _ROWS.fullmatch(tensor.name)]
     if not rows or {len(types), *rows} != {len(tokens)}:
-        raise ValueError(f"it has {len(tokens)} tokens, {len(types)} types and matrices of {rows} rows")
+        raise ValueError(f"it has {len(tokens)} tokens, {len(types)} types, and matrices of {rows} rows")
     named = [value for name, value in found.items() if name.endswith("_token_id")]
     return Tokenizer(tokens, types, found.get("tokenizer.ggml.merges", []), named)
 
 
 def _trimmed(reader: GGUFReader, tokenizer: Tokenizer, kept: TokenArray) -> Iterator[tuple[str, Any]]:
-    """Yield the metadata that changes; None = removed."""
+    """Yield the metadata to change, with new values; None = removed."""
     places = {token: i for i, token in enumerate(kept.tolist())}
     for name, entry in reader.fields.items():
         key = name.removeprefix(_TOKENIZER)

@@ -16,7 +16,6 @@ from llamaspec.engine.sequence import Generating
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.text import Detokenizer, Piece
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError
-from llamaspec.length.fixed import prompt_reading
 from llamaspec.protocols import Drafter
 from llamaspec.values import TARGET, Forward, ForwardRequest, Round, TokenArray
 
@@ -67,7 +66,7 @@ def generate(config: Speculation, text: Detokenizer) -> Generating[TextEvent]:
 def _prefill(config: Speculation) -> Generating[TextEvent]:
     """Process the prompt except its last token, with which decoding begins."""
     prompt, n_to_read = config.prompt, len(config.prompt) - 1
-    n_cached, seconds, reading = 0, 0.0, prompt_reading(config.length)
+    n_cached, seconds, reading = 0, 0.0, config.length.reading
     for begin in range(0, n_to_read, PREFILL_PART):
         end = min(begin + PREFILL_PART, n_to_read)
         forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)

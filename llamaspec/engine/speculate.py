@@ -17,11 +17,10 @@ import numpy as np
 
 from llamaspec.drafters.fallback import NoDrafter, drafting
 from llamaspec.errors import PromptError
-from llamaspec.length.fixed import FixedLength, SequenceAtMost, prompt_reading
+from llamaspec.length.fixed import FixedLength, SequenceAtMost
 from llamaspec.protocols import (
     Closing,
     Drafter,
-    PromptReading,
     RandomStreams,
     Rule,
     SequenceConstraint,
@@ -90,17 +89,14 @@ def speculate(config: Speculation) -> Speculating:
         To be sent the same round with its seconds. Each adds at least one token.
     """
     tokens, sampler = config.prompt, Sampler(config.sampling, len(config.prompt), config.constraint)
-    costs = prompt_reading(config.length)
     while len(tokens) < config.limit:
-        round_ = yield from _next_round(tokens, config, sampler, costs)
+        round_ = yield from _next_round(tokens, config, sampler)
         tokens = np.concatenate((tokens, round_.tokens))
 
 
-def _next_round(
-    tokens: TokenArray, config: Speculation, sampler: Sampler, costs: PromptReading | None
-) -> NextRound:
+def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> NextRound:
     """One round behind `tokens`."""
-    length, rule = config.length, config.rule
+    length, rule, reading = config.length, config.rule, config.length.reading
 
     # Draft as many tokens as the policy wants, and verify those that are worth their time.
     n_most = config.limit - len(tokens) - 1  # the target adds a token of its own
@@ -121,7 +117,7 @@ def _next_round(
     round_: Round = yield replace(
         round_of(made, draft, forward, verification, rule, p),
         logprobs=() if n_top is None else round_logprobs(forward.logits, draft, verification, n_top),
-        plain_seconds=None if costs is None else costs.plain_seconds(forward.evaluation.n_sequences),
+        plain_seconds=None if reading is None else reading.plain_seconds(forward.evaluation.n_sequences),
     )
     length.observe(round_)
     return round_

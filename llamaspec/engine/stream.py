@@ -17,7 +17,6 @@ from llamaspec.engine.sequence import RunningSequence
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.text import Detokenizer, Piece
 from llamaspec.engine.thread import ComputeThread
-from llamaspec.length.fixed import prompt_reading
 from llamaspec.sampling.constraint import TimedConstraint
 from llamaspec.values import Round
 
@@ -145,7 +144,7 @@ class TextStream:
     def completion(self) -> Completion:
         """The completion so far: what was handed out."""
         tokens, speculation = tuple(self._tokens), self._speculation
-        constraint, reading = speculation.constraint, prompt_reading(speculation.length)
+        constraint, reading = speculation.constraint, speculation.length.reading
         return Completion(
             text="".join(self._shown),
             tokens=tokens[:-1] if tokens and self._text.is_end(tokens[-1]) else tokens,

@@ -1,7 +1,7 @@
 """Seconds of a target evaluation by width, and of a draft step.
 
 A width is the number of positions of one evaluation, over all sequences. Each width that was timed has a
-running average of the logarithm of its seconds; widths between them are interpolated. All averages share a
+moving average of the logarithm of its seconds; widths between them are interpolated. All averages share a
 scale, because a machine gets slower and faster as a whole. Knows no model and no clock.
 """
 
@@ -18,35 +18,38 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 WIDEST = 1 << 16  # positions
-SHORTEST, LONGEST = 1e-12, 1e6  # seconds: what lies beyond was not measured
-DENSE = 16  # each width up to this is known by itself, then the powers of two
-PLAIN_SECONDS, STEP, POSITION = 0.03, 0.12, 0.2  # guesses: width 1; next to it a draft step, a position more
+SHORTEST, LONGEST = 1e-12, 1e6  # seconds: other times cannot have been measured
+DENSE = 16  # up to this, each width has its own average; beyond, each power of two
+PLAIN_SECONDS, STEP, POSITION = (
+    0.03,
+    0.12,
+    0.2,
+)  # guesses: width 1; a draft step and a position, next to it
+TIMED = 2  # timings of plain decoding before anything is drafted
 PROBED, MOST = 2, 15  # timings that a prior counts as; that an average remembers
-CALIBRATED, TIMINGS = (2, 4, 8, 16), 2  # widths that plain rounds are padded to, so often each, to be timed
-AGAIN = 4.0  # a second timing, in case the first was held up, waits for so many times its cost in credit
-TRUSTED = 5  # timings before a width is padded to another
+CALIBRATED = (2, 4, 8, 16)  # widths that are timed by padding plain rounds
 TOGETHER = 0.1  # share of a surprise that moves all widths
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
-PAD = 0.96  # padding must save this much
-LAG = 2  # tokens that a draft usually has to process before its next step
-READING = 0.1  # guess: a prompt token of the draft, in draft steps
-PROMPT = 64  # positions from which on a prompt chunk shows what its width costs
+PAD = 0.96  # an evaluation is padded if it then takes less than this share of the time
+LAG = 2  # tokens that a draft model usually has to process before its next step
+READING = 0.1  # guess: a prompt token of the draft model, in draft steps
+PROMPT = 64  # minimum positions of a prompt chunk whose time is used for its width
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """What evaluations of one pair cost on one machine, as a probe or earlier runs have measured it.
+    """Costs of one pair on one machine, as a probe or earlier runs have measured them.
 
     Raises
     ------
     ValueError
-        Widths do not ascend from 1 to at most `WIDEST`, or a time cannot have been measured.
+        The widths do not ascend from 1 to at most `WIDEST`, or a time cannot have been measured.
     """
 
     widths: tuple[int, ...]  # positions in one evaluation of the target, ascending, the first is 1
     verify_seconds: tuple[float, ...]  # one for each width
-    draft_step_seconds: float  # one draft token; 0 if they cost nothing
-    draft_reading_seconds: float = 0.0  # a prompt token of the draft; 0 if unknown
+    draft_step_seconds: float  # one draft token; 0 if draft tokens cost nothing
+    draft_reading_seconds: float = 0.0  # one prompt token of the draft model; 0 if unknown
 
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.verify_seconds) or self.widths[:1] != (1,):
@@ -64,20 +67,20 @@ class CostCurve:
 
 @dataclass(slots=True)
 class Average:
-    """Running average of the logarithm of seconds, relative to the common scale."""
+    """Moving average of the logarithm of seconds, relative to the common scale."""
 
     log: float
-    n: int  # timings in it
+    n: int  # timings, at most `MOST`
     n_outliers: int = 0  # in a row; negative if they were too fast
 
     def learn(self, surprise: float) -> None:
-        """Take in one more timing, which was off by `surprise`."""
+        """Include one more timing, which differed by `surprise`."""
         self.n = min(self.n + 1, MOST)
         self.log += surprise / self.n
 
 
 class Costs:
-    """Times of one pair on one machine, refined by every evaluation.
+    """Costs of one pair on one machine, refined by every evaluation.
 
     Parameters
     ----------
@@ -88,8 +91,8 @@ class Costs:
     pads : bool
         Evaluations may be padded.
     is_settled : bool
-        The prior was measured more than once, so that no busy moment has spoilt it. Else each width is timed
-        again, and a draft step that turns out cheaper is believed.
+        The prior was measured in enough runs. Otherwise the narrow widths are timed again, in case the
+        machine was busy.
     """
 
     def __init__(
@@ -109,31 +112,29 @@ class Costs:
         self._step = Average(log(step or STEP * prior.verify_seconds[0]), PROBED if step else 0)
         reading = prior.draft_reading_seconds
         self._reading = Average(log(reading), PROBED) if reading else None
-        self._early: list[Callable[[], None]] = []  # timings before plain decoding tells the machine's speed
+        self._early: list[Callable[[], None]] = []  # timings that came before plain decoding set the scale
         self._scale = 0.0  # logarithm
         self._allowed, self._pads = allowed, pads
+        self._untimed = self._calibrated() - (set(prior.widths) if is_settled else set())
+        self.n_timed = 0  # evaluations of the target in this run
         self.is_surprised = False  # the latest timing was an outlier: a hiccup, or the first sign of a change
-        self.n_timed: dict[int, int] = {}  # width -> evaluations
-        self._seconds: Array = np.empty(0)  # [1 + w] of exactly this width; computed when wanted
-        self._usable: Array = np.empty(0)  # the same; infinite where the width is not allowed
+        self._usable: Array = np.empty(0)  # [1 + w] seconds of width w, infinite if not allowed; a cache
         self._padded: Array = np.empty(0)  # [1 + w] of the cheapest allowed width of at least this one
 
-    @property
-    def widest(self) -> int:
-        """The widest evaluation that was timed."""
-        return max((width for width, average in self.averages.items() if average.n), default=1)
-
-    @property
-    def widest_narrow(self) -> int:
-        """The widest timed one among those that a draft model reaches."""
-        return max(
-            (width for width, average in self.averages.items() if average.n and width <= DENSE), default=1
-        )
+    def widest_timed(self, most: int = WIDEST) -> int:
+        """Return the widest width up to `most` that was timed."""
+        timed = (width for width, average in self.averages.items() if average.n and width <= most)
+        return max(timed, default=1)
 
     @property
     def widest_allowed(self) -> int:
-        """The widest evaluation that is allowed."""
+        """The widest width that is allowed."""
         return WIDEST if self._allowed is None else max(self._allowed)
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether plain decoding was timed often enough, now or in a prior."""
+        return sum(average.n for average in self.averages.values()) >= TIMED
 
     @property
     def knows_step(self) -> bool:
@@ -142,12 +143,12 @@ class Costs:
 
     @property
     def step_seconds(self) -> float:
-        """One evaluation of the draft that reads one token."""
+        """Seconds of a draft step, which processes one token."""
         return exp(self._step.log + self._scale)
 
     @property
     def reading_seconds(self) -> float:
-        """Seconds of one prompt token of the draft."""
+        """Seconds of one prompt token of the draft model."""
         if self._reading is not None:
             return exp(self._reading.log + self._scale)
         return READING * self.step_seconds
@@ -158,16 +159,19 @@ class Costs:
 
     def seconds(self, width: int) -> float:
         """Seconds of an evaluation of exactly this width."""
-        self._fill(width)
-        return float(self._seconds[width])
+        return float(np.interp(width, *self._curve()))
 
     def padded_seconds(self, n: int, last: int, stride: int = 1) -> Array:
-        """Seconds of evaluations of n, n + stride, ... `last` positions, padded if that is cheaper.
+        """Seconds of evaluations of n, n + stride, ... `last` positions, each padded if that is cheaper.
 
-        Infinite if no width is allowed.
+        Infinite if no such width is allowed.
         """
         self._fill(last)
         return self._padded[n : last + 1 : stride]
+
+    def plain_seconds(self, n_sequences: int) -> float | None:
+        """Expected seconds of a round of `n_sequences` without drafts; None before one was timed."""
+        return float(self.padded_seconds(n_sequences, n_sequences)[0]) if self.n_timed else None
 
     def padded_width(self, n: int) -> int | None:
         """The cheapest allowed width of at least `n` positions; None if there is none."""
@@ -178,27 +182,18 @@ class Costs:
         best = int(wider.argmin())
         if not self.allows(n):
             return n + best if wider[best] < inf else None
-        doubted = n in self.averages and self.averages[n].n < TRUSTED  # it would stay untimed
-        return n if doubted or wider[best] >= PAD * wider[0] else n + best
+        return n if wider[best] >= PAD * wider[0] else n + best
 
     def next_untimed(self) -> tuple[int, float] | None:
-        """The width that a plain round should be padded to, to be timed, and the seconds to spare for it.
+        """The next width to time by padding a plain round, and the extra seconds that this may take.
 
-        None once all are known.
+        None if all were timed, or plain decoding was not.
         """
-        if not self._pads or not self.n_timed:
+        if not self._untimed or not self.n_timed:
             return None
-        widths = CALIBRATED if self._allowed is None else {
-            min(wider) for least in CALIBRATED if (wider := [w for w in self._allowed if least <= w <= DENSE])
-        }  # fmt: skip
-        n_timings = {width: self.averages[width].n if width in self.averages else 0 for width in widths}
-        rarest = min(sorted(widths), key=n_timings.__getitem__, default=None)
-        if rarest is None or n_timings[rarest] >= TIMINGS:
-            return None
-        if n_timings[rarest]:
-            return rarest, AGAIN * (self.seconds(rarest) - self.seconds(1))
-        below = max((width for width in self.averages if 1 < width < rarest), default=2)
-        return rarest, (rarest - 1) * (self.seconds(below) - self.seconds(1)) / (below - 1)
+        width = min(self._untimed)
+        below = max((known for known in self.averages if 1 < known < width), default=2)
+        return width, (width - 1) * (self.seconds(below) - self.seconds(1)) / (below - 1)
 
     def observe_verify(self, width: int, seconds: float) -> None:
         """Learn from one evaluation of the target."""
@@ -209,15 +204,16 @@ class Costs:
         if knot not in self.averages:
             self.averages[knot] = Average(log(self.seconds(knot)) - self._scale, 0)
         average = self.averages[knot]
-        self.n_timed[width] = self.n_timed.get(width, 0) + 1
-        if is_first:  # the machine may be as busy as it never was
+        self.n_timed += 1
+        self._untimed.discard(width)
+        if is_first:  # the machine may be slower than ever before
             self._scale += surprise
             average.n = max(average.n, 1)
         elif not average.n:
             average.learn(surprise)
         else:
             self._learn(average, surprise)
-        self._seconds = np.empty(0)
+        self._usable = np.empty(0)
         early, self._early = self._early, []
         for learn in early:
             learn()
@@ -225,7 +221,7 @@ class Costs:
     def observe_prompt(self, width: int, seconds: float) -> None:
         """Learn the cost of a wide evaluation from a prompt chunk of the target.
 
-        It computes no logits, so it counts as one timing and is not compared with others.
+        It computes no logits, so it counts as one timing, and a later one replaces it.
         """
         if width < PROMPT or seconds <= 0:
             return
@@ -235,21 +231,21 @@ class Costs:
         knot = _knot(width)
         if knot not in self.averages or self.averages[knot].n <= 1:
             self.averages[knot] = Average(log(seconds * knot / width) - self._scale, 1)
-            self._seconds = np.empty(0)
+            self._usable = np.empty(0)
 
     def observe_first_step(self, seconds: float) -> None:
-        """Learn from a draft step that was timed before anything else."""
+        """Learn from a draft step that was timed before the first completion."""
         if seconds <= 0:
             return
         if not self.n_timed:
             self._early.append(partial(self.observe_first_step, seconds))
             return
         first = log(seconds) - self._scale
-        if not self.knows_step or first < self._step.log:  # one believed too dear would never be used
+        if not self.knows_step or first < self._step.log:  # if it seemed too dear, no draft would mend it
             self._step = Average(first, LASTING)
 
     def observe_reading(self, n: int, seconds: float) -> None:
-        """Learn from `n` prompt tokens that the draft has processed."""
+        """Learn from `n` prompt tokens that the draft model processed."""
         if n < PROMPT // 2 or seconds <= 0:
             return
         found = log(seconds / n) - self._scale
@@ -263,10 +259,10 @@ class Costs:
         self.is_surprised = sign != 0
         average.n_outliers = sign * (max(sign * average.n_outliers, 0) + 1)
         n_lasting = abs(average.n_outliers)
-        if n_lasting >= 2 and average is self.averages[1]:  # the machine has changed
+        if n_lasting >= 2 and average is self.averages[1]:  # the whole machine has changed
             self._scale += surprise
         elif n_lasting >= LASTING or (average.n < 3 and surprise < 0 and average is not self.averages[1]):
-            average.log += surprise  # this width was never known; of width 1, a stall had moved the scale
+            average.log += surprise  # the average was wrong: for example, the first timing was held up
             average.n, average.n_outliers = min(average.n + 1, MOST), 0
         else:
             surprise = max(-OUTLIER, min(surprise, OUTLIER))
@@ -280,7 +276,7 @@ class Costs:
             self._step.learn(min(surprise, OUTLIER) if self._step.n >= LASTING else surprise)
 
     def learned(self) -> CostCurve:
-        """What the next run should start from."""
+        """Return what the next run should start with."""
         known = sorted({1, *(width for width, average in self.averages.items() if average.n)})
         times = [max(SHORTEST, min(exp(self.averages[w].log + self._scale), LONGEST)) for w in known]
         step = max(SHORTEST, min(self.step_seconds, LONGEST)) if self.knows_step else 0.0
@@ -291,23 +287,33 @@ class Costs:
         """Whether exactly this width may be evaluated."""
         return self._allowed is None or width in self._allowed
 
+    def _calibrated(self) -> set[int]:
+        """Return the widths to time by padding: those of `CALIBRATED`, or the next ones that are allowed."""
+        if not self._pads:
+            return set()
+        if self._allowed is None:
+            return set(CALIBRATED)
+        wider = ([w for w in self._allowed if least <= w <= DENSE] for least in CALIBRATED)
+        return {min(widths) for widths in wider if widths}
+
+    def _curve(self) -> tuple[list[int], list[float]]:
+        """Return the widths and seconds between which the others are interpolated."""
+        known = sorted(self.averages)
+        times = [exp(self.averages[w].log + self._scale) for w in known]
+        return (known, times) if len(known) > 1 else ([1, 2], [times[0], (1 + POSITION) * times[0]])
+
     def _fill(self, width: int) -> None:
         """Compute the seconds of all widths up to `width`, at least."""
-        if width < len(self._seconds):
+        if width < len(self._usable):
             return
-        known = sorted(self.averages)
-        size = max(2 * width, 2 * known[-1], 2 * DENSE, *(self._allowed or ()))
-        times = [exp(self.averages[w].log + self._scale) for w in known]
-        if len(known) == 1:
-            known, times = [*known, 2], [*times, (1 + POSITION) * times[0]]
+        size = max(2 * width, 2 * max(self.averages), 2 * DENSE, *(self._allowed or ()))
         every = np.arange(size + 1)
-        self._seconds = np.interp(every, known, times)  # beyond the last: as long as it
-        self._usable = self._seconds.copy()
+        self._usable = np.interp(every, *self._curve())  # beyond the widest known: as long as that one
         if self._allowed is not None:
             self._usable[np.isin(every, list(self._allowed), invert=True)] = inf
         self._padded = np.minimum.accumulate(self._usable[::-1])[::-1] if self._pads else self._usable
 
 
 def _knot(width: int) -> int:
-    """The width whose average stands for this one."""
+    """Return the width whose average is used for this one."""
     return width if width <= DENSE else 1 << round(log2(width))

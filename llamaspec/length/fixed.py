@@ -10,7 +10,9 @@ from llamaspec.values import Draft, Round
 
 @dataclass(frozen=True, slots=True)
 class FixedLength:
-    """Always the same number of draft tokens; 0 is plain decoding. Without state, so it is its own sequence.
+    """Always the same number of draft tokens; 0 is plain decoding.
+
+    It has no state, so one object serves as the policy and as the length of every sequence.
 
     Raises
     ------
@@ -24,35 +26,47 @@ class FixedLength:
         if self.n_draft < 0:
             raise ValueError(f"draft length must be >= 0, got {self.n_draft}")
 
+    @property
+    def reading(self) -> None:
+        """None: the draft model processes the prompt at once."""
+
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> FixedLength:
-        """Itself."""
+        """Return the policy itself."""
         return self
 
     def wants_more(self, draft: Draft) -> bool:
-        """Until the number is reached."""
+        """Whether the draft is shorter than the fixed length."""
         return len(draft) < self.n_draft
 
     def n_verified(self, draft: Draft) -> int:
-        """All."""
+        """All draft tokens."""
         return len(draft)
 
     def width(self, n_positions: int) -> int:
-        """No padding."""
+        """The number of positions, without padding."""
         return n_positions
 
     def observe(self, round_: Round) -> None:
-        """Learns nothing."""
+        """Do nothing: there is nothing to learn."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceAtMost:
-    """One text's length, of at most so many draft tokens. Lets no trees grow: they have no number."""
+    """The length of one sequence, limited to a number of draft tokens.
+
+    It grows no trees, because a tree grows without asking `wants_more`.
+    """
 
     limit: int
     sequence: SequenceLength
+
+    @property
+    def reading(self) -> PromptReading | None:
+        """As the policy decides."""
+        return self.sequence.reading
 
     def wants_more(self, draft: Draft) -> bool:
         """As the policy decides, below the limit."""
@@ -67,27 +81,21 @@ class SequenceAtMost:
         return self.sequence.width(n_positions)
 
     def observe(self, round_: Round) -> None:
-        """The policy learns."""
+        """Let the policy learn."""
         self.sequence.observe(round_)
 
     def close(self) -> None:
-        """The text has ended."""
+        """End the sequence."""
         self.sequence.close()
 
 
 @dataclass(slots=True, eq=False)
 class AtMost:
-    """A policy that never wants more than so many draft tokens."""
+    """A policy that is limited to a number of draft tokens."""
 
     limit: int
     policy: LengthPolicy
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> SequenceAtMost:
-        """A text begins."""
+        """Start a sequence with this limit."""
         return SequenceAtMost(self.limit, self.policy.start_sequence(drops=drops, max_tokens=max_tokens))
-
-
-def prompt_reading(length: SequenceLength) -> PromptReading | None:
-    """What decides when a draft model reads the prompt; None: it does so at once."""
-    inner = length.sequence if isinstance(length, SequenceAtMost) else length
-    return inner if isinstance(inner, PromptReading) else None

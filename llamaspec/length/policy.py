@@ -1,34 +1,78 @@
-"""Drafts as many tokens as speed things up: what all completions of a pair share and learn.
+"""Drafts as many tokens as speed generation up: what all completions of a pair share and learn.
 
-Each completion plans its rounds from that (`AutoSequence`). A draft that could win but does not is explored
-now and then. Knows no model and no clock: the same rounds give the same decisions. tests/simulator.py.
+Each completion plans its own rounds from this (`AutoSequence`). If drafts could win but lose at the moment,
+they are explored now and then. Knows no model and no clock: the same rounds give the same decisions.
+tests/simulator.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
-from llamaspec.length.acceptance import (
-    FARTHEST,
-    MOST,
-    SETTLED,
-    Acceptance,
-    Exploration,
-    LearnedPrior,
-)
-from llamaspec.length.costs import CostCurve, Costs
-from llamaspec.length.sequence import FREE, TIMED, AutoSequence, RoundPlan
+from llamaspec.length.acceptance import MOST, Acceptance
+from llamaspec.length.costs import TIMED, CostCurve, Costs
+from llamaspec.length.sequence import FREE, AutoSequence, RoundPlan
 from llamaspec.length.tree import TreeAcceptance
 from llamaspec.values import COPIES, Round, Source
 
-SHARE, CREDIT = 0.015, 2.0  # budget of timings and exploring: share of all time; plain tokens at first
-CHANGED = 0.1  # relative change of plain decoding that is worth timing again soon
+SHARE, CREDIT = 0.015, 2.0  # budget for timing and exploring: share of all time; plain tokens at first
+CHANGED = 0.1  # relative change of plain decoding after which it is timed again soon
 USUAL = 256.0  # tokens of a completion, before any has ended
 REMEMBERED = 6  # completions in the average length: requests of a kind follow each other
+SETTLED = 3  # runs of a pair after which its costs are trusted: one of them may have been on a busy machine
+NEAREST, FARTHEST = 4, 512  # minimum and maximum rounds between two explorations
+
+
+@dataclass(slots=True)
+class Exploration:
+    """When to try an alternative that is expected to lose: at distances that double while it loses."""
+
+    distance: int = NEAREST
+    n_since: int = 0  # rounds since the last try
+
+    def is_due(self) -> bool:
+        """Whether enough rounds have passed."""
+        return self.n_since >= self.distance
+
+    def reset(self) -> None:
+        """Explore often again: the alternative wins now."""
+        self.distance = NEAREST
+
+    def learn(self, *, paid: bool) -> None:
+        """Record the result of a try."""
+        self.distance = max(NEAREST, self.distance // 2) if paid else min(2 * self.distance, FARTHEST)
+        self.n_since = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedPrior:
+    """The knowledge that a policy starts with, from a probe or from earlier runs.
+
+    Raises
+    ------
+    ValueError
+        A number is not finite, or a tuple does not have the length of `Acceptance.log_odds`.
+    """
+
+    curve: CostCurve | None = None
+    log_odds: tuple[float, ...] = ()  # acceptance of the draft
+    distance: int = NEAREST  # rounds between two explorations
+    copy_log_odds: tuple[float, ...] = ()  # acceptance of copies of earlier text
+    n_runs: int = SETTLED  # in which costs were measured; a probe counts as enough
+    n_learnt: int = 0  # draft tokens from which `log_odds` were learnt; counting stops at a few hundred
+
+    def __post_init__(self) -> None:
+        kinds = ((self.log_odds, Acceptance()), (self.copy_log_odds, Acceptance(is_copied=True)))
+        is_whole = all(len(log_odds) in (0, len(usual.log_odds)) for log_odds, usual in kinds)
+        if not is_whole or self.distance < 1 or min(self.n_runs, self.n_learnt) < 0:
+            raise ValueError("a prior of another kind")
+        if not all(abs(number) < 50 for number in (*self.log_odds, *self.copy_log_odds)):
+            raise ValueError("a prior must be finite")
 
 
 class AutoLength:
-    """Drafts as many tokens as speed things up, decided token by token; none if drafting does not.
+    """Drafts as many tokens as speed generation up, decided token by token; none if drafting is slower.
 
     Parameters
     ----------
@@ -67,25 +111,28 @@ class AutoLength:
             raise ValueError(f"width 1 must be allowed, got {sorted(widths)}")
         if not isinstance(prior, LearnedPrior):
             prior = LearnedPrior(prior, n_runs=0 if prior is None else SETTLED)
-        self.n_runs, self._n_learnt = prior.n_runs, prior.n_learnt
+        self._prior = prior
         self.costs = Costs(prior.curve, widths, pads=pads, is_settled=self.is_settled)
         self.longest, self.sources = longest, frozenset(sources)
-        self.drafting = min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
         self.acceptance[self.drafting] = Acceptance(prior.log_odds)
         self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, is_copied=True)
         self.trees = TreeAcceptance(self.acceptance[self.drafting]) if trees else None
-        self.drafts, self.plain = Exploration(prior.distance), Exploration()  # explored where the other pays
-        self.credit = 0.0  # seconds that timing widths and exploring may cost
+        self.drafts, self.plain = Exploration(prior.distance), Exploration()  # each while the other is used
+        self.credit = 0.0  # seconds that timing and exploring may cost now
         self.sequences: list[AutoSequence] = []
-        self.n_tokens = 0
         self.usual_length = USUAL  # tokens of a completion
-        self._latest = -1  # evaluation
+        self._latest = -1  # serial number of the latest evaluation
+
+    @property
+    def drafting(self) -> Source:
+        """The source whose tokens need draft steps."""
+        return min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
 
     @property
     def is_settled(self) -> bool:
         """Whether costs were measured often enough to be trusted."""
-        return self.n_runs >= SETTLED
+        return self._prior.n_runs >= SETTLED
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> AutoSequence:
         """Start a completion."""
@@ -94,7 +141,7 @@ class AutoLength:
         return sequence
 
     def end_sequence(self, sequence: AutoSequence) -> None:
-        """End a completion, and learn how long completions are from those that were free to be."""
+        """End a completion; learn the usual length, unless the limit was shorter."""
         if sequence not in self.sequences:
             return
         self.sequences.remove(sequence)
@@ -102,32 +149,25 @@ class AutoLength:
         if sequence.n_written and was_free:
             self.usual_length += (sequence.n_written - self.usual_length) / REMEMBERED
 
-    def plain_seconds(self, n_sequences: int) -> float | None:
-        """Estimated seconds of a round of so many completions without drafts; None before one was timed."""
-        if not self.costs.n_timed:
-            return None
-        return float(self.costs.padded_seconds(n_sequences, n_sequences)[0])
-
     def experience(self) -> LearnedPrior:
-        """What the next run should start from."""
+        """Return what the next run should start with."""
         log_odds, copies = (
             tuple(self.acceptance[source].log_odds.tolist()) for source in (self.drafting, Source.NGRAM)
         )
-        n_runs = min(self.n_runs + 1, SETTLED)
-        n_learnt = min(self._n_learnt, MOST) + self.acceptance[self.drafting].n_learnt
+        n_runs = min(self._prior.n_runs + 1, SETTLED)
+        n_learnt = min(self._prior.n_learnt, MOST) + self.acceptance[self.drafting].n_learnt
         return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies, n_runs, n_learnt)
 
     def running(self) -> list[AutoSequence]:
-        """The completions that are expected in the next evaluation."""
+        """Return the completions that are expected in the next evaluation."""
         return [each for each in self.sequences if each.takes_part(max(self._latest - 1, 0))]
 
     def learn(self, round_: Round, plan: RoundPlan, *, paid: bool, n_unread: int) -> None:
-        """Learn from a round of a completion; what several share is learnt once.
+        """Learn from a round of a completion; an evaluation that several share is learnt once.
 
-        `paid`: its draft was accepted, at least in part. `n_unread`: tokens that the draft read besides.
+        `paid`: a draft token was accepted. `n_unread`: tokens that the draft model also had to process.
         """
         n_made, n_steps = round_.n_accepted + 1, round_.n_priced_steps
-        self.n_tokens += n_made
         if self.trees is not None and round_.draft.parents is not None:
             self.trees.learn(round_)
         if n_steps and round_.draft.is_chain:
@@ -144,15 +184,14 @@ class AutoLength:
             self.drafts.learn(paid=paid)
 
     def _learn_costs(self, round_: Round) -> None:
-        """Learn what an evaluation cost."""
         self._latest = round_.evaluation
         self.drafts.n_since += 1
         self.plain.n_since += 1
-        if round_.verified_in.n_prefill:  # what it would have taken without the prompt is not known
+        if round_.verified_in.n_prefill:  # the seconds without the prompt chunk are unknown
             return
         before = self.costs.seconds(round_.width)
         self.costs.observe_verify(round_.width, round_.verify_seconds)
-        if sum(self.costs.n_timed.values()) == TIMED:
+        if self.costs.n_timed == TIMED:
             self.credit = CREDIT * self.costs.seconds(1)
         if round_.width == round_.n_sequences:
             self.plain.learn(paid=abs(self.costs.seconds(round_.width) / before - 1.0) > CHANGED)

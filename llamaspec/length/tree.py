@@ -1,8 +1,9 @@
-"""Trees of draft tokens: what their tokens are worth, and how they grow.
+"""Trees of draft tokens: their values, and how they grow.
 
 The value of a token is its probability of acceptance: the product of calibrated probabilities along its path.
-The target verifies the most valuable tokens while each is worth its cost; the draft model reads tokens while
-the expected gain exceeds the cost of the step. Knows no model and no clock. tests/length/test_tree.py.
+The target verifies the most valuable tokens, as many as are worth their cost. The draft model evaluates more
+tokens while the expected gain exceeds the cost of a step. Knows no model and no clock.
+tests/length/test_tree.py.
 """
 
 from __future__ import annotations
@@ -19,34 +20,34 @@ from llamaspec.length.costs import Array, Costs
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import Draft, Round, Source, TokenArray
 
-CONTEXT = -1  # in place of the index of a draft token: the text before the draft
-SHARES = (0.45, 0.13, 0.06)  # of positions that the first candidate misses: the second's, third's, fourth's
+CONTEXT = -1  # in place of the index of a draft token: the sequence before the draft
+SHARES = (0.45, 0.13, 0.06)  # of positions that the first candidate misses: of the second, third and fourth
 LEARNT = 0.02  # weight of one such position in these shares
 DEPTHS = (1, 2, 4, 8)  # draft steps to look ahead
-WIDEST = 8  # tokens that the draft reads in one step
-SUREST = 0.02  # a confidence below is worth proportionally less; no chance is closer to 1 than a tenth of it
-EDGE = 1.1  # expected rate of a tree over that of the best chain, at least
+WIDEST = 8  # tokens that the draft model evaluates in one step
+SUREST = 0.02  # chances of less confident candidates are scaled down; a tenth of it is the least doubt
+EDGE = 1.1  # minimum expected speed of a tree, next to the best chain
 
 
 @dataclass(slots=True)
 class TreeAcceptance:
-    """How likely the candidates of a position are: what all completions have learnt of one draft."""
+    """How likely the target draws each candidate of a position, as learnt from all completions."""
 
-    first: Acceptance = field(default_factory=Acceptance)  # the draft's; the policy teaches it
+    first: Acceptance = field(default_factory=Acceptance)  # of first candidates: as in chains
     others: Acceptance = field(default_factory=lambda: Acceptance(level=0.0, slope=1.0))
     shares: list[float] = field(default_factory=lambda: list(SHARES))
 
     def chance(self, rank: int, confidence: float) -> float:
-        """The chance that the target draws a candidate, if it draws the token before it."""
+        """Return the chance that the target draws a candidate, given that it draws the token before."""
         chance = (self.others if rank else self.first).probability(confidence)
         return min(chance * min(confidence / SUREST, 1.0), 1.0 - SUREST / 10)
 
     def usual(self, acceptance: float) -> tuple[float, ...]:
-        """The chances of candidates that are not known yet, to two digits; `acceptance`: of the first."""
+        """Return the chances of unknown candidates, to two digits; `acceptance` is that of the first."""
         return tuple(round(each, 2) for each in (acceptance, *((1 - acceptance) * s for s in self.shares)))
 
     def learn(self, round_: Round) -> None:
-        """Learn from a round which of the other candidates the target drew."""
+        """Learn from a round how often the target drew the other candidates."""
         for node, drawn in zip((CONTEXT, *round_.path), (*round_.path, None), strict=True):
             children = round_.draft.children(node)
             for i, child in enumerate(children[1:]):
@@ -57,26 +58,26 @@ class TreeAcceptance:
 
 @dataclass(slots=True, eq=False)
 class CandidateTree:
-    """All candidates of a round; siblings are in order, the best first."""
+    """All candidates of a round; of siblings, the best comes first."""
 
     tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)  # index of the parent; -1 = the context
+    parents: list[int] = field(default_factory=list)  # index of each parent, or `CONTEXT`
     confidences: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)  # among its siblings, from 0
-    read: list[int] = field(default_factory=list)  # those that the draft model has evaluated, in this order
+    read: list[int] = field(default_factory=list)  # nodes that the draft model evaluated, in this order
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def add(self, parent: int, tokens: Sequence[int], confidences: Sequence[float]) -> None:
-        """Add candidates that follow a token, or the context."""
+        """Add the candidates after a token, or after the context."""
         self.tokens += tokens
         self.confidences += confidences
         self.parents += [parent] * len(tokens)
         self.ranks += range(len(tokens))
 
     def path(self, node: int) -> TokenArray:
-        """The tokens from the context to a node: int32 [n]."""
+        """Return the tokens from the context to a node: int32 [n]."""
         path: list[int] = []
         while node != CONTEXT:
             path.append(self.tokens[node])
@@ -84,9 +85,9 @@ class CandidateTree:
         return np.array(path[::-1], dtype=np.int32)
 
     def draft(self, kept: Sequence[int], source: Source = Source.MODEL) -> Draft:
-        """A draft of some nodes and their ancestors: depth first, the best branch first.
+        """Return a draft of `kept`, which includes all ancestors: depth first, the best branch first.
 
-        In this order accepted tokens are mostly adjacent in the KV cache.
+        In this order, accepted tokens are mostly adjacent in the KV cache.
         """
         below: dict[int, list[int]] = {}
         for i in sorted(kept, reverse=True):
@@ -98,7 +99,7 @@ class CandidateTree:
         return self.listed(order, source)
 
     def listed(self, order: Sequence[int], source: Source = Source.MODEL) -> Draft:
-        """A draft of exactly these nodes, each after its parent."""
+        """Return a draft of these nodes in this order, in which each comes after its parent."""
         place = {i: n for n, i in enumerate(order)}
         return Draft(
             np.array([self.tokens[i] for i in order], dtype=np.int32),
@@ -113,32 +114,32 @@ class Growth(Protocol):
     """Decides how the tree of one round grows."""
 
     def expand(self, tree: CandidateTree) -> Sequence[int]:
-        """The nodes that the draft model evaluates next, in one step; first the context; none = stop."""
+        """Return the nodes that the draft model evaluates in the next step; first `CONTEXT`; none = stop."""
 
     def keep(self, tree: CandidateTree) -> Sequence[int]:
-        """The nodes that the target verifies; each with its ancestors."""
+        """Return the nodes that the target verifies, each with its ancestors."""
 
 
 @runtime_checkable
 class TreeLength(SequenceLength, Protocol):
-    """A sequence's length that also lets trees grow."""
+    """A `SequenceLength` that also lets trees grow."""
 
     def tree(self) -> Growth | None:
-        """How the next round's tree grows; None if a chain is as good."""
+        """Return how the next round's tree grows; None if a chain is as good."""
 
 
 @dataclass(slots=True, eq=False)
 class TreePlan:
-    """Grows the tree of one round of one sequence by expected gains and costs."""
+    """Grows the tree of one round by expected gains and costs."""
 
     acceptance: TreeAcceptance
     usual: tuple[float, ...]  # chances of candidates that are not known yet
-    prices: Array  # [1 + N] what 0, 1, ... verified tokens cost, in tokens
-    steps: Array  # [1 + WIDEST] what a step of the draft costs that reads 0, 1, ... tokens, in tokens
-    _values: list[float] = field(default_factory=list, init=False)  # of the candidates up to now
+    prices: Array  # [1 + N] cost of 0, 1, ... verified tokens, in tokens
+    steps: Array  # [1 + WIDEST] cost of a draft step that evaluates 0, 1, ... tokens, in tokens
+    _values: list[float] = field(default_factory=list, init=False)  # of the known candidates
 
     def expand(self, tree: CandidateTree) -> list[int]:
-        """The nodes whose descendants, some levels ahead, promise the largest net gain."""
+        """Return the nodes whose descendants have the largest expected net gain, some levels ahead."""
         if not len(tree):
             return [CONTEXT]
         values = self._valued(tree)
@@ -151,24 +152,24 @@ class TreePlan:
         for depth in DEPTHS:
             ahead = np.outer(values[unread], looked_ahead(self.usual, depth)).ravel()
             pool = -np.sort(-np.concatenate([values, ahead]))
-            n, worth = self._best(pool)
+            n, gain = self._best(pool)
             if not n:
                 continue
             nodes = unread[values[unread] * self.usual[0] >= pool[n - 1]]
-            worth -= depth * float(self.steps[len(nodes)])
-            if len(nodes) and worth > best:
-                best, chosen = worth, nodes.tolist()
+            gain -= depth * float(self.steps[len(nodes)])
+            if len(nodes) and gain > best:
+                best, chosen = gain, nodes.tolist()
         return chosen
 
     def keep(self, tree: CandidateTree) -> list[int]:
-        """The most valuable nodes, as many as are worth their cost."""
+        """Return the most valuable nodes, as many as are worth their cost."""
         values = self._valued(tree)
         order = (-values).argsort(kind="stable")
         n, _ = self._best(values[order])
         return sorted(order[:n].tolist())
 
     def _valued(self, tree: CandidateTree) -> Array:
-        """Each candidate's probability of acceptance, which is below its parent's."""
+        """Return each candidate's probability of acceptance, which is below its parent's."""
         values = self._values
         for i in range(len(values), len(tree)):
             chance = self.acceptance.chance(tree.ranks[i], tree.confidences[i])
@@ -179,11 +180,11 @@ class TreePlan:
         return np.array(values)
 
     def _best(self, values: Array) -> tuple[int, float]:
-        """The number of tokens to verify, of values in descending order, and the net gain."""
+        """Return the number of tokens to verify, given values in descending order, and the net gain."""
         values = values[: len(self.prices) - 1]
-        worth = values.cumsum() - self.prices[1 : len(values) + 1]
-        n = int(worth.argmax()) if len(worth) else 0
-        return (n + 1, float(worth[n])) if len(worth) and worth[n] > 0 else (0, 0.0)
+        gains = values.cumsum() - self.prices[1 : len(values) + 1]
+        n = int(gains.argmax()) if len(gains) else 0
+        return (n + 1, float(gains[n])) if len(gains) and gains[n] > 0 else (0, 0.0)
 
 
 def plan_tree(
@@ -195,7 +196,7 @@ def plan_tree(
     rate: float,
     plain: float,
 ) -> TreePlan | None:
-    """Return a plan if a tree promises a tenth more than the best chain.
+    """Return a plan if a tree is expected to be faster than the best chain by `EDGE`; else None.
 
     `chance`: that a first candidate is accepted. `prices`: seconds of 0, 1, ... verified tokens, [1 + N].
     `step`, `plain`: seconds of a draft step, of a plain token. `rate`: tokens per second of the chain.
@@ -203,7 +204,7 @@ def plan_tree(
     usual = acceptance.usual(chance)
     if len(prices) < 3 or rate * prices[-1] > (len(prices) - 1) * usual[1]:
         return None  # second candidates are not worth their positions
-    widths = costs.padded_seconds(1, WIDEST)  # a step of the draft costs more where an evaluation does
+    widths = costs.padded_seconds(1, WIDEST)  # a guess: a wider draft step costs more as an evaluation does
     steps, best = step * np.concatenate(([0.0], widths / widths[0])), 0.0
     for depth in DEPTHS:
         values = looked_ahead(usual, depth)[: len(prices) - 1]
@@ -215,7 +216,7 @@ def plan_tree(
 
 @lru_cache(maxsize=256)
 def looked_ahead(usual: tuple[float, ...], depth: int) -> Array:
-    """The values of the best tokens of a tree of so many levels, if no candidate is known yet, descending."""
+    """Return the greatest values in a tree of unknown candidates with `depth` levels, descending."""
     level, found = np.ones(1), np.empty(0)
     for _ in range(depth):
         level = -np.sort(-np.outer(level, usual).ravel())[:32]

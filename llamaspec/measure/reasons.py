@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from llamaspec.engine.completion import Completion
-from llamaspec.length.acceptance import Acceptance, LearnedPrior, verified_tokens
+from llamaspec.length.acceptance import Acceptance, verified_tokens
 from llamaspec.length.costs import CALIBRATED, DENSE, PAD, CostCurve, Costs
+from llamaspec.length.policy import LearnedPrior
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.store import BenchGains, Models, stored
 from llamaspec.plan import DraftPlan, ModelFile

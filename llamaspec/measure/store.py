@@ -18,8 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
-from llamaspec.length.acceptance import LearnedPrior
-from llamaspec.length.policy import AutoLength
+from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.exactness import Exactness, find_exactness
@@ -31,7 +30,7 @@ from llamaspec.sequence_drafters import Stage
 from llamaspec.values import Source
 
 FORMAT = 8  # of the files
-WORTH_KEEPING = 64  # tokens; what a shorter run learns is not kept
+WORTH_KEEPING = 24  # evaluations of the target; what a shorter run learns is not kept
 _MAX_BYTES = 4 << 20
 
 T = TypeVar("T")
@@ -161,7 +160,7 @@ def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
     learners: list[tuple[Pair | Stage, LengthPolicy]] = [(pair, policy)]
     learners += [(stage, stage.length) for stage in pair.stages]
     for models, learned in learners:
-        if isinstance(learned, AutoLength) and learned.n_tokens >= WORTH_KEEPING:
+        if isinstance(learned, AutoLength) and learned.costs.n_timed >= WORTH_KEEPING:
             keep(models, learned.experience())
 
 

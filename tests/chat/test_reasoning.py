@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from chat_models import PLAIN, TEMPLATE, Remarks, last, say, session
+from chat_models import PLAIN, TEMPLATE, last, say, session
 from command import invoke, naming
 from llamaspec import EvaluationError, FixedLength, ModelOptions, Pair, Sampling, StopReason, open_pair
 from llamaspec.chat import families
@@ -123,9 +123,9 @@ def test_closed(pair: Pair) -> None:
 
 def test_a_conversation(pair: Pair) -> None:
     """The person sees the answer, and thoughts apart; the next turn is asked without them."""
-    thoughts = Remarks()
+    thoughts = list[str]()
     template = ChatTemplate(THINKING, "<s>", "</s>")
-    chat = session(pair, template=template, on_reasoning=thoughts, reasoning_budget=5)
+    chat = session(pair, template=template, on_reasoning=thoughts.append, reasoning_budget=5)
     said = say(chat, "one")
     assert said
     assert thoughts

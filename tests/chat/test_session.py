@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from chat_models import TEMPLATE, Remarks, last, say, session
+from chat_models import TEMPLATE, last, say, session
 from command import generate, invoke, naming
 from llamaspec import ModelOptions, Pair, PromptError, StopReason, open_pair
 from llamaspec.chat.conversation_files import ConversationFiles, load_conversation
@@ -42,8 +42,8 @@ def test_the_first_answer_is_that_of_generate(pair: Pair, talker: list[Path]) ->
 
 
 def test_regenerate(pair: Pair) -> None:
-    remarks = Remarks()
-    chat = session(pair, on_remark=remarks)
+    remarks = list[str]()
+    chat = session(pair, on_remark=remarks.append)
     with pytest.raises(PromptError, match="no answer to regenerate"):
         chat.regenerate()
     first = say(chat, "one")
@@ -133,10 +133,10 @@ class Spy(ChatTemplate):
 
 
 def test_old_turns_are_left_out_when_the_context_is_full(talker: list[Path]) -> None:
-    remarks = Remarks()
+    remarks = list[str]()
     template = Spy(TEMPLATE, "<s>", "</s>")
     with open_pair(talker[0], target_options=ModelOptions(n_ctx=256, threads=1)) as small:
-        chat = session(small, system="Be brief.", on_remark=remarks, template=template)
+        chat = session(small, system="Be brief.", on_remark=remarks.append, template=template)
         texts = [f"message {i}" for i in range(10)]
         n_drops = n_known = 0
         for text in texts:

@@ -9,15 +9,15 @@ import pytest
 
 from command import generate, invoke, naming
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
-from llamaspec.length.acceptance import SETTLED, LearnedPrior
 from llamaspec.length.costs import CostCurve
+from llamaspec.length.policy import SETTLED, LearnedPrior
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import WORTH_KEEPING, auto_length, keep, keep_learnt, keep_probe, stored
 
 PROMPT = "Once upon a time"
 ONE_THREAD = ModelOptions(threads=1)
-LONG, SHORT = WORTH_KEEPING + 16, WORTH_KEEPING - 1
+LONG, SHORT = 80, WORTH_KEEPING - 1  # tokens, of which an evaluation gives one or more
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -153,7 +153,7 @@ def test_where_no_copy_can_be_made_the_reasons_are_told(
     ("options", "says"),
     [
         ({"texts": (b"", b"a")}, "the texts are too short"),
-        ({"output": Path(__file__) / "x.gguf"}, "cannot write into .*; name another place with --output"),
+        ({"output": Path(__file__) / "x.gguf"}, "cannot write into .*; name another file with --output"),
     ],
 )
 def test_options_that_cannot_be(widened: Path, options: dict[str, Any], says: str) -> None:

@@ -258,7 +258,7 @@ def test_the_automatic_length_knows_what_the_draft_has_not_read(n: HowMany) -> N
     row, at = AutoLength().start_sequence(drops=True), 0
     for round_ in done.rounds:
         if round_.n_draft_steps:
-            assert row.n_unread == steps[at].n_new - 1
+            assert row.reading.n_unread == steps[at].n_new - 1
         at += round_.n_draft_steps
         row.observe(round_)
 

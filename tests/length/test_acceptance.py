@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llamaspec.length.acceptance import Acceptance, TextAcceptance, verified_tokens
+from llamaspec.length.acceptance import Acceptance, SequenceAcceptance, verified_tokens
 from llamaspec.values import Draft, Evaluation, Round
 
 
@@ -31,17 +31,17 @@ def test_each_confidence_gets_its_own_acceptance(chance: float) -> None:
 
 def test_a_text_has_a_level_of_its_own() -> None:
     shared = Acceptance()
-    hard, easy = TextAcceptance(shared, is_copied=False), TextAcceptance(shared, is_copied=False)
+    hard, easy = SequenceAcceptance(shared, is_copied=False), SequenceAcceptance(shared, is_copied=False)
     for _ in range(16):
         hard.learn(0.0, 0.5)
         easy.learn(1.0, 0.5)
     assert hard.probability() < 0.4 < 0.7 < easy.probability()
     assert hard.probability(0.5) == easy.probability(0.5)
-    assert TextAcceptance(shared, is_copied=False).probability() == pytest.approx(0.6, abs=0.15)
+    assert SequenceAcceptance(shared, is_copied=False).probability() == pytest.approx(0.6, abs=0.15)
 
 
 def test_a_copy_that_was_rejected_is_soon_forgiven() -> None:
-    copies = TextAcceptance(Acceptance(is_copied=True), is_copied=True)
+    copies = SequenceAcceptance(Acceptance(is_copied=True), is_copied=True)
     before = copies.probability(0.9)
     for _ in range(2):
         copies.learn(0.0, 0.9)

@@ -23,7 +23,7 @@ def test_an_upper_limit_leaves_the_rest_to_the_policy() -> None:
     row = AtMost(1, policy).start_sequence(drops=True)
     for width in (1, 1, 4, 4):
         row.observe(Round(Draft(), (), 0, Evaluation(width), verify_seconds=0.01))
-    assert policy.n_tokens == 4
+    assert policy.costs.n_timed == 4
     assert row.wants_more(Draft())
     assert not row.wants_more(Draft.certain([1]))
     assert (row.width(2), row.n_verified(Draft())) == (4, 0)

@@ -13,10 +13,9 @@ from math import exp, isfinite, log
 import numpy as np
 import pytest
 
-from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.fixed import FixedLength
-from llamaspec.length.policy import AutoLength
+from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.length.sequence import AutoSequence
 from llamaspec.values import Draft, Evaluation, Round, Source
 from simulator import Array, Machine, Passage, Run, optimal_rate, passage, play, play_rows, table
@@ -232,7 +231,6 @@ def test_texts_that_come_and_go_leave_nothing_behind() -> None:
     policy = AutoLength()
     play_rows(policy, machine("flat"), [mixed(seed) for seed in range(7)], n_sequences=3)
     assert policy.sequences == []
-    assert policy.n_tokens == 7 * N
 
 
 def one_round(row: AutoSequence, on: Machine, confidence: float, evaluation: int) -> tuple[int, int]:
@@ -272,7 +270,7 @@ def test_an_unsure_draft_is_cut_before_verification() -> None:
 def test_only_allowed_widths_are_evaluated() -> None:
     policy, on = AutoLength(widths={1, 4}), machine("flat")
     ran = play(policy, on, text(0.95))
-    assert set(policy.costs.n_timed) == {1, 4}
+    assert set(policy.costs.averages) == {1, 4}
     assert max(ran.lengths) == 3
     assert ran.to_plain < 0.5
 
@@ -284,7 +282,7 @@ def test_more_texts_than_may_be_evaluated_together(widths: set[int]) -> None:
     policy, groups = AutoLength(on.curve(), widths), set[tuple[int, int]]()
     rows = [policy.start_sequence(drops=True) for _ in range(6)]
     for row in rows:
-        row.start_prompt(400)
+        row.reading.start_prompt(400)
     made = dict.fromkeys(rows, Draft())
     for evaluation in range(60):
         for row in rows:
@@ -298,7 +296,7 @@ def test_more_texts_than_may_be_evaluated_together(widths: set[int]) -> None:
         for row in rows[:n]:
             seconds = float(on.verify_seconds[width - 1])
             row.observe(Round(made[row], (), 0, Evaluation(width, n, evaluation), verify_seconds=seconds))
-            assert row.unused is None or isfinite(row.unused.saved_seconds)
+            assert row.reading.unused is None or isfinite(row.reading.unused.saved_seconds)
             made[row] = Draft()
         rows = [*rows[n:], *rows[:n]]
     assert {width for _, width in groups} <= widths
@@ -458,7 +456,7 @@ def test_a_draft_counts_on_half_of_the_usual_length(n_unread: int, wakes: bool) 
     """
     curve = CostCurve((1, 2, 4, 8, 16), (1.0, 1.1, 1.1, 1.1, 1.1), 0.05, 0.05)
     text = AutoLength(LearnedPrior(curve, log_odds=(3.0,) * 10)).start_sequence(drops=True, max_tokens=4000)
-    text.start_prompt(n_unread)
+    text.reading.start_prompt(n_unread)
     nothing = Draft(source=Source.MODEL)
     for i in range(40):
         if text.wants_more(nothing):
@@ -472,31 +470,31 @@ def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before
     curve = CostCurve((1, 2, 4, 8, 16), (1.0, 1.1, 1.1, 1.1, 1.1), 0.05, 0.05)
     policy, nothing = AutoLength(LearnedPrior(curve, log_odds=(3.0,) * 10)), Draft(source=Source.MODEL)
     short = policy.start_sequence(drops=True, max_tokens=200)
-    short.start_prompt(100)
+    short.reading.start_prompt(100)
     assert not short.wants_more(nothing), "the first token comes first"
     short.observe(Round(nothing, (), 0, Evaluation(1), verify_seconds=1.0))
     short.observe(Round(nothing, (), 0, Evaluation(1), verify_seconds=1.0))
     assert short.wants_more(nothing)
-    assert short.n_to_read == 0, "all of it, then it drafts"
-    assert short.unused is None
+    assert short.reading.n_to_read == 0, "all of it, then it drafts"
+    assert short.reading.unused is None
     short.close()
     brief = policy.start_sequence(drops=True, max_tokens=3)
-    brief.start_prompt(100)
-    assert brief.unused is not None
-    assert brief.unused.reading_seconds == pytest.approx(5.0)
-    assert brief.unused.saved_seconds < 3.0
+    brief.reading.start_prompt(100)
+    assert brief.reading.unused is not None
+    assert brief.reading.unused.reading_seconds == pytest.approx(5.0)
+    assert brief.reading.unused.saved_seconds < 3.0
     long = policy.start_sequence(drops=True, max_tokens=500)
     brief.close()
-    long.start_prompt(400)
+    long.reading.start_prompt(400)
     for i in range(8):
         if long.wants_more(nothing):
             break
         long.observe(Round(nothing, (), 0, Evaluation(1, 1, i), verify_seconds=1.0))
     assert i == 6  # 20 plain tokens of reading, a quarter of which it waits
-    assert long.n_to_read == 64  # a plain round is as long as reading 20: not worth an evaluation
+    assert long.reading.n_to_read == 64  # a plain round is as long as reading 20: not worth an evaluation
     assert not long.wants_more(Draft.certain([1]))
     copies = policy.start_sequence(drops=True, max_tokens=500)
-    copies.start_prompt(400)
+    copies.reading.start_prompt(400)
     for i in range(8):  # 16 tokens a round: no draft is wanted
         assert not copies.wants_more(nothing)
         copied(copies, 15, 15, 20 + i, 1.3)
@@ -505,9 +503,9 @@ def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before
 def test_part_of_a_prompt_tells_what_wide_evaluations_cost_once_a_plain_one_was_timed() -> None:
     policy = AutoLength(sources={Source.NGRAM})
     row = policy.start_sequence(drops=True)
-    row.observe_prompt(512, 8.0)
-    assert policy.costs.widest == 1
+    row.reading.observe_prompt(512, 8.0)
+    assert policy.costs.widest_timed() == 1
     row.observe(Round(Draft(), (), 0, Evaluation(1), verify_seconds=0.1))
-    assert policy.costs.widest == 512
+    assert policy.costs.widest_timed() == 512
     assert policy.costs.seconds(512) == pytest.approx(8.0)
     assert policy.costs.seconds(64) == pytest.approx(0.1 + 63 / 511 * 7.9, rel=0.01)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import tiny_models as tiny
-from forward_requests import Count, assert_same, text, tokens
+from fakes import tokens
+from forward_requests import Count, assert_same, text
 from head_requests import Asking, drafting, opened, reading
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
 from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fakes import tokens
 from forward_requests import (
     EXACT,
     MEMORIES,
@@ -17,7 +18,6 @@ from forward_requests import (
     full,
     request,
     text,
-    tokens,
 )
 from llamaspec import LlamaModel
 from llamaspec.errors import ContextFullError

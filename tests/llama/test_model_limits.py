@@ -12,17 +12,8 @@ from llama_cpp import llama_cpp as lib
 
 from chat_models import with_template
 from command import python
-from forward_requests import (
-    EXACT,
-    MEMORIES,
-    TOLERANCE,
-    assert_same,
-    fresh,
-    full,
-    request,
-    text,
-    tokens,
-)
+from fakes import tokens
+from forward_requests import EXACT, MEMORIES, TOLERANCE, assert_same, fresh, full, request, text
 from llamaspec import (
     EvaluationError,
     FixedLength,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from command import invoke
-from forward_requests import TOLERANCE, assert_same, text, tokens
+from fakes import tokens
+from forward_requests import TOLERANCE, assert_same, text
 from head_requests import Asking, drafted_side_by_side, drafting, opened, reading
 from llamaspec import ModelOptions, Pair, open_pair
 from llamaspec.errors import EvaluationAbortedError, ModelFileError, PairError

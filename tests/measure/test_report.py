@@ -13,8 +13,8 @@ import pytest
 
 import write_command_docs
 from llamaspec.errors import LlamaspecError
-from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
+from llamaspec.length.policy import LearnedPrior
 from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.bench import Sample
 from llamaspec.measure.report import (

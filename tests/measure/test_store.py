@@ -15,9 +15,8 @@ import pytest
 from command import generate, invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.errors import printable
-from llamaspec.length.acceptance import LearnedPrior
 from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import AutoLength
+from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import forget, keep, keep_probe, stored

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from llamaspec import ModelOptions
-from llamaspec.length.acceptance import Acceptance, LearnedPrior
+from llamaspec.length.acceptance import Acceptance
 from llamaspec.length.costs import CostCurve
+from llamaspec.length.policy import LearnedPrior
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import forget, keep, keep_gains
 from llamaspec.plan import DraftPlan, ModelFile
