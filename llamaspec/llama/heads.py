@@ -206,7 +206,7 @@ class PredictionHeads:
                     check_pair(target.vocabulary, weights.vocabulary)
                     self._heads.append(SharedHead(weights, target, self._abort))
             for i in range(n_heads if path is None else 0):
-                store = PrefixStore(beside=target.store)
+                store = PrefixStore(limit_of=target.store)
                 context = Context(target.weights, options, head=i, abort=self._abort, store=store)
                 self._heads.append(Head(context))
         except BaseException:

@@ -21,9 +21,9 @@ from llamaspec.llama.tree_cells import TreeCells
 from llamaspec.values import ForwardRequest, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # number of a sequence, its request, padding positions
-MIN_SHARED = 32  # missing tokens for which a sequence that has started looks at the others again
-MIN_COPIED = 8  # tokens for which a copy to the store, or back, is faster than an evaluation
-MAX_GARBAGE = 0.25  # part of the full cells; above it, moving the others saves its time within 50 steps
+MIN_SHARED = 32  # minimum number of tokens to share with another sequence once the prompt is processed
+MIN_COPIED = 8  # minimum number of tokens to copy to the store or back: fewer are evaluated faster
+MAX_GARBAGE = 0.25  # of the full cells; above it, a compaction saves its own time within 50 steps
 
 
 class KVCache:

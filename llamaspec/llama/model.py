@@ -1,8 +1,8 @@
 """A GGUF model computed by llama.cpp: the engine's `Model`.
 
 If the model caches keys and values, all sequences share one context; a second one may process long prompts.
-If layers keep recurrent states, each sequence has its own context, because llama.cpp cannot roll back several
-of them in one.
+If layers keep recurrent states, each sequence has its own context, because llama.cpp cannot roll them back
+independently in one.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LlamaModel:
         self.vocabulary_size = self.vocabulary.size  # V, the number of logits for each position
         self._abort = AbortFlag()
         own_bytes = default_store_bytes(self.weights.facts.weights_bytes) if store is None else 0
-        self.store = PrefixStore(own_bytes, beside=store)
+        self.store = PrefixStore(own_bytes, limit_of=store)
         self._open = partial(Context, abort=self._abort, store=self.store)
         try:
             if self.weights.facts.architecture in PARTS:  # llama.cpp cannot evaluate it alone
@@ -150,12 +150,7 @@ class LlamaModel:
     def prompt_chunk(self) -> int:
         """Number of prompt positions to evaluate at once if no other sequence waits."""
         chunk = self.prompt_processor and self.prompt_processor.chunk
-        return chunk or (self.batch_size if self._shares else min(CHUNK, self.batch_size))
-
-    @property
-    def _shares(self) -> bool:
-        """Whether sequences may use what was computed for others."""
-        return self._contexts[0].cache.shares
+        return chunk or (self.batch_size if self._contexts[0].cache.shares else min(CHUNK, self.batch_size))
 
     def isolate_sequences(self) -> None:
         """Compute each sequence as if it were alone, because this model rounds differently at other widths.
@@ -328,7 +323,7 @@ class LlamaModel:
             if not free:
                 # The size is that of the first context: free memory may have changed since.
                 free = [self._open(self.weights, replace(self.options, n_ctx=self.context_size))]
-                free[0].cache.shares = self._shares
+                free[0].cache.shares = self._contexts[0].cache.shares
                 self._contexts += free
             context = max(free, key=lambda each: each.cache.n_known(request.tokens))
         return context.cache.prepare_all([entry])[0]

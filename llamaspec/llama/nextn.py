@@ -127,7 +127,7 @@ class HiddenRows:
         self._rows: Rows = np.empty((0, 0), dtype=np.float32)  # [capacity, E], of which end - first are used
 
     def has(self, position: int) -> bool:
-        """Return whether the row of a position is known."""
+        """Whether the row of a position is known."""
         return self.first <= position < self.end
 
     def rows(self, start: int, end: int) -> Rows:

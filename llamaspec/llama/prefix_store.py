@@ -102,11 +102,11 @@ class _Room:
 class PrefixStore:
     """The stored sequences of one model, in at most `limit` bytes; 0 = nothing is stored.
 
-    A store `beside` another shares the other's limit but no content, because the models differ.
+    With `limit_of`, it shares the limit of that store. They share no content, because the models differ.
     """
 
-    def __init__(self, limit: int = 0, *, beside: PrefixStore | None = None) -> None:
-        self._room: _Room = _Room(limit) if beside is None else beside._room
+    def __init__(self, limit: int = 0, *, limit_of: PrefixStore | None = None) -> None:
+        self._room: _Room = _Room(limit) if limit_of is None else limit_of._room
         self.root = Node(None, NO_TOKENS, np.empty(0, dtype=np.uint8))
         self._room.roots.append(self.root)
 
@@ -233,7 +233,7 @@ class PrefixFolder:
                 f"name another folder, or run: chmod 700 {self.path}"
             )
 
-    def load(self, models: Sequence[LlamaModel], tell: Callable[[str], None]) -> None:
+    def load(self, models: Sequence[LlamaModel], report: Callable[[str], None]) -> None:
         """Load saved sequences into the empty stores of some models."""
         n_tokens = 0
         for model in models:
@@ -245,11 +245,11 @@ class PrefixFolder:
             except (OSError, DamagedError) as error:
                 model.forget()
                 reason = (isinstance(error, OSError) and error.strerror) or "it is damaged"
-                tell(f"ignoring {path}: {reason}")
+                report(f"ignoring {path}: {reason}")
         if n_tokens:
-            tell(f"loaded {n_tokens} tokens of prefixes")
+            report(f"loaded {n_tokens} tokens of prefixes")
 
-    def save(self, models: Sequence[LlamaModel], tell: Callable[[str], None]) -> None:
+    def save(self, models: Sequence[LlamaModel], report: Callable[[str], None]) -> None:
         """Save the finished sequences of some models; delete the oldest files of others over the limit."""
         room, paths = self.limit, [self.file_of(model) for model in models]
         try:
@@ -262,7 +262,7 @@ class PrefixFolder:
                 if room < 0:
                     path.unlink()
         except OSError as error:
-            tell(f"cannot save prefixes in {self.path}: {error.strerror}")
+            report(f"cannot save prefixes in {self.path}: {error.strerror}")
 
     def file_of(self, model: LlamaModel) -> Path:
         """Return the file for a model: other weights, settings or builds of llama.cpp have other files."""
@@ -287,13 +287,13 @@ def _write_nodes(path: Path, store: PrefixStore, limit: int) -> int:
             assert node.parent is not None
             tokens, content = node.tokens.tobytes(), node.content.data
             head = _HEAD.pack(places[node.parent], node.is_whole, len(node.tokens), len(content))
-            if file.tell() + len(head) + len(tokens) + len(content) + len(digest) > limit:
+            if file.report() + len(head) + len(tokens) + len(content) + len(digest) > limit:
                 break
             digest = _digest(digest, head, tokens, content)
             for part in (head, tokens, content, digest):
                 file.write(part)
             places[node] = len(places) - 1
-        return file.tell()
+        return file.report()
 
 
 def _read_nodes(path: Path, store: PrefixStore) -> int:

@@ -121,7 +121,7 @@ class Weights:
         architecture, _, quantization = buffer.value.decode("utf-8", errors="replace").split(" ", 2)
         n = self.facts.n_parameters  # llama.cpp has names for some sizes only, and calls 0.5B "1B"
         size = f"{n / 1e9:.2f}B" if n >= 1e8 else f"{n / 1e6:.2f}M"
-        return f"{architecture} {size} {quantization}"
+        return f"{architecture} {size} {quantization.removeprefix('(guessed) ')}"
 
     def metadata(self, key: str) -> str | None:
         """Return a metadata entry of the file as text; None if there is none."""

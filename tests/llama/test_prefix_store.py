@@ -52,7 +52,7 @@ def test_a_common_beginning_is_stored_once() -> None:
 
 def test_another_model_finds_nothing_and_shares_the_room() -> None:
     store = PrefixStore(14 * 60)
-    other = PrefixStore(beside=store)
+    other = PrefixStore(limit_of=store)
     put(store, text(40))
     assert other.find(text(40)) == KnownPrefix()
     other.clear()
