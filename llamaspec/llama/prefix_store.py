@@ -287,13 +287,13 @@ def _write_nodes(path: Path, store: PrefixStore, limit: int) -> int:
             assert node.parent is not None
             tokens, content = node.tokens.tobytes(), node.content.data
             head = _HEAD.pack(places[node.parent], node.is_whole, len(node.tokens), len(content))
-            if file.report() + len(head) + len(tokens) + len(content) + len(digest) > limit:
+            if file.tell() + len(head) + len(tokens) + len(content) + len(digest) > limit:
                 break
             digest = _digest(digest, head, tokens, content)
             for part in (head, tokens, content, digest):
                 file.write(part)
             places[node] = len(places) - 1
-        return file.report()
+        return file.tell()
 
 
 def _read_nodes(path: Path, store: PrefixStore) -> int:
