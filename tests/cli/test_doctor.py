@@ -92,7 +92,7 @@ def test_a_sound_pair(target_file: Path, draft_file: Path) -> None:
     assert answer.code == answer.json["problems"] == 0
     assert answer.json["warnings"] == sum(finding["level"] == "warning" for finding in found.values())
     assert all((finding["level"] == "ok") == (finding["remedy"] is None) for finding in found.values())
-    assert "llama 0.11M (guessed) Q8_0" in found["target"]["text"]
+    assert "llama 0.11M Q8_0" in found["target"]["text"]
     assert found["target context"]["text"] == "512 tokens, trained on 512"
     assert found["target rollback"]["text"].endswith("rejected draft tokens are removed from the cache")
     assert found["vocabulary"]["text"] == f"the same: {len(BYTES)} tokens"
