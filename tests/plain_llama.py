@@ -33,12 +33,12 @@ class PlainLlama:
 
     def __init__(self, path: Path) -> None:
         runtime.start()
-        runtime.clear_errors()
+        runtime.log.errors.clear()
         loading = lib.llama_model_default_params()
         loading.use_extra_bufts = runtime.repacking_is_safe()
         self.model = lib.llama_model_load_from_file(os.fsencode(path), loading)
         if not self.model:
-            raise ValueError(f"llama.cpp cannot load {path}: {runtime.failure_reason()}")
+            raise ValueError(f"llama.cpp cannot load {path}: {runtime.log.reason}")
         options = lib.llama_context_default_params()
         options.n_ctx = options.n_batch = options.n_ubatch = N_CTX
         options.n_threads = options.n_threads_batch = 1

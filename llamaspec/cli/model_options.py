@@ -114,7 +114,7 @@ def _choice(
         target, draft = pair, (AUTO, *draft[1:])
     if NGRAM in draft and ngram is False and not no_draft:
         raise ValueError("--draft ngram and --no-ngram contradict each other; drop one")
-    runtime.set_verbose(verbose)
+    runtime.log.verbose = verbose
     is_embedded, copying = target is None, Copying.of(ngram)
     if no_draft:
         draft, copying = (), Copying.OFF

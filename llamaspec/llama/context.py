@@ -160,7 +160,7 @@ class Context:
         """
         pointer, batch = self.pointer, self._batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))
-        runtime.clear_errors()
+        runtime.log.errors.clear()
         self._choose_threads(pointer)
         for each in self._governors:
             each.begin()
@@ -177,7 +177,7 @@ class Context:
         self.cache.forget()
         if status == 1:
             raise MemoryFullError("the KV cache is full; use a larger context")
-        raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.failure_reason()}")
+        raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.log.reason}")
 
     def _choose_threads(self, pointer: Any) -> None:
         if self._governor is not None and self._governor.n_threads != self._n_threads:
@@ -258,14 +258,14 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
     parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
     parameters.type_k = CACHE_TYPES[options.cache_type_k]
     parameters.type_v = CACHE_TYPES[options.cache_type_v]
-    runtime.clear_errors()
-    runtime.expect_flash_attention()
+    runtime.log.errors.clear()
+    runtime.log.flash_attention = None
     with runtime.raising_callbacks():
         context = lib.llama_init_from_model(weights.pointer, parameters)
     if not context:
         raise MemoryFullError(
             f"llama.cpp cannot make a context of {n_cells} tokens for {weights.path}: "
-            f"{runtime.failure_reason()}; use a smaller context"
+            f"{runtime.log.reason}; use a smaller context"
         )
     return context
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -300,9 +299,7 @@ class LlamaModel:
     def __enter__(self) -> LlamaModel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _context(self, number: int) -> Context | None:

@@ -112,7 +112,7 @@ def _copy(
     runtime.start()
     paths = os.fsencode(source), os.fsencode(destination)
     if lib.llama_model_quantize(*paths, ctypes.byref(parameters)):
-        return runtime.failure_reason()
+        return runtime.log.reason
     if pruned:
         try:
             _shorten_arrays(Path(destination), pruned, read_gguf(Path(source)).number("block_count"))
@@ -214,10 +214,10 @@ def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray)
     parameters.n_threads = parameters.n_threads_batch = options.threads or resources.default_threads()
     parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
     parameters.cb_eval = observer.callback
-    runtime.clear_errors()
+    runtime.log.errors.clear()
     context = lib.llama_init_from_model(weights.pointer, parameters)
     if not context:
-        raise MemoryFullError(f"no room to measure the layers of {weights.path}: {runtime.failure_reason()}")
+        raise MemoryFullError(f"no room to measure the layers of {weights.path}: {runtime.log.reason}")
     batch = Batch(MAX_POSITIONS)
     try:
         with runtime.raising_callbacks():
@@ -225,9 +225,7 @@ def layer_influence(weights: Weights, options: ModelOptions, tokens: TokenArray)
     finally:
         lib.llama_free(context)
     if status:
-        raise EvaluationError(
-            f"{weights.path} cannot be evaluated (code {status}): {runtime.failure_reason()}"
-        )
+        raise EvaluationError(f"{weights.path} cannot be evaluated (code {status}): {runtime.log.reason}")
     return [observer.influence.get(layer, 1.0) for layer in range(lib.llama_model_n_layer(weights.pointer))]
 
 

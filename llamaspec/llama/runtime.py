@@ -28,15 +28,21 @@ _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
 
 
 class Log:
-    """A receiver of llama.cpp's log."""
+    """A receiver of llama.cpp's log. Clear `errors` before an attempt whose failure `reason` explains."""
 
     def __init__(self) -> None:
-        self.verbose = False
+        self.verbose = False  # whether to show the log on stderr
         self.errors: deque[str] = deque(maxlen=8)
-        self.flash_attention: bool | None = None
+        self.flash_attention: bool | None = None  # of the latest context; None if the log does not say
         self._level = 0
         # llama.cpp keeps only a pointer: the callback must live as long as the process.
         self.callback = lib.llama_log_callback(self._receive)
+
+    @property
+    def reason(self) -> str:
+        """The reason of the latest failure, in one line: the first error is the cause of the others."""
+        said = self.errors[0] if self.errors else "llama.cpp gave no reason; --verbose shows its log"
+        return printable(said)[:_LONGEST_REASON]
 
     def _receive(self, level: int, text: bytes, _user_data: object) -> None:
         self._level = level if level != _LEVEL_CONTINUED else self._level
@@ -57,32 +63,6 @@ def start() -> None:
     """Start llama.cpp; later calls do nothing."""
     lib.llama_log_set(log.callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
-
-
-def set_verbose(verbose: bool) -> None:
-    """Show or hide llama.cpp's log on stderr."""
-    log.verbose = verbose
-
-
-def clear_errors() -> None:
-    """Forget earlier errors. Call this before an attempt whose failure `failure_reason` shall explain."""
-    log.errors.clear()
-
-
-def failure_reason() -> str:
-    """Return why the latest attempt failed, in one line: the first error since `clear_errors`."""
-    reason = log.errors[0] if log.errors else "llama.cpp gave no reason; --verbose shows its log"
-    return printable(reason)[:_LONGEST_REASON]
-
-
-def expect_flash_attention() -> None:
-    """Forget whether earlier contexts have flash attention. Call this before opening a context."""
-    log.flash_attention = None
-
-
-def flash_attention() -> bool | None:
-    """Whether the latest context has flash attention; None if llama.cpp's log does not say."""
-    return log.flash_attention
 
 
 @contextmanager

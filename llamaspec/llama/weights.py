@@ -171,13 +171,13 @@ class Weights:
         parameters.progress_callback = callback = lib.llama_progress_callback(report)
         parameters.load_mtp = options.heads
         parameters.vocab_only = vocabulary_only
-        runtime.clear_errors()
+        runtime.log.errors.clear()
         with runtime.raising_callbacks():
             model = lib.llama_model_load_from_file(os.fsencode(self.path), parameters)
         del callback  # llama.cpp called it until here
         if model:
             return model
-        reason = runtime.failure_reason()
+        reason = runtime.log.reason
         if "alloc" in reason or "memory" in reason:
             raise MemoryFullError(
                 f"no room for {self.path}: {reason}; close other programs or put fewer layers on the GPU"

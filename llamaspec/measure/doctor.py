@@ -85,7 +85,7 @@ def examine(plan: DraftPlan, working: Working) -> Iterator[Finding]:
                     model = stack.enter_context(LlamaModel(file.path, file.options, on_load))
                 with working(f"trying the {role}"):
                     memory = model.try_memory()
-                examined.append(Examined(role, model, memory, runtime.flash_attention()))
+                examined.append(Examined(role, model, memory, runtime.log.flash_attention))
             except LlamaspecError as error:
                 yield Finding.of_error(role, error)
                 continue

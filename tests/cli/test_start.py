@@ -81,12 +81,9 @@ def test_streams_may_be_none(stream: str) -> None:
 
 def test_llama_cpp_s_log_needs_no_stderr(target_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
-    runtime.set_verbose(True)
-    try:
-        with LlamaModel(target_file, ModelOptions(threads=1)) as model:
-            assert model.vocabulary_size == 288
-    finally:
-        runtime.set_verbose(False)
+    monkeypatch.setattr(runtime.log, "verbose", True)
+    with LlamaModel(target_file, ModelOptions(threads=1)) as model:
+        assert model.vocabulary_size == 288
 
 
 def test_ctrl_c_between_two_handlers() -> None:

@@ -294,7 +294,7 @@ def test_k_quants_have_the_attention_that_llama_cpp_chooses(
         Weights, "metadata", lambda self, key: "15" if key == "general.file_type" else metadata(self, key)
     )
     assert opened(n_ctx=600).max_chunked_prefill == 63  # as with flash attention
-    assert runtime.flash_attention()
+    assert runtime.log.flash_attention
 
 
 @pytest.mark.parametrize("kind", MEMORIES)
