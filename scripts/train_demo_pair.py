@@ -33,8 +33,8 @@ from torch import Tensor
 
 from llamaspec import LlamaModel, ModelOptions, Sampling
 from llamaspec.draft_making.distil import BATCH, Distillation, distil_draft
+from llamaspec.draft_making.measuring import TrialSettings, acceptance, complete_prompts
 from llamaspec.draft_making.student import Llama, Shape, loss_of, train, write_model
-from llamaspec.draft_making.worth import TrialSettings, acceptance, write_texts
 
 ROOT = Path(__file__).resolve().parent.parent
 BOS, EOS = "<s>", "</s>"
@@ -175,7 +175,7 @@ def print_agreement(target_file: Path, draft_file: Path, modules: list[Document]
             for temperature in temperatures:
                 settings = TrialSettings((module.text.encode(),), sampling=Sampling(temperature=temperature))
                 tasks = settings.tasks(settings.prompts(target), token_seconds=1e-3)
-                found.append(acceptance(draft, write_texts(target, tasks), settings))
+                found.append(acceptance(draft, complete_prompts(target, tasks), settings))
             print(f"{module.name:18s}  " + "  ".join(f"{each:6.3f}" for each in found))
             means.append(found)
     print(json.dumps(dict(zip(("greedy", "sampled"), np.mean(means, axis=0).round(3).tolist(), strict=True))))

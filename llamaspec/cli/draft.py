@@ -14,9 +14,9 @@ from llamaspec.cli.grouped import Command, Group, option_group, refusing_values
 from llamaspec.cli.model_options import fetched_model
 from llamaspec.cli.options import JSON_OPTION, read_input
 from llamaspec.cli.output import SlowProgress, print_table, say
+from llamaspec.draft_making.measuring import Trial, TrialSettings
 from llamaspec.draft_making.skip_layers import Made, make_draft
 from llamaspec.draft_making.trim import KEEP, trim_draft
-from llamaspec.draft_making.worth import Trial, TrialSettings
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.llama.gguf_file import check_gguf, file_parts
 from llamaspec.llama.model import LlamaModel

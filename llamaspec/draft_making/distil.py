@@ -1,8 +1,8 @@
-"""Distils a small draft from a target: a Llama with its vocabulary, which learns the target's distribution.
+"""Distils a small draft model from a target: a Llama with the same vocabulary that learns its distribution.
 
-The target evaluates the user's texts, which is much cheaper than generating, and its most probable tokens at
-every position are recorded. Then the draft is trained on the record. Each stage keeps its files in a folder
-and resumes there after an interruption. Needs the extra `train` (torch, gguf).
+First the target evaluates the user's texts, which is much cheaper than generating, and its most probable
+tokens at every position are recorded. Then the draft model is trained on this record. Both stages keep their
+files in a folder and resume after an interruption. Needs the extra `train` (torch, gguf).
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from llamaspec.llama.options import ModelOptions
 from llamaspec.plan import DRAFT_FOR
 from llamaspec.values import TARGET, ForwardRequest, Logits
 
-SHARE = 0.05  # maximum size of a draft, as a share of the target's parameters
-LEAST_WIDTH, MOST_WIDTH, HEAD = 64, 1024, 64
-LENGTH = 512  # tokens of a window, and of the draft's context, because it learns no longer one
+SHARE = 0.05  # maximum parameters of the draft model, as a share of the target's
+LEAST_WIDTH, MOST_WIDTH, HEAD = 64, 1024, 64  # hidden sizes; of an attention head
+LENGTH = 512  # tokens of a training window, and so of the draft model's context
 BATCH = 4096  # tokens per training step
 RATE = 4e-3  # peak learning rate
 N_BEST = 32  # recorded tokens per position; they have nearly all of the probability
 RECORDED_BYTES = 6  # per recorded token
 TRAINED_BYTES = 34  # per parameter: two checkpoints (weights, optimizer state) and the GGUF file
 
-Tell = Callable[[str], None]  # receives one line of progress
-Report = Callable[[float], None]  # the finished fraction, 0 to 1
+Log = Callable[[str], None]  # receives one line of progress
+Report = Callable[[float], None]  # receives the finished fraction, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Distillation:
 
     minutes: float = 60.0  # of training
     n_layers: int = 4
-    width: int | None = None  # None = chosen by the target's size
+    width: int | None = None  # hidden size; None = chosen by the target's size
     seed: int = 1
-    length: int = LENGTH
-    batch: int = BATCH
+    length: int = LENGTH  # tokens of a window
+    batch: int = BATCH  # tokens per training step
 
     def __post_init__(self) -> None:
         if not 0 < self.minutes < 1e6:
@@ -74,7 +74,7 @@ class Distillation:
 
 @dataclass(frozen=True)
 class Record:
-    """Windows of a text, with the target's most probable tokens after each of their tokens."""
+    """Windows of a text, with the target's most probable tokens after each position."""
 
     tokens: NDArray[np.int32]  # [W, T]
     best: NDArray[np.int32]  # [W, T, k] ids
@@ -85,32 +85,32 @@ def distil_draft(
     target: Path,
     options: ModelOptions,
     texts: Sequence[bytes],
-    wish: Distillation,
+    settings: Distillation,
     output: Path,
-    tell: Tell,
+    log: Log,
     report: Report = lambda fraction: None,
 ) -> None:
-    """Train a draft for a target on texts, and write it to `output`.
+    """Train a draft model for a target on texts, and write it to `output`.
 
-    After an interruption the same call resumes from files in a folder beside the output. LlamaspecError if
-    that holds another distillation, or the text is too short.
+    After an interruption, the same call resumes from the files in a folder beside `output`. LlamaspecError if
+    the folder belongs to another distillation, the texts are too short, or the disk is full.
     """
-    torch.manual_seed(wish.seed)
+    torch.manual_seed(settings.seed)
     device = _device()
-    with LlamaModel(target, replace(options, n_ctx=wish.length, max_scored=wish.length)) as model:
-        shape = _shape(model, wish)
-        tokens = _tokens(model, texts, wish.length)
+    with LlamaModel(target, replace(options, n_ctx=settings.length, max_scored=settings.length)) as model:
+        shape = _shape(model, settings)
+        tokens = _tokens(model, texts, settings.length)
         folder = output.with_name(f".{output.name}.distilling")
-        _claim(folder, target, tokens, wish, shape)
+        _claim(folder, target, tokens, settings, shape)
         _check_disk(folder, len(tokens), shape)
-        seconds = _reading_seconds(model, tokens, wish.length)
-        tell(
+        seconds = _reading_seconds(model, tokens, settings.length)
+        log(
             f"the target evaluates {len(tokens)} tokens, about {seconds / 60:.0f} min; then a draft of "
-            f"{shape.n_parameters / 1e6:.1f}M parameters trains for {wish.minutes:g} min on {device.type}"
+            f"{shape.n_parameters / 1e6:.1f}M parameters trains for {settings.minutes:g} min on {device.type}"
         )
-        recorded = record(model, tokens, wish.length, folder, report)
+        recorded = record(model, tokens, settings.length, folder, report)
     draft = Llama(shape).to(device)
-    _train(draft, recorded, wish, folder / "checkpoint.pt", tell, report)
+    _train(draft, recorded, settings, folder / "checkpoint.pt", log, report)
 
     def describe(writer: GGUFWriter) -> None:
         writer.add_name(f"draft distilled for {target.stem}")
@@ -124,9 +124,9 @@ def distil_draft(
 def record(
     target: LlamaModel, tokens: NDArray[np.int32], length: int, folder: Path, report: Report
 ) -> Record:
-    """Evaluate a text with the target in independent windows of `length` tokens.
+    """Evaluate a text with the target, in independent windows of `length` tokens.
 
-    The record grows in files in `folder`. An incomplete last window is ignored.
+    The record is written to files in `folder`, window by window. An incomplete last window is left out.
     """
     windows = np.resize(tokens, (len(tokens) // length, length)).astype(np.int32)
     shape = (*windows.shape, min(N_BEST, target.vocabulary_size))
@@ -153,7 +153,7 @@ def _most_probable(logits: Logits, k: int) -> tuple[NDArray[np.int64], NDArray[n
 
 
 def _array(path: Path, shape: tuple[int, ...], kind: type[np.generic]) -> NDArray[Any]:
-    """Open or create an array in a file, so that it survives an interruption."""
+    """Open or create an array in a file, which survives an interruption."""
     if path.exists():
         array: NDArray[Any] = np.load(path, mmap_mode="r+")
         return array
@@ -161,11 +161,12 @@ def _array(path: Path, shape: tuple[int, ...], kind: type[np.generic]) -> NDArra
 
 
 def _train(
-    draft: Llama, recorded: Record, wish: Distillation, checkpoint: Path, tell: Tell, report: Report
+    draft: Llama, recorded: Record, settings: Distillation, checkpoint: Path, log: Log, report: Report
 ) -> None:
     device = draft.embedding.weight.device
-    rows = max(1, wish.batch // wish.length)
-    chance = np.random.default_rng((wish.seed, checkpoint.exists()))  # a resumed run draws other windows
+    rows = max(1, settings.batch // settings.length)
+    # A resumed run draws other windows than the first part.
+    chance = np.random.default_rng((settings.seed, checkpoint.exists()))
 
     def batch_loss(done: float) -> Tensor:
         report(done)
@@ -178,17 +179,17 @@ def _train(
         return loss_of(features, draft.embedding.weight, best.flatten(0, 1), log_p.flatten(0, 1))
 
     def report_progress(line: str, n_left: float) -> None:
-        tell(f"{line}; time left for {n_left / recorded.tokens.size:.1f} passes over the text")
+        log(f"{line}; time left for {n_left / recorded.tokens.size:.1f} passes over the text")
 
     train(
         draft,
         batch_loss,
         report_progress,
         checkpoint,
-        minutes=wish.minutes,
+        minutes=settings.minutes,
         rate=RATE,
-        batch_tokens=rows * wish.length,
-        report_seconds=min(30.0, 60 * wish.minutes / 4),
+        batch_tokens=rows * settings.length,
+        report_seconds=min(30.0, 60 * settings.minutes / 4),
     )
 
 
@@ -198,12 +199,19 @@ def _device() -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def _shape(target: LlamaModel, wish: Distillation) -> Shape:
-    """Return the largest shape within `SHARE` of the target."""
+def _shape(target: LlamaModel, settings: Distillation) -> Shape:
+    """Return the largest shape with at most `SHARE` of the target's parameters."""
     most, n_vocab = SHARE * target.facts().n_computing, target.vocabulary_size
-    widths = (wish.width,) if wish.width else range(LEAST_WIDTH, MOST_WIDTH + 1, HEAD)
+    widths = (settings.width,) if settings.width else range(LEAST_WIDTH, MOST_WIDTH + 1, HEAD)
     shapes = [
-        Shape(wish.n_layers, width, width // HEAD, -(-8 * width // 3 // 32) * 32, n_vocab, wish.length)
+        Shape(
+            n_layers=settings.n_layers,
+            width=width,
+            n_heads=width // HEAD,
+            n_ffn=-(-8 * width // 3 // 32) * 32,
+            n_vocab=n_vocab,
+            n_context=settings.length,
+        )
         for width in widths
     ]
     fitting = [shape for shape in shapes if shape.n_parameters <= most]
@@ -213,12 +221,14 @@ def _shape(target: LlamaModel, wish: Distillation) -> Shape:
 def _tokens(target: LlamaModel, texts: Sequence[bytes], length: int) -> NDArray[np.int32]:
     tokens = np.concatenate([target.vocabulary.tokenize(text) for text in texts])
     if len(tokens) < 2 * length:
-        raise PromptError(f"the texts have {len(tokens)} tokens; give {2 * length} or more, better millions")
+        raise PromptError(
+            f"the texts have {len(tokens)} tokens; give {2 * length} or more with --text, better millions"
+        )
     return tokens
 
 
 def _reading_seconds(target: LlamaModel, tokens: NDArray[np.int32], length: int) -> float:
-    """Estimate the time to evaluate all tokens from the time for one window."""
+    """Estimate the seconds for all tokens from those for one window."""
     target.forward(ForwardRequest(TARGET, tokens[:length]))  # warms up
     target.forget()
     start = time.monotonic()
@@ -226,17 +236,21 @@ def _reading_seconds(target: LlamaModel, tokens: NDArray[np.int32], length: int)
     return (time.monotonic() - start) * len(tokens) / length
 
 
-def _claim(folder: Path, target: Path, tokens: NDArray[np.int32], wish: Distillation, shape: Shape) -> None:
-    """Create the folder, or resume in one that holds the same distillation."""
+def _claim(
+    folder: Path, target: Path, tokens: NDArray[np.int32], settings: Distillation, shape: Shape
+) -> None:
+    """Create the folder, or check that it belongs to the same distillation."""
     text = hashlib.sha256(tokens.tobytes()).hexdigest()
-    # The training time may change between runs.
-    settings = {"target": file_identity(target), "text": text, "shape": asdict(shape), "length": wish.length}
+    # The training time is not part of it, so it may change between runs.
+    owner = {"target": file_identity(target), "text": text, "shape": asdict(shape), "length": settings.length}
     folder.mkdir(parents=True, exist_ok=True)
-    plan, wanted = folder / "plan.json", json.dumps(settings)
+    plan, wanted = folder / "plan.json", json.dumps(owner)
     if not plan.exists():
         write_file(plan, wanted)
     elif plan.read_text() != wanted:
-        raise LlamaspecError(f"{folder} holds another distillation; delete it, or name another --output")
+        raise LlamaspecError(
+            f"{folder} belongs to another distillation; delete it, or name another file with --output"
+        )
 
 
 def _check_disk(folder: Path, n_tokens: int, shape: Shape) -> None:
@@ -246,6 +260,6 @@ def _check_disk(folder: Path, n_tokens: int, shape: Shape) -> None:
     free = shutil.disk_usage(folder).free + held
     if free < needed:
         raise LlamaspecError(
-            f"{folder.parent} has {free / 1e9:.1f} GB free, distilling needs {needed / 1e9:.1f} GB; give "
+            f"{folder.parent} has {free / 1e9:.1f} GB free, but distilling needs {needed / 1e9:.1f} GB; give "
             "less text, or name a file on another disk with --output"
         )

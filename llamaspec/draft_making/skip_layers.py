@@ -1,7 +1,8 @@
-"""Makes a draft from a target by removing layers and bits, as many as is fastest on this machine.
+"""Makes a draft model from a target by removing layers and bits, as many as is fastest on this machine.
 
-Layers that change the least are removed first. Each candidate is written, timed, and judged by its acceptance
-on texts of the target. The best is measured together with its target, and kept if it beats plain decoding.
+The layers that change their input least are removed first. For each candidate, cost and acceptance are
+measured, and the speed-up is predicted. The best one is measured together with its target, and kept if that
+beats plain decoding.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamaspec.draft_making.worth import Machine, Trial, TrialSettings
+from llamaspec.draft_making.measuring import Machine, Trial, TrialSettings
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError
 from llamaspec.files import file_identity
 from llamaspec.llama.gguf_file import read_gguf
@@ -24,15 +25,15 @@ from llamaspec.measure.reasons import best_length
 from llamaspec.pair import Pair
 from llamaspec.plan import DRAFT_FOR, made_path
 
-FIRST = (0.5, 0.75, 0.25, 0.875)  # shares of the layers removed in the first candidates
-SILENT = 1e-3  # a layer that changes less than this is removed in every first candidate
-BITS = {"Q8_0": 8.5, "Q4_0": 4.5, "Q2_K": 3.35}  # per weight, roughly, of the types to try
+FIRST = (0.5, 0.75, 0.25, 0.875)  # shares of the layers that the first candidates lack
+SILENT = 1e-3  # all first candidates lack the layers that change their input less than this
+BITS = {"Q8_0": 8.5, "Q4_0": 4.5, "Q2_K": 3.35}  # types to try, with their approximate bits per weight
 FIRST_TYPE = "Q4_0"  # the fastest for its size on most machines
 SMALLER = 0.9  # a type is tried if it has at most this share of the target's bits per weight
-LEAST_SPEED_UP = 1.02  # a draft that gains less is not kept
+LEAST_SPEED_UP = 1.02  # minimum speed-up of a draft model that is kept
 SEARCHING = 0.5  # share of the time limit after which no candidate is started
 
-Tell = Callable[[str], None]  # receives one line of progress
+Log = Callable[[str], None]  # receives one line of progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,13 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCandidate:
-    """Measurements of a candidate on this machine."""
+    """A candidate, as measured on this machine."""
 
     candidate: Candidate
-    n_layers: int  # remaining
+    n_layers: int  # remaining layers
     n_bytes: int
     cost_ratio: float  # seconds of a draft step / seconds of a target token
-    acceptance: float  # rate of draft tokens, on the target's own texts
+    acceptance: float  # in the target's own completions
     n_guesses: int  # the best constant number of draft tokens
     speed_up: float  # predicted
 
@@ -61,41 +62,41 @@ class Made:
     """The result of a search."""
 
     found: tuple[MeasuredCandidate, ...]  # the best first
-    measured: Spread | None  # speed-up over plain decoding; None: no candidate was promising
-    path: Path | None  # of the draft; None: no candidate is faster
-    reason: str | None  # why there is no draft
+    measured: Spread | None  # speed-up over plain decoding; None = no candidate was promising
+    path: Path | None  # of the draft model; None = no candidate is faster
+    reason: str | None  # why there is no draft model
 
 
 def make_draft(
     target: LlamaModel,
     settings: TrialSettings,
-    tell: Tell,
+    log: Log,
     *,
     types: tuple[str, ...] = (),
     output: Path | None = None,
     machine: Machine | None = None,
 ) -> Made:
-    """Make the best draft of a target from the target itself, by default beside it.
+    """Make the fastest draft model from a target, and write it beside the target or to `output`.
 
-    `types` of weights to try; none = those that make the target smaller. LlamaspecError if there is no room
-    on the disk, or a text cannot be used.
+    `types` are the types of weights to try; none = those that make the target smaller. LlamaspecError if the
+    disk is full, or the texts are too short.
     """
     deadline = time.monotonic() + 60 * settings.minutes * SEARCHING
     folder = (output or made_path(target.path, "made")).parent
-    tell(f"measuring {target.path.name}: the cost of larger batches, and sample texts")
+    log(f"measuring {target.path.name}: the cost of larger batches, and sample texts")
     trial = Trial(target, settings, machine)
     seconds = trial.round_seconds
     ideal = max((n + 1) * seconds[0] / each for n, each in enumerate(seconds))
     if ideal < LEAST_SPEED_UP:
         return Made((), None, None, f"even a perfect draft would give at most {ideal:.2f}x")
-    tokens = trial.texts[0].tokens
-    with Pair(target, None, 0.0) as pair:  # only for its thread: that of all other evaluations
+    tokens = trial.sequences[0].tokens
+    with Pair(target, None, 0.0) as pair:  # because the compute thread must make all evaluations
         influence = pair.call(lambda: layer_influence(target.weights, target.options, tokens))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_disk(target, folder)
         with tempfile.TemporaryDirectory(prefix=".llamaspec-draft-", dir=folder) as unfinished:
-            bench = _Bench(trial, len(influence), Path(unfinished), deadline, tell)
+            bench = _Bench(trial, len(influence), Path(unfinished), deadline, log)
             found = tuple(search(influence, types or _types(target), bench))
             if not found:
                 return Made(found, None, None, "no smaller copy of this target can be made")
@@ -104,7 +105,7 @@ def make_draft(
                 reason = f"the best one, {label}, is predicted to give {best.speed_up:.2f}x"
                 return Made(found, None, None, reason)
             file = bench.path(best.candidate)
-            tell(f"measuring {label} together with its target")
+            log(f"measuring {label} together with its target")
             measured = trial.speed_up(file)
             if measured.median < LEAST_SPEED_UP:
                 return Made(found, measured, None, f"the best one, {label}, gave {measured.median:.2f}x")
@@ -120,11 +121,11 @@ def make_draft(
 def search(
     influence: Sequence[float], types: Sequence[str], measure: Callable[[Candidate], MeasuredCandidate | None]
 ) -> list[MeasuredCandidate]:
-    """Measure candidates until no neighbour of the best is better; return them, the best first.
+    """Measure candidates until no neighbour of the best one is better; return them, the best first.
 
-    `influence` says how much each layer changes its input; 0 = nothing. A few numbers of layers far apart
-    come first, then steps from the best one, each half as long as the last; then the other types. `measure`
-    returns None if llama.cpp cannot use the candidate, or the time is over.
+    `influence` is how much each layer changes its input; 0 = not at all. The search starts with a few numbers
+    of layers far apart. From the best one it takes steps of half the length each time. The other types come
+    last. `measure` returns None if llama.cpp cannot use a candidate, or there is no time left.
     """
     found: dict[Candidate, MeasuredCandidate | None] = {}
     least_first = sorted(range(len(influence)), key=lambda layer: (influence[layer], -layer))
@@ -154,7 +155,7 @@ def search(
 
 
 def rank(found: MeasuredCandidate) -> tuple[float, int]:
-    """Sort key: the fastest first; of equals the smallest."""
+    """Return a sort key: the fastest candidate first; of equally fast ones, the smallest."""
     return -found.speed_up, found.n_bytes
 
 
@@ -164,14 +165,14 @@ class _Bench:
 
     trial: Trial
     n_layers: int  # without prediction heads
-    folder: Path  # for files of candidates
+    folder: Path  # for the files of candidates
     deadline: float  # time.monotonic()
-    tell: Tell
+    log: Log
     best: MeasuredCandidate | None = None
     longest: float = 0.0  # seconds of the slowest candidate so far
 
     def __call__(self, candidate: Candidate) -> MeasuredCandidate | None:
-        """Measure a candidate; None if it cannot be used, or the time is over."""
+        """Measure a candidate; return None if it cannot be used, or there is no time left."""
         start = time.monotonic()
         is_target = not candidate.pruned and candidate.file_type == COPY
         if is_target or (self.longest and start + self.longest > self.deadline):
@@ -180,12 +181,12 @@ class _Bench:
         try:
             found = self._measure(candidate, path)
         except (ModelFileError, EvaluationError, MemoryFullError) as error:
-            self.tell(f"{self.label(candidate)}: not possible: {error}")
+            self.log(f"{self.label(candidate)}: not possible: {error}")
             path.unlink(missing_ok=True)
             return None
         finally:
             self.longest = max(self.longest, time.monotonic() - start)
-        self.tell(
+        self.log(
             f"{self.label(candidate)}: {found.n_bytes / 1e6:.0f} MB, a draft token takes "
             f"{found.cost_ratio:.3f} of a target token's time, acceptance {found.acceptance:.2f}, "
             f"predicted {found.speed_up:.2f}x"
@@ -213,7 +214,7 @@ class _Bench:
         return MeasuredCandidate(candidate, n_left, n_bytes, ratio, accepted, best.n_guesses, best.speed_up)
 
     def _write(self, candidate: Candidate, path: Path) -> None:
-        """Write the copy: without prediction heads, and with corrected layer counts."""
+        """Write the copy without prediction heads, and with correct layer counts in the metadata."""
         target = self.trial.target
         header = read_gguf(target.path)
         entries: dict[str, str | int] = {DRAFT_FOR: file_identity(target.path)}
@@ -237,7 +238,7 @@ class _Bench:
 
 
 def _types(target: LlamaModel) -> tuple[str, ...]:
-    """Return the types smaller than the target's, in the order to try them."""
+    """Return the types that are smaller than the target's, in the order to try them."""
     facts = target.facts()
     bits = 8 * facts.weights_bytes / facts.n_parameters
     smaller = [name for name, its in BITS.items() if its < SMALLER * bits]
@@ -251,6 +252,6 @@ def _check_disk(target: LlamaModel, folder: Path) -> None:
     needed, free = 2 * target.facts().weights_bytes, shutil.disk_usage(folder).free
     if free < needed:
         raise LlamaspecError(
-            f"{folder} has {free / 1e9:.1f} GB free, the search may need {needed / 1e9:.1f} GB for a while; "
+            f"{folder} has {free / 1e9:.1f} GB free, but the search needs up to {needed / 1e9:.1f} GB; "
             "name a file on another disk with --output"
         )

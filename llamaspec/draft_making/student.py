@@ -1,11 +1,11 @@
 """A small Llama in torch: the model, its training, and its export to a GGUF file.
 
-RoPE rotates interleaved pairs, like llama.cpp's ``llama`` architecture, so the export permutes nothing.
-Matrices with the same input are stored as one (q, k, v; gate, up). In the file, matrices are Q8_0, which
-nearly preserves the trained function, and norms are float32.
+RoPE rotates interleaved pairs, as llama.cpp's `llama` architecture does, so the export permutes nothing.
+Matrices with the same input are one parameter (q, k, v; gate, up). In the file, matrices are Q8_0, which
+changes the function little, and norms are float32.
 
-Training takes a number of minutes. The learning rate depends on the elapsed share of the time, so it is fully
-decayed at the end on any machine. Muon trains the layers' matrices, AdamW the rest.
+Training takes a given number of minutes. The learning rate follows the elapsed share of that time, so on any
+machine it has decayed at the end. Muon trains the matrices of the layers, AdamW everything else.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from torch.nn.functional import log_softmax, scaled_dot_product_attention, silu
 ROPE_BASE = 10_000.0
 RMS_EPSILON = 1e-5
 _QUANTIZATION_VERSION = 2  # ggml's current layout of quantised blocks
-_VOCABULARY = "tokenizer."  # how its metadata begins
+_VOCABULARY = "tokenizer."  # prefix of the vocabulary's metadata
 N_ROWS = 1024  # positions whose logits exist at once
-WARMUP, DECAY_FROM, LEAST_RATE = 0.02, 0.4, 0.02  # shares of the time; and of the peak learning rate
-_LEAST = 1e-6  # minimum probability of all other tokens together
+WARMUP, DECAY_FROM = 0.02, 0.4  # shares of the time
+LEAST_RATE = 0.02  # share of the peak learning rate
+_LEAST = 1e-6  # minimum probability of all tokens together that are not recorded
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Norm(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer: attention, then a gated feed-forward, each behind its norm."""
+    """One layer: attention, then a gated feed-forward network, each after its norm."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class TransformerBlock(nn.Module):
         self.down = nn.Linear(shape.n_ffn, shape.width, bias=False)
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
-        """Map [B, T, width] to the same; `turn` is [2, T, head/2], cosines and sines."""
+        """Map [B, T, width] to [B, T, width]; `turn` holds cosines and sines: [2, T, head/2]."""
         qkv = self.qkv(self.attention_norm(x)).view(*x.shape[:2], 3, self.n_heads, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, heads, T, head] each
         attention = scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
@@ -96,14 +97,14 @@ class TransformerBlock(nn.Module):
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate the pairs (0, 1), (2, 3), … of the last axis."""
+    """Rotate the pairs (0, 1), (2, 3), ... of the last axis."""
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = turn[0].to(x.dtype), turn[1].to(x.dtype)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
 class Llama(nn.Module):
-    """The whole model; `hidden` stops before the output matrix, which is the embedding."""
+    """The whole model. Its output matrix is its embedding; `hidden` stops before it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -124,11 +125,11 @@ class Llama(nn.Module):
                     nn.init.zeros_(parameter)
 
     def layers(self) -> list[TransformerBlock]:
-        """Return the blocks under their own type."""
+        """Return the blocks with their own type."""
         return cast("list[TransformerBlock]", list(self.blocks))
 
     def hidden(self, tokens: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """Map ids [B, T] to normalised features [B, T, width]; bfloat16 needs autocast around it."""
+        """Map ids [B, T] to normalised features [B, T, width]; call it under autocast for bfloat16."""
         turn = self.turns[:, : tokens.shape[1]]
         x: Tensor = self.embedding(tokens).to(dtype)
         for block in self.blocks:
@@ -137,14 +138,14 @@ class Llama(nn.Module):
         return out
 
     def logits(self, features: Tensor) -> Tensor:
-        """Scores of every token from features, float32."""
+        """Return the logits of all tokens, float32."""
         return (features @ self.embedding.weight.to(features.dtype).T).float()
 
 
 def loss_of(features: Tensor, weight: Tensor, ids: Tensor, log_p: Tensor) -> Tensor:
-    """Return the mean of KL(p || q) in nats, with one more token that stands for all that are not recorded.
+    """Return the mean of KL(p || q) in nats; all tokens that are not recorded count as one.
 
-    With k = 1 and a probability of 1, this is the cross-entropy of plain training.
+    With k = 1 and a probability of 1, this is the cross-entropy of ordinary training.
 
     Parameters
     ----------
@@ -161,15 +162,15 @@ def loss_of(features: Tensor, weight: Tensor, ids: Tensor, log_p: Tensor) -> Ten
 
 
 class _LossInChunks(torch.autograd.Function):
-    """A loss whose gradient is computed on the way forward, a block of positions at a time.
+    """A loss that computes its gradient in the forward pass, a block of positions at a time.
 
-    The logits of a batch would be by far the largest array of training. Here only `N_ROWS` positions exist at
-    once, and none is computed twice.
+    The logits of a whole batch would be by far the largest array of training. Here, only those of `N_ROWS`
+    positions exist at once, and none are computed twice.
     """
 
     @staticmethod
     def forward(ctx, features, weight, ids, log_p):  # type: ignore[no-untyped-def]
-        """Return the loss; keep the gradients for `backward`."""
+        """Return the loss; save the gradients for `backward`."""
         weight16 = weight.to(torch.bfloat16)
         grad_features = torch.empty_like(features)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -186,13 +187,13 @@ class _LossInChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):  # type: ignore[no-untyped-def]
-        """Scale the gradients that were computed on the way forward."""
+        """Scale the gradients from the forward pass."""
         grad_features, grad_weight = ctx.saved_tensors
         return grad_features * upstream, grad_weight * upstream, None, None
 
 
 def _block(logits: Tensor, ids: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of some positions, and its gradient by the logits [n, V].
+    """Return the summed loss of some positions, and its gradient with respect to the logits: [n, V].
 
     The gradient is q - p for the recorded tokens, and q - p_rest q / q_rest for the others.
     """
@@ -217,15 +218,15 @@ def train(
     batch_tokens: int,
     report_seconds: float = 100.0,
 ) -> None:
-    """Train a model in place; resume from the checkpoint if it exists, and write it before every report.
+    """Train a model in place; resume from the checkpoint if there is one. It is written before each report.
 
     Parameters
     ----------
     batch_loss : callable
         Draws a batch and returns its loss; receives the elapsed share of the time.
     report : callable
-        Receives a line of progress, and how many more tokens are read in the time left.
-    rate
+        Receives a line of progress, and the number of tokens for which there is time left.
+    rate : float
         The peak learning rate of the matrices, in AdamW's units.
     """
     optimizers = _optimizers(model, rate)
@@ -263,7 +264,7 @@ def train(
 
 
 def _rate_share(done: float) -> float:
-    """Return the learning rate as a share of the peak."""
+    """Return the learning rate as a share of the peak, after a share of the time."""
     if done < WARMUP:
         return max(LEAST_RATE, done / WARMUP)
     if done < DECAY_FROM:
@@ -286,27 +287,27 @@ def _optimizers(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
 def _save(
     path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], done: float, steps: int
 ) -> None:
-    """Replace the checkpoint atomically, so that an interruption leaves the last one intact."""
+    """Replace the checkpoint in one step, so an interruption leaves the old one intact."""
     unfinished = path.with_suffix(".part")
     states = [optimizer.state_dict() for optimizer in optimizers]
-    torch.save({"model": model.state_dict(), "movers": states, "done": done, "steps": steps}, unfinished)
+    torch.save({"model": model.state_dict(), "optimizers": states, "done": done, "steps": steps}, unfinished)
     unfinished.replace(path)
 
 
 def _restore(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[float, int]:
-    """Load a checkpoint; return the elapsed share of the time, and the steps."""
+    """Load a checkpoint; return the elapsed share of the time, and the number of steps."""
     device = next(model.parameters()).device
     state = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(state["model"])
-    for optimizer, its in zip(optimizers, state["movers"], strict=True):
-        optimizer.load_state_dict(its)
+    for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(optimizer_state)
     return float(state["done"]), int(state["steps"])
 
 
 def write_model(path: Path, model: Llama, describe: Callable[[GGUFWriter], None]) -> None:
-    """Write a model atomically; `describe` adds the vocabulary, a name and other metadata."""
+    """Write a model in one step; `describe` adds the vocabulary, a name and other metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Write to another file and rename it: a process that has mapped the old file keeps it intact.
+    # Another file, renamed at the end: processes that have mapped the old one can go on using it.
     partial = path.with_suffix(".partial")
     try:
         writer = GGUFWriter(partial, "llama")
@@ -354,7 +355,7 @@ def copy_vocabulary(writer: GGUFWriter, source: Path) -> None:
 
 
 def _tensors(model: Llama) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Every weight under llama.cpp's name; llama.cpp uses the embedding as output matrix."""
+    """Yield each tensor with llama.cpp's name; without an output matrix, llama.cpp uses the embedding."""
     yield "token_embd.weight", _array(model.embedding.weight)
     yield "output_norm.weight", _array(model.final_norm.weight)
     for i, block in enumerate(model.layers()):

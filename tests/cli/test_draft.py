@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from command import invoke, run, said
+from llamaspec.draft_making.measuring import TrialSettings
 from llamaspec.draft_making.skip_layers import Candidate, Made, MeasuredCandidate
-from llamaspec.draft_making.worth import TrialSettings
 from llamaspec.files import file_identity
 from llamaspec.llama.quantize import write_copy
 from llamaspec.measure.compare import Spread

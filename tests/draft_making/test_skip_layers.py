@@ -16,8 +16,8 @@ from gguf import GGUFReader
 from llama_cpp import llama_cpp as lib
 
 from llamaspec import FixedLength, LlamaModel, ModelOptions, open_pair
+from llamaspec.draft_making.measuring import Machine, TrialSettings
 from llamaspec.draft_making.skip_layers import Candidate, Made, MeasuredCandidate, make_draft, search
-from llamaspec.draft_making.worth import Machine, TrialSettings
 from llamaspec.errors import LlamaspecError, ModelFileError
 from llamaspec.files import file_identity
 from llamaspec.llama import quantize

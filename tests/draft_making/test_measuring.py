@@ -1,4 +1,4 @@
-"""What a draft is worth: agreement on the target's own texts, shares of its time and speed-ups."""
+"""Measurements of a draft model: agreement with its target, cost of a step, and speed-up."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from llamaspec import LlamaModel, ModelOptions, Pair
-from llamaspec.draft_making.worth import (
+from llamaspec.draft_making.measuring import (
     Machine,
+    TargetSequence,
     Trial,
     TrialSettings,
-    WrittenText,
     acceptance,
     draft_options,
 )
@@ -39,7 +39,7 @@ PROBE = Probe(
 
 def test_costs_of_a_target_and_its_draft(target_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The low quartiles: 2 ms next to 8 ms."""
-    monkeypatch.setattr("llamaspec.draft_making.worth.measure", lambda *_: PROBE)
+    monkeypatch.setattr("llamaspec.draft_making.measuring.measure", lambda *_: PROBE)
     with LlamaModel(target_file, OPTIONS) as model:
         assert Machine().step_ratio(model, model) == pytest.approx(0.25)
         alone = Machine().round_seconds(model)
@@ -76,7 +76,7 @@ def test_a_target_agrees_with_itself_at_every_position(target_file: Path) -> Non
     with LlamaModel(target_file, OPTIONS) as model:
         task = Task(sample_tokens(model.vocabulary, 20), Sampling(), 5, 40, "coupled")
         tokens = Pair(model, None, 0.0).stream(task.prompt, seed=5, max_tokens=40).run().tokens
-        text = WrittenText(np.concatenate([task.prompt, np.array(tokens, dtype=np.int32)]), 20)
+        text = TargetSequence(np.concatenate([task.prompt, np.array(tokens, dtype=np.int32)]), 20)
         assert acceptance(model, [text], TrialSettings(seed=5)) == 1.0
         assert acceptance(model, [text, text], TrialSettings(seed=6)) < 1.0
 

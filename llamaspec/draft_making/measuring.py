@@ -1,7 +1,7 @@
-"""Measures a draft with its target on this machine: acceptance, cost and speed-up.
+"""Measures a draft model with its target on this machine: acceptance, cost and speed-up.
 
-Under the coupled rule a draft token is accepted if draft and target draw the same token with the same noise.
-The acceptance is therefore known after the draft has evaluated the target's texts once.
+Under the coupled rule, a draft token is accepted if draft and target draw the same token with the same noise.
+So one evaluation of the target's completions by the draft model shows the acceptance.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import TARGET, Forward, ForwardRequest, TokenArray
 
-N_PROMPTS, PROMPT = 4, 64  # texts; tokens of each prompt
-WRITTEN, LEAST_WRITTEN = 128, 16  # tokens of each completion
-WRITING = 0.06  # share of the time limit for generating them; the final measurement takes six times as long
-N_RUNS = 2  # runs per text, to measure a speed-up
+N_PROMPTS, PROMPT = 4, 64  # prompts; tokens of each
+WRITTEN, LEAST_WRITTEN = 128, 16  # maximum and minimum tokens of each completion
+WRITING = 0.06  # share of the time limit for the completions; the final measurement takes six times as long
+N_RUNS = 2  # runs per prompt, to measure a speed-up
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSettings:
-    """Texts and sampling with which drafts are measured; ValueError if the time limit is out of range."""
+    """Settings for measuring draft models; ValueError if the time limit is out of range."""
 
-    texts: tuple[bytes, ...] = ()  # the user's; none = an ordinary text
-    minutes: float = 15.0  # time limit; a candidate that was started is finished
+    texts: tuple[bytes, ...] = ()  # samples from the user; none = a built-in text
+    minutes: float = 15.0  # time limit, after which the current candidate is finished
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 1
 
@@ -50,83 +50,84 @@ class TrialSettings:
             )
 
     def prompts(self, target: LlamaModel) -> list[TokenArray]:
-        """Return prompts spaced evenly over all texts; PromptError if they are too short."""
+        """Return prompts from all texts, evenly spaced; PromptError if the texts are too short."""
         vocabulary, room = target.vocabulary, max(2, target.context_size - LEAST_WRITTEN)
         length = min(PROMPT, room)
         texts = self.texts or (TEXT.encode(),)
         joined = np.concatenate([vocabulary.tokenize(text, add_special=False) for text in texts])
         if len(joined) < 2:
-            raise PromptError("the texts are too short; give some pages of what the model is used for")
+            raise PromptError("the texts are too short; give some pages of typical text with --text")
         starts = np.unique(np.linspace(0, max(0, len(joined) - length), N_PROMPTS).astype(int))
         return [vocabulary.begun(joined[start : start + length]) for start in starts]
 
     def tasks(self, prompts: Sequence[TokenArray], token_seconds: float) -> list[Task]:
-        """Return what the target should generate, as much as the time limit allows."""
+        """Return the completions to generate: as long as the time limit allows."""
         affordable = int(60 * self.minutes * WRITING / (token_seconds * len(prompts)))
         n = min(WRITTEN, max(LEAST_WRITTEN, affordable))
         return [Task(prompt, self.sampling, self.seed, n, DEFAULT_RULE) for prompt in prompts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WrittenText:
+class TargetSequence:
     """A prompt and its completion by the target."""
 
     tokens: TokenArray  # [n_prompt + n]
     n_prompt: int
 
 
-def write_texts(target: LlamaModel, tasks: Sequence[Task]) -> list[WrittenText]:
+def complete_prompts(target: LlamaModel, tasks: Sequence[Task]) -> list[TargetSequence]:
     """Generate completions; PromptError if all are empty."""
-    written = []
+    sequences = []
     with Pair(target, None, 0.0) as pair:
         for task in tasks:
             tokens = np.array(task.run_plain(pair).tokens, dtype=np.int32)
             if len(tokens):
-                written.append(WrittenText(np.concatenate([task.prompt, tokens]), len(task.prompt)))
-    if not written:
+                sequences.append(TargetSequence(np.concatenate([task.prompt, tokens]), len(task.prompt)))
+    if not sequences:
         raise PromptError("the target generates nothing after these texts; give others with --text")
-    return written
+    return sequences
 
 
-def acceptance(draft: LlamaModel, texts: Sequence[WrittenText], settings: TrialSettings) -> float:
+def acceptance(draft: LlamaModel, sequences: Sequence[TargetSequence], settings: TrialSettings) -> float:
     """Return the share of the target's tokens that the draft would have drawn; clears its KV cache."""
     with Pair(draft, None, 0.0) as pair:
         n_agreed = 0
-        for text in texts:
+        for sequence in sequences:
             pair.forget()
-            n_agreed += pair.run(_agreeing(draft, text, settings))
+            n_agreed += pair.run(_agreeing(draft, sequence, settings))
         pair.forget()
-    return n_agreed / sum(len(text.tokens) - text.n_prompt for text in texts)
+    return n_agreed / sum(len(sequence.tokens) - sequence.n_prompt for sequence in sequences)
 
 
 def _agreeing(
-    draft: LlamaModel, text: WrittenText, settings: TrialSettings
+    draft: LlamaModel, sequence: TargetSequence, settings: TrialSettings
 ) -> Generator[ForwardRequest, Forward, int]:
-    """Count the target's tokens in a text that the draft would have drawn."""
-    streams, sampler, n_agreed = SeededStreams(settings.seed), Sampler(settings.sampling, text.n_prompt), 0
-    for start in range(text.n_prompt, len(text.tokens), draft.max_scored):
-        end = min(start + draft.max_scored, len(text.tokens))
+    """Count the target's tokens in a sequence that the draft would have drawn."""
+    tokens, n_agreed = sequence.tokens, 0
+    streams, sampler = SeededStreams(settings.seed), Sampler(settings.sampling, sequence.n_prompt)
+    for start in range(sequence.n_prompt, len(tokens), draft.max_scored):
+        end = min(start + draft.max_scored, len(tokens))
         begin = max(0, end - 1 - draft.context_size)
-        forward = yield ForwardRequest(TARGET, text.tokens[begin : end - 1], end - start)
-        for position, scores in zip(range(start, end), forward.logits, strict=True):
-            if np.isfinite(scores.max()):
-                q = sampler.distribution(scores, text.tokens[:position])
-                n_agreed += int(streams.choose(q, Stream.TOKEN, position) == text.tokens[position])
+        forward = yield ForwardRequest(TARGET, tokens[begin : end - 1], end - start)
+        for position, logits in zip(range(start, end), forward.logits, strict=True):
+            if np.isfinite(logits.max()):
+                q = sampler.distribution(logits, tokens[:position])
+                n_agreed += int(streams.choose(q, Stream.TOKEN, position) == tokens[position])
     return n_agreed
 
 
 class Machine:
-    """Measures costs on this machine; tests use a fake without a clock."""
+    """Measures costs on this machine. Tests use a fake without a clock."""
 
     def round_seconds(self, target: LlamaModel) -> list[float]:
-        """Return the target's seconds of a round by number of draft tokens: [K]."""
+        """Return the target's seconds for a round with 0, 1, ... draft tokens."""
         with Pair(target, None, 0.0) as pair:
             return round_seconds(measure(pair, QUICK).curve)
 
     def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
         """Return seconds of a draft step / seconds of a target token, measured in turns.
 
-        Uses low quartiles, because other programs only add time.
+        These are low quartiles, because other programs can only add time.
         """
         with Pair(target, draft, 0.0) as pair:
             found = measure(pair, STEPS)
@@ -134,7 +135,7 @@ class Machine:
         return found.draft_step.low / found.widths[0].timings[0].low
 
     def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
-        """Measure the speed-up by a draft over plain decoding, in turns, several times per text."""
+        """Measure the speed-up over plain decoding, in turns, several times per prompt."""
         with LlamaModel(draft_file, draft_options(target)) as draft, Pair(target, draft, 0.0) as pair:
 
             def speed(run: Callable[[Task], Completion], turn: int) -> float | None:
@@ -149,7 +150,7 @@ class Machine:
 
 
 def draft_options(target: LlamaModel) -> ModelOptions:
-    """Return options that load a draft like its target."""
+    """Return options that load a draft model like its target."""
     options = target.options
     return ModelOptions(
         n_ctx=options.n_ctx, gpu_layers=options.gpu_layers, threads=options.threads, max_scored=DRAFT_SCORED
@@ -157,30 +158,30 @@ def draft_options(target: LlamaModel) -> ModelOptions:
 
 
 class Trial:
-    """A target and texts that it writes, on which any number of drafts are measured.
+    """A target, its costs and its completions, with which any number of draft models are measured.
 
-    PromptError if the settings' texts are too short, or the target writes nothing after them.
+    PromptError if the texts of the settings are too short, or the target generates nothing after them.
     """
 
     def __init__(self, target: LlamaModel, settings: TrialSettings, machine: Machine | None = None) -> None:
         self.target = target
         self._settings, self._machine = settings, machine or Machine()
         prompts = settings.prompts(target)
-        self.round_seconds = self._machine.round_seconds(target)  # [K] by number of draft tokens
+        self.round_seconds = self._machine.round_seconds(target)  # with 0, 1, ... draft tokens
         self._tasks = settings.tasks(prompts, self.round_seconds[0])
 
     @cached_property
-    def texts(self) -> list[WrittenText]:
-        """Some completions by the target."""
-        return write_texts(self.target, self._tasks)
+    def sequences(self) -> list[TargetSequence]:
+        """Some prompts with their completions by the target."""
+        return complete_prompts(self.target, self._tasks)
 
     def cost_and_acceptance(self, draft_file: Path) -> tuple[float, float]:
-        """Return seconds of a draft step / seconds of a target token, and the rate of accepted tokens."""
-        texts = self.texts
+        """Return seconds of a draft step / seconds of a target token, and the acceptance."""
+        sequences = self.sequences
         with LlamaModel(draft_file, draft_options(self.target)) as draft:
-            accepted = acceptance(draft, texts, self._settings)
+            accepted = acceptance(draft, sequences, self._settings)
             return self._machine.step_ratio(self.target, draft), accepted
 
     def speed_up(self, draft_file: Path) -> Spread:
-        """Measure a draft together with its target."""
+        """Measure the speed-up by a draft model."""
         return self._machine.speed_up(self.target, draft_file, self._tasks)
