@@ -285,7 +285,7 @@ def make_policy(pair: Pair, drafting: Drafting, exactness: Exactness | None = No
     if not drafting.exact:
         if drafting.draft_length is not None:
             return FixedLength(drafting.draft_length)
-        return auto_length(pair, tell=say, trees=drafting.trees)
+        return auto_length(pair, notify=say, trees=drafting.trees)
     found = exactness or known_exactness(pair, say)
     if not found.reads:
         pair.target.isolate_sequences()

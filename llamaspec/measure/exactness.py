@@ -67,10 +67,10 @@ def find_exactness(pair: Pair) -> Exactness:
         found = pair.run(compare_widths(tokens, depth, widths, used))
         exact &= {width for width, difference in found.items() if difference == 0}
         is_whole &= len(found) == len(widths)
-    return Exactness(tuple(sorted(exact)), reads_exactly(pair, max(exact)), is_whole)
+    return Exactness(tuple(sorted(exact)), prompts_are_exact(pair, max(exact)), is_whole)
 
 
-def reads_exactly(pair: Pair, width: int) -> bool:
+def prompts_are_exact(pair: Pair, width: int) -> bool:
     """Return whether prompts give the same bits processed at once and in chunks of an exact width.
 
     False if `width` is 1: if no wider batch is exact, processing at once is not exact either.

@@ -35,11 +35,11 @@ _MAX_BYTES = 4 << 20
 
 T = TypeVar("T")
 Models: TypeAlias = DraftPlan | Pair | Stage  # `models` of each: the target and its draft models
-Tell: TypeAlias = Callable[[str], None]  # receives one line
+Notify: TypeAlias = Callable[[str], None]  # receives one line
 
 
 @dataclass(frozen=True, slots=True)
-class ReadingGain:
+class PromptGain:
     """Speed-up of processing long prompts with the weights as they are in the file."""
 
     gain: float
@@ -59,7 +59,7 @@ class BenchGains:
 _SUFFIXES: dict[type[object], str] = {
     Probe: "",
     LearnedPrior: ".runs",
-    ReadingGain: ".reading",
+    PromptGain: ".reading",
     Exactness: ".exact",
     BenchGains: ".bench",
 }
@@ -68,8 +68,8 @@ _SUFFIXES: dict[type[object], str] = {
 def _ignore(line: str) -> None: ...
 
 
-def stored(pair: Models, kind: type[T], tell: Tell = _ignore) -> T | None:
-    """Return a kept measurement of a pair, or None; `tell` receives a warning if the file is damaged."""
+def stored(pair: Models, kind: type[T], notify: Notify = _ignore) -> T | None:
+    """Return a kept measurement of a pair, or None; `notify` receives a warning if the file is damaged."""
     path = _path(pair, kind)
     try:
         return parse_json(kind, read_file(path, _MAX_BYTES))
@@ -79,23 +79,23 @@ def stored(pair: Models, kind: type[T], tell: Tell = _ignore) -> T | None:
         reason = error.strerror or str(error)
     except ValueError as error:
         reason = str(error)
-    tell(f"ignoring {path}, which cannot be used: {reason}")
+    notify(f"ignoring {path}, which cannot be used: {reason}")
     return None
 
 
-def keep(pair: Models, measured: Any, tell: Tell = _ignore) -> None:
-    """Keep a measurement; `tell` receives a warning if the cache folder is not writable."""
+def keep(pair: Models, measured: Any, notify: Notify = _ignore) -> None:
+    """Keep a measurement; `notify` receives a warning if the cache folder is not writable."""
     path = _path(pair, type(measured))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(asdict(measured)))
     except OSError as error:
-        tell(f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE to another folder")
+        notify(f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE to another folder")
 
 
-def keep_probe(pair: Models, probe: Probe, tell: Tell = _ignore) -> None:
+def keep_probe(pair: Models, probe: Probe, notify: Notify = _ignore) -> None:
     """Keep a probe; the next run starts from its costs and from the acceptance that earlier runs observed."""
-    keep(pair, probe, tell)
+    keep(pair, probe, notify)
     earlier = stored(pair, LearnedPrior) or LearnedPrior()
     usual = LearnedPrior(probe.curve)
     keep(pair, replace(earlier, curve=probe.curve, distance=usual.distance, n_runs=usual.n_runs))
@@ -116,17 +116,17 @@ def forget(pair: Models) -> bool:
 
 
 def auto_length(
-    pair: Pair, widths: frozenset[int] | None = None, tell: Tell = _ignore, *, trees: bool = False
+    pair: Pair, widths: frozenset[int] | None = None, notify: Notify = _ignore, *, trees: bool = False
 ) -> AutoLength:
     """Return a new length policy for a pair, which allows only `widths` (None = all).
 
     Each draft model that has a draft of its own also gets a policy. In the first runs of a pair a draft step
-    is timed. `tell` receives warnings about damaged files.
+    is timed. `notify` receives warnings about damaged files.
     """
     pads = not pair.target.keeps_states
     for stage in pair.stages:
-        stage.length = AutoLength(stored(stage, LearnedPrior, tell), sources=stage.sources, pads=pads)
-    prior = stored(pair, LearnedPrior, tell)
+        stage.length = AutoLength(stored(stage, LearnedPrior, notify), sources=stage.sources, pads=pads)
+    prior = stored(pair, LearnedPrior, notify)
     policy = AutoLength(prior, widths, sources=pair.sources, trees=trees, pads=pads)
     if Source.MODEL in pair.sources and not (policy.is_settled and policy.costs.knows_step):
         with suppress(LlamaspecError):  # a draft that fails is reported when it is used
@@ -134,20 +134,20 @@ def auto_length(
     return policy
 
 
-def known_exactness(pair: Pair, tell: Tell = _ignore) -> Exactness:
+def known_exactness(pair: Pair, notify: Notify = _ignore) -> Exactness:
     """Return the exact evaluations of a pair, measured once and then kept."""
     known = stored(pair, Exactness)
     if known is None:
-        tell("--exact: comparing the logits of all batch sizes, once for this pair on this machine")
+        notify("--exact: comparing the logits of all batch sizes, once for this pair on this machine")
         known = find_exactness(pair)
         if known.is_whole:  # otherwise the machine was busy
             keep(pair, known)
     return known
 
 
-def restore_reading_gain(pair: Pair) -> None:
+def restore_prompt_gain(pair: Pair) -> None:
     """Give a pair the kept measurement of how fast it processes long prompts, if there is one."""
-    kept, processor = stored(pair, ReadingGain), pair.target.prompt_processor
+    kept, processor = stored(pair, PromptGain), pair.target.prompt_processor
     if kept is not None and processor is not None:
         processor.gain = kept.gain
 
@@ -156,7 +156,7 @@ def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
     """Keep what a run has learned about a pair and its stages, if the run was long enough."""
     processor = pair.target.prompt_processor
     if processor is not None and processor.gain is not None:
-        keep(pair, ReadingGain(processor.gain))
+        keep(pair, PromptGain(processor.gain))
     learners: list[tuple[Pair | Stage, LengthPolicy]] = [(pair, policy)]
     learners += [(stage, stage.length) for stage in pair.stages]
     for models, learned in learners:
@@ -167,10 +167,10 @@ def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
 def _path(pair: Models, kind: type[object]) -> Path:
     """Return the file of a measurement.
 
-    A `ReadingGain` concerns the target alone. Probes and exactness also depend on the kind of attention and
+    A `PromptGain` concerns the target alone. Probes and exactness also depend on the kind of attention and
     the types of the KV cache; a prior serves all of them.
     """
-    models = pair.models[:1] if kind is ReadingGain else pair.models
+    models = pair.models[:1] if kind is PromptGain else pair.models
     key: list[object] = [FORMAT, *(_model_key(model) for model in models), models[0].options.heads]
     if kind in (Probe, Exactness):
         options = [model.options for model in models]

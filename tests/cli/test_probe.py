@@ -12,7 +12,7 @@ from hub_server import Hub
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
 from llamaspec.cli.options import Drafting, make_policy
 from llamaspec.length.costs import CostCurve
-from llamaspec.measure.exactness import Exactness, find_exactness, reads_exactly
+from llamaspec.measure.exactness import Exactness, find_exactness, prompts_are_exact
 from llamaspec.measure.probe import Effort, measure
 from llamaspec.measure.reasons import dips, saturation_width, verdict
 from llamaspec.measure.store import known_exactness
@@ -169,9 +169,9 @@ def test_prompts_that_are_rounded_otherwise_are_not_exact(
 
     with open_pair(*models, target_options=ModelOptions(cache_type_v="bf16")) as pair:
         width = max(find_exactness(pair).widths)
-        assert reads_exactly(pair, min(width, 8)) == (width > 1)
+        assert prompts_are_exact(pair, min(width, 8)) == (width > 1)
         monkeypatch.setattr(LlamaModel, "evaluate", biased)
-        assert not reads_exactly(pair, min(width, 8))
+        assert not prompts_are_exact(pair, min(width, 8))
 
 
 def test_what_is_exact_is_found_out_once(
