@@ -1,7 +1,7 @@
-"""From a model's name to its file: paths, addresses on the hub, and the lists (models.yaml) of short names.
+"""From a model's name to its file: paths, addresses on the hub, and short names from lists (models.yaml).
 
-One list comes with llamaspec; the user's own takes precedence. `resolve_*` fetch what is not on this machine;
-`locate_*` never do.
+One list comes with llamaspec; the user's own list takes precedence. `resolve_model` fetches a file that is
+not on this machine, `locate_model` never does. tests/hub/test_names.py.
 """
 
 from __future__ import annotations
@@ -16,27 +16,24 @@ from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from platformdirs import user_config_dir
 
 from llamaspec.errors import ModelFileError, quoted
+from llamaspec.fetching import MAX_BYTES, SHA256, OnFetch, fetch, list_models
 from llamaspec.files import parse_json, read_file, write_file
 from llamaspec.hub import (
     HUB,
-    MAX_BYTES,
-    SHA256,
-    OnFetch,
     RemoteFile,
-    fetch,
+    address_of_page,
     fetched_states,
     find_here,
     is_repo,
-    list_models,
+    remote_file,
     repo_folder,
-)  # fmt: skip
+)
 
-CACHE_TOKENS = 8192  # context size that an entry's cache_mb is for
+CACHE_TOKENS = 8192  # context size to which an entry's cache_mb refers
 _MAX_LIST_BYTES = 1 << 20
 
 
@@ -44,7 +41,7 @@ _MAX_LIST_BYTES = 1 << 20
 
 
 def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
-    """The model's file; fetched first if it is on the hub and not on this machine.
+    """Return a model's file; fetch it if it is on the hub and not on this machine.
 
     Parameters
     ----------
@@ -52,7 +49,7 @@ def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
         A path, NAME or NAME:QUANTIZATION from the lists, hf:owner/repo:file, hf:owner/repo:QUANTIZATION,
         hf:owner/repo if it has one model, or the URL of a file's page. A `Path` is always a file.
     on_fetch : callable, optional
-        Called before a transfer, with the file and the number of missing bytes.
+        Called before a transfer with the file and the number of missing bytes.
 
     Raises
     ------
@@ -64,17 +61,17 @@ def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
 
 
 def locate_model(name: str | Path) -> Path:
-    """The model's file, or a ModelFileError if it is not on this machine; never asks the hub."""
+    """Return a model's file without asking the hub; ModelFileError if it is not on this machine."""
     found = _own_or_remote(name, ask=False)
     here = found if isinstance(found, Path) else find_here(found)
     if here is None:
-        called = quoted(str(name))
-        raise ModelFileError(f"{called} is not on this machine; run `llamaspec models pull {called}`")
+        shown = quoted(str(name))
+        raise ModelFileError(f"{shown} is not on this machine; run `llamaspec models pull {shown}`")
     return here
 
 
 def is_path(name: str) -> bool:
-    """Whether this is a path of a file, by its form or because it exists. A folder hides no listed model."""
+    """Whether a name is a path, by its form or because the file exists; a folder hides no listed model."""
     if _is_address(name):
         return False
     if name.endswith(".gguf") or "/" in name or "\\" in name:
@@ -83,10 +80,10 @@ def is_path(name: str) -> bool:
 
 
 def find_remote(name: str, *, ask: bool = True) -> RemoteFile | None:
-    """The file on the hub; None if a list gives the name to a file on this machine.
+    """Return the file on the hub that a name means; None if it means a file on this machine.
 
-    An address without a file is looked up on this machine, then, if `ask`, on the hub. Raises a
-    ModelFileError if there is no such model.
+    An address without a file name is looked up on this machine and then, if `ask`, on the hub. ModelFileError
+    if there is no such model.
     """
     if name.startswith(HUB):
         return _find_address(name, ask)
@@ -112,7 +109,7 @@ def _own_or_remote(name: str | Path, *, ask: bool) -> Path | RemoteFile:
 
 
 def _find_address(address: str, ask: bool) -> RemoteFile:
-    """The file of an address that may lack the file's name, or give only a quantization."""
+    """Return the file of an address that may give only a quantization, or only a repository."""
     repo, _, quantization = address.removeprefix(HUB).partition(":")
     if quantization.endswith(".gguf") or not is_repo(repo):
         return remote_file(address)
@@ -122,7 +119,10 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
     if len(here) == 1:
         return here[0]
     if not ask:
-        raise ModelFileError(f"{quoted(address)} is not on this machine, or several are; name the file")
+        count = "several models" if here else "no model"
+        raise ModelFileError(
+            f"this machine has {count} of {quoted(address)}; name one as hf:owner/repo:file.gguf"
+        )
     listed = list_models(repo)
     there = matching(listed, repo, quantization)
     if len(there) == 1:
@@ -133,39 +133,12 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
     raise ModelFileError(f"{quoted(address)} has {which}; name one as hf:owner/repo:file.gguf ({choices})")
 
 
-# Addresses
-
-
-def remote_file(address: str) -> RemoteFile:
-    """The file of an address, hf:owner/repo:file; raises a ModelFileError if it is not an address."""
-    repo, _, file = address.removeprefix(HUB).partition(":")
-    try:
-        return RemoteFile(repo, file)
-    except ValueError as error:
-        raise ModelFileError(
-            f"{quoted(address)} is not an address: {error}; write hf:owner/repo:file.gguf"
-        ) from error
-
-
-def address_of_page(url: str, hub_url: str) -> str:
-    """The address, hf:..., of the repository or file that a page of the hub shows."""
-    page = url.partition("?")[0].partition("#")[0].removeprefix(f"{hub_url}/")
-    parts = unquote(page).strip("/").split("/")
-    if len(parts) == 2 or parts[2:] == ["tree", "main"]:
-        return f"{HUB}{parts[0]}/{parts[1]}"
-    if parts[2:4] in (["blob", "main"], ["resolve", "main"]) and len(parts) > 4:
-        return f"{HUB}{parts[0]}/{parts[1]}:{'/'.join(parts[4:])}"
-    raise ModelFileError(
-        f"{quoted(url)} is not the page of a model on the hub's main branch; write hf:owner/repo:file.gguf"
-    )
-
-
 def matching(names: Iterable[str], repo: str, quantization: str) -> list[RemoteFile]:
-    """The models of a quantization ("" = any) among a repository's files; the first part of a split one."""
+    """Return the models of a quantization ("" = any) among a repository's files."""
     marked = re.compile(rf"(?:^|[-._/]){re.escape(quantization)}(?:[-./]|$)", re.IGNORECASE)
     found = []
     for name in dict.fromkeys(names):
-        with suppress(ValueError):  # not a model, or a name that leads elsewhere
+        with suppress(ValueError):  # not a model, or a path that leads out of the repository
             file = RemoteFile(repo, name)
             is_model = file.parts[0] == name and "mmproj" not in name
             if is_model and (not quantization or marked.search(name)):
@@ -178,7 +151,7 @@ def matching(names: Iterable[str], repo: str, quantization: str) -> list[RemoteF
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """One file of a model on the hub, as a list names it."""
+    """One file of a model on the hub, as a list describes it."""
 
     file: str
     bytes: int | None = None
@@ -193,19 +166,19 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model as a list describes it; raises a ValueError if the description is invalid or incomplete."""
+    """A model as a list describes it; ValueError if the description is invalid or incomplete."""
 
     name: str
     repo: str | None = None
     pattern: str | None = None  # of file names, with {quantization}
-    default: str | None = None  # quantization
+    default: str | None = None  # the quantization if none is given
     quantizations: Mapping[str, Quantization] = field(default_factory=dict)
     path: str | None = None  # a file on this machine, instead of one on the hub
     draft: str | None = None  # name of another entry
     heads: bool | None = None  # whether its files have prediction heads; None = unknown
     architecture: str | None = None  # as llama.cpp names it
     vocabulary: int | None = None  # tokens
-    cache_mb: int | None = None  # KV cache in f16, and states, of a context of CACHE_TOKENS
+    cache_mb: int | None = None  # KV cache in f16, with states, of a context of CACHE_TOKENS
     licence: str | None = None
     memory_gb: int | None = None
     notes: str | None = None
@@ -231,11 +204,11 @@ class Entry:
                 raise ValueError(str(error)) from error
 
     def file(self, quantization: str | None = None) -> RemoteFile:
-        """The file of a quantization; None = the default. Raises a ModelFileError if there is none."""
+        """Return the file of a quantization; None = the default. ModelFileError if there is none."""
         name = quoted(self.name)
         if self.repo is None or self.default is None:
-            where = quoted(str(self.path))
-            raise ModelFileError(f"{name} is a file on this machine, {where}; it has no quantizations")
+            path = quoted(str(self.path))
+            raise ModelFileError(f"{name} is the file {path}; it has no quantizations, so give only the name")
         wanted = quantization or self.default
         known = {key.lower(): value for key, value in self.quantizations.items()}
         found = known.get(wanted.lower())
@@ -251,12 +224,12 @@ class Entry:
         raise ModelFileError(f"{name} has no quantization {quoted(wanted)}; choose one of {choices}")
 
     def own_file(self) -> Path:
-        """The file of an entry with a path; it need not exist."""
+        """Return the file of an entry with a path; the file may not exist."""
         assert self.path is not None
         return expanded(self.path)
 
     def as_listed(self) -> dict[str, Any]:
-        """The entry as written to a list, without unknown fields."""
+        """Return the entry as it is written to a list, without unknown fields."""
 
         def known(fields: list[tuple[str, Any]]) -> dict[str, Any]:
             own = ("name", "is_own")
@@ -266,7 +239,7 @@ class Entry:
 
 
 def expanded(path: str) -> Path:
-    """A path with ~ expanded; raises a ModelFileError if there is no such user."""
+    """Return a path with ~ expanded; ModelFileError if there is no such user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -278,24 +251,25 @@ def expanded(path: str) -> Path:
 
 
 class Catalog:
-    """All entries by name; the user's own take precedence."""
+    """The models of all lists by name."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = dict(entries)
 
     def find(self, name: str) -> Entry:
-        """The entry of a name; raises a ModelFileError that suggests similar names."""
+        """Return the entry of a name; ModelFileError, which suggests similar names, if there is none."""
         if name in self.entries:
             return self.entries[name]
         close = difflib.get_close_matches(name[:200], self.entries, n=3, cutoff=0.5)
-        names = f"did you mean {quoted(', '.join(close))}?"
-        meant = names if close else "`llamaspec models list` shows the names"
+        remedy = "`llamaspec models list` shows the names"
         if os.path.isdir(name):  # noqa: PTH112 - Path raises for a NUL
-            meant = "it is a folder: name a .gguf file inside it"
-        raise ModelFileError(f"no file and no model is called {quoted(name)}; {meant}")
+            remedy = "it is a folder: name a .gguf file inside it"
+        elif close:
+            remedy = f"did you mean {quoted(', '.join(close))}?"
+        raise ModelFileError(f"no file and no model is called {quoted(name)}; {remedy}")
 
     def draft_of(self, target: str) -> str | None:
-        """The draft for a target (a name, an address on the hub or a file); None if the lists have none."""
+        """Return the draft of a target (a name, an address or a file); None if the lists have none."""
         name = target.partition(":")[0]
         if name in self.entries:
             return self.entries[name].draft
@@ -309,22 +283,22 @@ class Catalog:
 
 
 def own_list() -> Path:
-    """The user's own list; it need not exist."""
+    """Return the path of the user's own list, which may not exist."""
     folder = os.environ.get("LLAMASPEC_CONFIG") or user_config_dir("llamaspec", appauthor=False)
     return Path(folder) / "models.yaml"
 
 
 def read_catalog() -> Catalog:
-    """Both lists; raises a ModelFileError if the user's cannot be read or parsed."""
+    """Read both lists; ModelFileError if the user's own list cannot be read or parsed."""
     package = Path(str(files("llamaspec")))
-    supplied = package / "models.yaml"  # of the installed package, else of the source tree
+    supplied = package / "models.yaml"  # in the installed package; in the source tree it is beside it
     if not supplied.exists():
         supplied = package.parent / "models.yaml"
     return Catalog({**_read(supplied, is_own=False), **_own_entries()})
 
 
 def add_own(entry: Entry) -> Path:
-    """Add an entry to the user's list, replacing one of the same name."""
+    """Add an entry to the user's list, in place of one with the same name; return the list's path."""
     return _write_own({**_own_entries(), entry.name: entry})
 
 
@@ -379,7 +353,7 @@ def _read(path: Path, *, is_own: bool) -> dict[str, Entry]:
         raise ModelFileError(f"{path}{place}: this is not plain YAML; fix or delete it") from error
     except (TypeError, ValueError) as error:
         reason = str(error).replace("; ", ", ")
-        raise ModelFileError(f"{path} has an entry that cannot be understood: {reason}; fix it") from error
+        raise ModelFileError(f"{path} is invalid: {reason}; fix or delete it") from error
 
 
 def _entry(name: str, what: object, is_own: bool) -> Entry:
@@ -387,7 +361,7 @@ def _entry(name: str, what: object, is_own: bool) -> Entry:
         raise ValueError(f"{quoted(name)} must be a mapping")
     try:
         if given := {"name", "is_own"} & what.keys():
-            raise ValueError(f"{given.pop()} means nothing")
+            raise ValueError(f"{given.pop()} is not a field")
         return parse_json(Entry, json.dumps({**what, "name": name, "is_own": is_own}, default=str))
     except ValueError as error:
         raise ValueError(f"{quoted(name)}: {error}") from error

@@ -18,11 +18,12 @@ from huggingface_hub import constants
 
 from command import ENTRY, environment, run, said
 from hub_server import ADDRESS, BIG, LARGE, LARGE_ADDRESS, OWN_LIST, SMALL, Hub, serving
-from llamaspec import hub as fetching
+from llamaspec import fetching
 from llamaspec.catalog import locate_model, resolve_model
 from llamaspec.errors import ModelFileError, printable
+from llamaspec.fetching import fetch
 from llamaspec.files import file_hash
-from llamaspec.hub import RemoteFile, fetch, find_here, remove
+from llamaspec.hub import RemoteFile, find_here, remove
 from patience import PATIENCE, until
 
 FILE = RemoteFile("acme/big-GGUF", "big-Q8_0.gguf")
@@ -109,7 +110,7 @@ def test_a_killed_fetch_goes_on_where_it_stopped(
     [
         ((401, "RepoNotFound"), "run `hf auth login`"),
         ((404, "RepoNotFound"), "the hub has no repository acme/big-GGUF"),
-        ((403, "GatedRepo"), "agree on its page"),
+        ((403, "GatedRepo"), "accept them on its page"),
         ((404, "EntryNotFound"), "acme/big-GGUF has no file big-Q8_0.gguf"),
         ((500, ""), "the hub answered 500"),
     ],
@@ -146,7 +147,7 @@ def test_another_file_than_the_list_describes(env: dict[str, str]) -> None:
     own = Path(env["LLAMASPEC_CONFIG"]) / "models.yaml"
     with_hash = f"{{file: small-Q8_0.gguf, sha256: {64 * 'f'}}}"
     own.write_text(OWN_LIST.replace("{file: small-Q8_0.gguf}", with_hash))
-    assert "is not the file that the list" in said(run("models", "pull", "small", env=env))
+    assert "is not the file in the list" in said(run("models", "pull", "small", env=env))
 
 
 # What goes wrong on the way
@@ -199,7 +200,7 @@ def test_a_place_that_cannot_be_written_is_said(
         return opened(path, *arguments, **settings)
 
     monkeypatch.setattr(Path, "open", refusing)
-    assert f"cannot keep {FILE}: Permission denied; see to the disk" in refused()
+    assert f"cannot store {FILE}: Permission denied; make the folder writable" in refused()
 
 
 def test_a_size_that_was_wrong_does_not_stay_in_the_way(hub: Hub, cache: Path) -> None:
@@ -319,14 +320,14 @@ def test_a_hash_or_a_commit_is_never_a_path(
 ) -> None:
     told = value.replace("/ABSOLUTE", str(tmp_path)) if value is not None else None
     hub.headers = {header: told, **({"X-Linked-Etag": None} if header == "ETag" else {})}
-    assert "the hub gives the " in refused()
+    assert "the hub gives an invalid " in refused()
     assert written(tmp_path) == []
 
 
 @pytest.mark.parametrize("size", [None, "0", "-5", "many", "1" + 400 * "0", "1" + 5000 * "0", "9" * 16])
 def test_a_size_that_cannot_be(hub: Hub, cache: Path, tmp_path: Path, size: str | None) -> None:
     hub.headers = {"X-Linked-Size": size, "Content-Length": "0" if size is None else None}
-    assert "no size that a file can have" in refused()
+    assert "the hub gives an invalid size" in refused()
     assert written(tmp_path) == []
 
 
@@ -359,7 +360,7 @@ def test_a_wrong_hash_leaves_nothing(hub: Hub, cache: Path, tmp_path: Path) -> N
 def test_only_a_model_is_kept(hub: Hub, cache: Path, tmp_path: Path, content: bytes) -> None:
     """With the right size and the right hash of the wrong thing."""
     hub.files[BIG] = content
-    assert "big-Q8_0.gguf is no model" in refused()
+    assert "big-Q8_0.gguf on the hub is not a model" in refused()
     assert written(tmp_path) == []
 
 
@@ -379,7 +380,7 @@ def test_content_that_another_program_left_is_checked(hub: Hub, cache: Path) -> 
 def test_a_list_of_files_that_is_none(hub: Hub, cache: Path, listing: bytes) -> None:
     hub.listing = listing
     line = refused(RemoteFile(FILE.repo, "big-Q8_1.gguf"))
-    assert "has no file big-Q8_1.gguf; look at the files on its page" in line
+    assert "has no file big-Q8_1.gguf; see the files on its page" in line
 
 
 def test_names_in_a_list_of_files_are_escaped(hub: Hub, cache: Path) -> None:

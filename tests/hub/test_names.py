@@ -10,10 +10,11 @@ import pytest
 
 from command import invoke, said
 from hub_server import ADDRESS, BIG, SMALL, Hub
-from llamaspec.catalog import Quantization, find_remote, locate_model, remote_file, resolve_model
+from llamaspec.catalog import Quantization, find_remote, locate_model, resolve_model
 from llamaspec.errors import ModelFileError, printable
+from llamaspec.fetching import MAX_BYTES
 from llamaspec.files import is_plain
-from llamaspec.hub import MAX_BYTES, RemoteFile, find_here, remove
+from llamaspec.hub import RemoteFile, find_here, remote_file, remove
 from llamaspec.plan import find_draft
 
 HOSTILE_FILES = (
@@ -80,7 +81,7 @@ def test_an_address_may_leave_out_the_file(hub: Hub, cache: Path) -> None:
     ):
         with pytest.raises(ModelFileError, match=says):
             resolve_model(address)
-    with pytest.raises(ModelFileError, match="is not on this machine"):
+    with pytest.raises(ModelFileError, match="this machine has no model of hf:acme/big-GGUF; name one"):
         locate_model("hf:acme/big-GGUF")
     path = resolve_model("hf:acme/big-GGUF:Q8_0")
     assert path.read_bytes() == hub.files[BIG]
