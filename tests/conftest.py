@@ -1,4 +1,4 @@
-"""Fixtures that several folders of tests share: tiny models, a hub on this machine, a pair that converses."""
+"""Fixtures that several folders of tests share: tiny models, a hub on this machine, pairs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from model_store import ModelStore, OpenModel, demo_pair
 from patience import PATIENCE
 from tiny_models import Recipe
 
+CPU = ModelOptions(threads=1, gpu_layers=0)
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Nothing of the person's surroundings, and nothing about time, decides whether tests pass."""
+    """Make the tests independent of the user's environment and of time limits."""
     for name in [name for name in os.environ if name.startswith(("HF_", "LLAMASPEC_"))]:
         del os.environ[name]
-    for name in ("http_proxy", "https_proxy", "all_proxy"):  # the hub of the tests is on this machine
+    for name in ("http_proxy", "https_proxy", "all_proxy"):  # the tests' hub is on this machine
         os.environ.pop(name, None)
         os.environ.pop(name.upper(), None)
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
         os.environ[name] = str(int(PATIENCE))
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # pytest runs in the background of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
     slow = [HealthCheck.too_slow]
     settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=slow)
@@ -42,9 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_caches_of_the_person(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither what other programs have learnt is read, nor is anything left behind.
+    """Keep the user's caches out of the tests, and the tests' files out of the user's caches.
 
-    The tests' own files are opened without a trial; tests/llama/test_trial.py has the trials.
+    The tests' models are opened without a trial; tests/llama/test_trial.py tests the trials.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLAMASPEC_TRUST_FILES", "1")
@@ -55,19 +57,19 @@ def _no_caches_of_the_person(tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> ModelStore:
-    """Tiny models, written when first asked for."""
+    """Tiny models, written at their first use."""
     return ModelStore(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
 def target_file(store: ModelStore) -> Path:
-    """A tiny target whose scores are the same at every batch width."""
+    """A tiny target whose logits are the same at every batch width."""
     return store.path("llama", Recipe(dtype="q8_0"))
 
 
 @pytest.fixture(scope="session")
 def draft_file(store: ModelStore) -> Path:
-    """A draft that proposes about three of four of the target's tokens."""
+    """A draft whose tokens the target accepts about three times in four."""
     return store.path("llama", Recipe(dtype="q8_0").draft())
 
 
@@ -81,8 +83,22 @@ def demo_files() -> tuple[Path, Path]:
 
 
 @pytest.fixture
+def tiny(target_file: Path, draft_file: Path) -> Iterator[Pair]:
+    """An open pair of tiny models, for tests that close it or break it."""
+    with open_pair(target_file, draft_file, target_options=CPU, draft_options=CPU) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module")
+def demo(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
+    """The embedded pair on one thread of the CPU, where its logits are the same at every batch width."""
+    with open_pair(*demo_files, target_options=CPU, draft_options=CPU) as pair:
+        yield pair
+
+
+@pytest.fixture
 def opened(store: ModelStore) -> Iterator[OpenModel]:
-    """Open tiny models that are closed after the test: opened("mamba", n_ctx=256)."""
+    """Opens tiny models and closes them after the test: opened("mamba", n_ctx=256)."""
     with ExitStack() as stack:
 
         def open_model(kind: str = "llama", recipe: Recipe | None = None, **options: object) -> LlamaModel:
@@ -95,7 +111,7 @@ def opened(store: ModelStore) -> Iterator[OpenModel]:
 
 @pytest.fixture
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> Count:
-    """What llama.cpp is given to evaluate during a test."""
+    """The positions that llama.cpp evaluates during a test."""
     count = Count()
     fill = Batch.fill
 
@@ -109,7 +125,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> Count:
 
 @pytest.fixture
 def compactions(monkeypatch: pytest.MonkeyPatch) -> list[CellTable]:
-    """The caches whose cells are moved during a test, once for each time."""
+    """The caches whose cells are moved during a test, one entry per move."""
     moved, compact = list[CellTable](), CellTable.compact
 
     def counted(self: CellTable, sequences: Sequence[CachedSequence]) -> None:
@@ -122,7 +138,7 @@ def compactions(monkeypatch: pytest.MonkeyPatch) -> list[CellTable]:
 
 @pytest.fixture
 def split_files(store: ModelStore) -> list[Path]:
-    """The target in parts."""
+    """The target, split into several files."""
     first = store.path("llama", Recipe(dtype="q8_0", tensors_per_file=8))
     return sorted(first.parent.glob(first.name.replace("-00001-", "-*-")))
 
@@ -154,7 +170,7 @@ def env(hub: Hub, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def own_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The person's own list, for commands in this process."""
+    """The user's list of models, for commands in this process."""
     for name in ("LLAMASPEC_TARGET", "LLAMASPEC_DRAFT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LLAMASPEC_CONFIG", str(tmp_path))

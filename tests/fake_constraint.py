@@ -1,4 +1,4 @@
-"""A constraint by hand, whose answers anybody can check."""
+"""A constraint whose results are easy to check by hand."""
 
 from __future__ import annotations
 

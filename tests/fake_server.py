@@ -1,4 +1,4 @@
-"""A server without a model: it answers every chat request with the same words, as fast as it is told."""
+"""A server without a model. It answers every chat request with the same words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def serve(words: list[str], seconds_per_word: float = 0.0) -> None:
-    """Until the process ends; the port is the value of --port."""
+    """Serve on the port of --port until the process ends."""
     if "--version" in sys.argv:
         sys.stderr.write("version: 77 (abc)\n")
         return
@@ -40,7 +40,7 @@ def serve(words: list[str], seconds_per_word: float = 0.0) -> None:
 
 
 def write_program(path: Path, words: list[str], seconds_per_word: float = 0.0) -> Path:
-    """A program that is such a server, whatever its arguments are."""
+    """Write a program that runs such a server with any arguments."""
     folder = Path(__file__).parent
     path.write_text(
         f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(folder)!r})\n"
@@ -51,7 +51,7 @@ def write_program(path: Path, words: list[str], seconds_per_word: float = 0.0) -
 
 
 def write_checkout(folder: Path, words: list[str]) -> Path:
-    """A folder that looks like a checkout of llamaspec."""
+    """Write a folder that looks like a checkout of llamaspec and runs such a server."""
     package = folder / "llamaspec"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

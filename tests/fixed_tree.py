@@ -1,4 +1,4 @@
-"""A length policy whose trees of draft tokens always have the same shape."""
+"""A length policy whose trees of draft tokens all have the same shape."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from llamaspec.values import Draft, Round
 
 
 def depth(tree: CandidateTree, node: int) -> int:
-    """Draft tokens before one."""
+    """Return the number of draft tokens before a node."""
     return len(tree.path(node)) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class FixedTree:
-    """Always the same tree: `widths[d]` children for every token of level d. At most 4."""
+    """Gives every tree the same shape: `widths[d]` children, at most 4, for every token of level d."""
 
     widths: tuple[int, ...]
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> FixedTree:
-        """Itself: it has no state."""
+        """Return the policy itself, which has no state."""
         return self
 
     def tree(self) -> FixedTree:
-        """Itself."""
+        """Return the policy itself."""
         return self
 
     def expand(self, tree: CandidateTree) -> Sequence[int]:
-        """All of the next level."""
+        """Expand all nodes of the last level."""
         if not len(tree):
             return [CONTEXT] if self.widths else []
         kept = self.keep(tree)
@@ -39,7 +39,7 @@ class FixedTree:
         return [i for i in kept if depth(tree, i) == last]
 
     def keep(self, tree: CandidateTree) -> Sequence[int]:
-        """As wide as each level may be."""
+        """Keep the best candidates of each level."""
         kept: list[int] = []
         for i, parent in enumerate(tree.parents):
             if tree.ranks[i] < self.widths[depth(tree, i)] and (parent < 0 or parent in kept):
@@ -51,19 +51,19 @@ class FixedTree:
         """None: the draft model processes the prompt at once."""
 
     def wants_more(self, draft: Draft) -> bool:
-        """Where no tree can grow, a chain as deep."""
+        """Draft a chain of the same depth if the memory has no trees."""
         return len(draft) < len(self.widths)
 
     def n_verified(self, draft: Draft) -> int:
-        """All."""
+        """Verify all tokens."""
         return len(draft)
 
     def width(self, n_positions: int) -> int:
-        """No padding."""
+        """Pad nothing."""
         return n_positions
 
     def observe(self, round_: Round) -> None:
-        """Learns nothing."""
+        """Learn nothing."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""What tests of prediction heads share: pairs whose heads draft, what these are asked, texts side by side."""
+"""Helpers for tests of prediction heads: pairs, requests to heads, and completions side by side."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Asking = Generator[ForwardRequest, Forward, list[Logits]]
 
 @contextmanager
 def opened(files: tuple[Path, Path | str], **options: object) -> Iterator[Pair]:
-    """A target and a draft; a pair whose numbers do not depend on the width of batches."""
+    """Open a target and a draft whose logits do not depend on the width of batches."""
     wanted = ModelOptions(**{"threads": 1, **EXACT, **options})  # type: ignore[arg-type]
     with open_pair(*files, target_options=wanted) as pair:
         yield pair
 
 
 def drafting(read: TokenArray, draft: TokenArray) -> Asking:
-    """The heads' logits behind a text that the target has evaluated, and behind each draft token."""
+    """Return the heads' logits after tokens that the target has evaluated, and after each draft token."""
     answers = []
     for n in range(len(draft) + 1):
         forward = yield ForwardRequest(MTP, np.concatenate([read, draft[:n]]))
@@ -34,13 +34,13 @@ def drafting(read: TokenArray, draft: TokenArray) -> Asking:
 
 
 def reading(read: TokenArray, draft: TokenArray) -> Asking:
-    """The same, where nothing has been evaluated yet."""
+    """The same, but the target evaluates the tokens first."""
     yield ForwardRequest(TARGET, read[:-1], n_logits=0)
     return (yield from drafting(read, draft))
 
 
 def drafted_side_by_side(pair: Pair, prompts: Sequence[TokenArray], temperature: float) -> list[Completion]:
-    """Texts of all prompts at once, with three draft tokens in each round; each is the target's own."""
+    """Complete all prompts at once with three draft tokens per round; check against plain decoding."""
     sampling = Sampling(temperature=temperature)
     plain = []
     for seed, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""A server on this machine that speaks as much of the hub's protocol as fetching needs, and can misbehave."""
+"""A server on this machine with the part of the hub's protocol that downloads need. It can misbehave."""
 
 from __future__ import annotations
 
@@ -30,37 +30,31 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """What the server gives, and how."""
+    """The files of a server, its faults, and counts of its requests."""
 
     files: dict[str, bytes]  # "owner/name/file" -> content
     refusals: dict[str, tuple[int, str]] = field(default_factory=dict)  # repository -> status, error code
-    hashes: dict[str, str] = field(
-        default_factory=dict
-    )  # file -> the hash that is told instead of the true one
-    sizes: dict[str, int] = field(
-        default_factory=dict
-    )  # file -> the size that is told instead of the true one
+    hashes: dict[str, str] = field(default_factory=dict)  # file -> a false hash
+    sizes: dict[str, int] = field(default_factory=dict)  # file -> a false size
     drops: int = 0  # connections to cut in the middle of a file
-    stalls: bool = False  # stop in the middle of a file, and keep the connection
-    ranges: list[str] = field(default_factory=list)  # asked for, in order
+    stalls: bool = False  # stop in the middle of a file, and keep the connection open
+    ranges: list[str] = field(default_factory=list)  # requested ranges, in order
     authorizations: list[str | None] = field(default_factory=list)
-    headers: dict[str, str | None] = field(
-        default_factory=dict
-    )  # instead of those that are true; None: left out
-    elsewhere: str = ""  # a server that content is fetched from; this one only points to it
-    elsewhere_with_content: str = ""  # the same, but told only to whoever asks for the content
-    next_commits: list[str] = field(default_factory=list)  # told one after the other, instead of the commit
+    headers: dict[str, str | None] = field(default_factory=dict)  # false headers; None = no such header
+    elsewhere: str = ""  # URL of the server that has the content; this server redirects to it
+    elsewhere_with_content: str = ""  # the same, but only GET requests are redirected
+    next_commits: list[str] = field(default_factory=list)  # false commits, one for each request
     extra_bytes: int = 0  # sent after the content
-    listing: bytes = b""  # instead of the true list of files
+    listing: bytes = b""  # a false list of files
     listing_status: int = 200
-    n_listings: int = 0  # that were asked for
+    n_listings: int = 0  # requests for the list of files
     n_sent: int = 0  # bytes of content
     n_requests: int = 0
-    commit: str = COMMIT  # the main branch's
+    commit: str = COMMIT  # of the main branch
     url: str = ""
 
     def tag(self, file: str) -> str:
-        """The hash of a file as the server tells it."""
+        """Return the hash of a file that the server sends."""
         return self.hashes.get(file) or hashlib.sha256(self.files[file]).hexdigest()
 
 
@@ -87,7 +81,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 return
             repo, resolves, file = self.path[1:].partition("/resolve/")
             name = f"{repo}/{file.partition('/')[2]}"  # without the branch or the commit
-            if resolves:  # the library asks for other things, too
+            if resolves:  # the library also sends other requests
                 hub.n_requests += 1
                 hub.authorizations.append(self.headers["Authorization"])
             if repo in hub.refusals:
@@ -107,7 +101,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
             self.send_response(hub.listing_status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            with suppress(OSError):  # whoever asked has read enough
+            with suppress(OSError):  # the client has read enough
                 self.wfile.write(content)
 
         def _refuse(self, status: int, code: str) -> None:
@@ -141,7 +135,7 @@ def serving(hub: Hub) -> Iterator[Hub]:
                     self.send_header(header, value)
             self.end_headers()
             if with_content and not elsewhere:
-                with suppress(OSError):  # whoever asked has gone
+                with suppress(OSError):  # the client has left
                     self._write(content[start:])
 
         def _write(self, content: bytes) -> None:
@@ -154,19 +148,19 @@ def serving(hub: Hub) -> Iterator[Hub]:
                 self.close_connection = True
             else:
                 n_left = hub.extra_bytes
-                hub.n_sent += len(content)  # counted first: whoever has read them finds them counted
-                self.wfile.write(content + bytes(min(n_left, 1 << 16)))  # together: no pause tells them apart
+                hub.n_sent += len(content)  # before the client can read them
+                self.wfile.write(content + bytes(min(n_left, 1 << 16)))  # in one write
                 for _ in range(1 << 16, n_left, 1 << 16):
                     hub.n_sent += 1 << 16
                     self.wfile.write(bytes(1 << 16))
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, *_: object) -> None:
-            """Whoever asked has gone: that is what some tests are about."""
+            """Ignore errors: in some tests the client leaves."""
 
     server = Server(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)  # it looks often whether to end
+    thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)  # polls often, to end soon
     thread.start()
     try:
         yield hub

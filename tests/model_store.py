@@ -1,4 +1,4 @@
-"""Tiny model files on disk, each written once for a whole test run."""
+"""Tiny model files, each written once per test run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OpenModel = Callable[..., LlamaModel]  # (kind, recipe, **options), see the fixt
 
 @dataclass
 class ModelStore:
-    """Writes a model when it is first asked for."""
+    """Writes a model at its first use."""
 
     folder: Path
     _written: dict[tuple[str, Recipe], Path] = field(default_factory=dict)
 
     def path(self, kind: str = "llama", recipe: Recipe | None = None) -> Path:
-        """The file of a recipe."""
+        """Return the file of a recipe."""
         key = (kind, recipe or Recipe())
         if key not in self._written:
             path = self.folder / f"{len(self._written)}-{kind}.gguf"
@@ -29,6 +29,6 @@ class ModelStore:
 
 
 def demo_pair() -> tuple[Path, Path] | None:
-    """The embedded pair; None before it has been trained."""
+    """Return the files of the embedded pair, or None if it has not been trained yet."""
     paths = demo_target(), demo_draft()
     return paths if all(path.exists() for path in paths) else None

@@ -1,7 +1,6 @@
-"""Waiting without guessing how long things take: for a condition, or for a process that has nothing to do.
+"""Waiting for a condition, or for a process to sleep, without guessing how long that takes.
 
-A limit only ends what hangs. It is far above what anything takes on a busy machine, and no test says by it
-whether something was fast.
+The limit only ends tests that hang. On a busy machine everything takes much less.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ PATIENCE = 300.0  # seconds
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition; AssertionError where it never comes."""
+    """Wait for a condition. Raises an AssertionError if it never becomes true."""
     end = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < end, "what was waited for never came"
+        assert time.monotonic() < end, "the condition never became true"
         time.sleep(0.01)
 
 
 def until_it_waits(process: int) -> None:
-    """Wait until the main thread of a process sleeps, as it does in reading a line from a terminal.
+    """Wait until the main thread of a process sleeps, for instance because it reads from a terminal.
 
-    A signal that comes just before Python waits for a line is noticed only after the line.
+    Python notices a signal that comes just before it reads a line only after the line.
     """
     stat = Path(f"/proc/{process}/stat")
     if not stat.exists():  # another system than Linux

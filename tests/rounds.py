@@ -1,4 +1,4 @@
-"""Rounds and texts whose figures are known, made by hand."""
+"""Rounds and completions with known figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def a_round(
     seconds: tuple[float, float, float] = (0.25, 0.5, 0.25),
     source: Source = Source.MODEL,
 ) -> Round:
-    """A round whose first `accepted` draft tokens were accepted; `seconds` of draft, target and overhead."""
+    """Return a round whose first `accepted` draft tokens were accepted.
+
+    `seconds` are those of draft, target and overhead.
+    """
     confidences = tuple(0.5 + 0.1 * i for i in range(len(drafted)))
     distributions = tuple(Distribution.certain(token) for token in drafted)
     made = Draft.certain(list(drafted))
@@ -28,7 +31,7 @@ def a_round(
 
 
 def a_text(rounds: Sequence[Round], n_cached: int = 0, prefill_seconds: float = 0.125) -> Completion:
-    """The text that rounds make."""
+    """Return the completion of some rounds."""
     tokens = tuple(int(token) for round_ in rounds for token in round_.tokens)
     return Completion(
         text="", tokens=tokens, n_prompt_tokens=40, stop_reason=StopReason.LIMIT, rounds=tuple(rounds),
@@ -37,6 +40,6 @@ def a_text(rounds: Sequence[Round], n_cached: int = 0, prefill_seconds: float = 
 
 
 def taking(seconds: float, tokens: Sequence[int] = (1, 2, 3, 4)) -> Completion:
-    """A text of some tokens, decoded plainly in some seconds."""
+    """Return a completion of some tokens by plain decoding in some seconds."""
     each = (0.0, seconds / len(tokens), 0.0)
     return a_text([a_round(next_token=token, seconds=each) for token in tokens])

@@ -1,4 +1,4 @@
-"""`llamaspec worker` on this machine, in a process of its own."""
+"""`llamaspec worker` in a process on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from patience import PATIENCE
 
 
 def has_rpc() -> bool:
-    """Whether this build of llama.cpp has RPC workers."""
+    """Return whether this build of llama.cpp has RPC workers."""
     runtime.start()
     return bool(ggml_function("ggml_backend_reg_by_name", ctypes.c_void_p, ctypes.c_char_p)(b"RPC"))
 
@@ -39,18 +39,18 @@ class Worker:
 
     @property
     def address(self) -> str:
-        """As --rpc takes it."""
+        """The value of --rpc."""
         return f"127.0.0.1:{self.port}"
 
     def kill(self) -> None:
-        """End it as a power cut would, and wait until it has ended."""
+        """End the process without warning, and wait for its end."""
         self.process.kill()
         self.process.wait()
 
 
 @contextmanager
 def running_worker() -> Iterator[Worker]:
-    """A worker that listens; another port is tried where somebody else was faster."""
+    """Start a worker that listens. If another program takes the port first, try another port."""
     while True:
         port = free_port()
         command = [*ENTRY, "worker", "--port", str(port), "--threads", "1"]
@@ -72,14 +72,14 @@ def running_worker() -> Iterator[Worker]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment."""
+    """Return a port on which no program listens now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
 
 
 def _said(log: IO[bytes]) -> str:
-    """What it wrote up to now; its place in the file, which both share, stays."""
+    """Return the output so far, without moving the file position, which the worker shares."""
     return os.pread(log.fileno(), 1 << 16, 0).decode(errors="replace")
 
 

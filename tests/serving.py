@@ -1,4 +1,4 @@
-"""A real server over the embedded pair, in a thread of this process or in a process of its own."""
+"""A real server with the embedded pair, in a thread of this process or in its own process."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from llamaspec.serve.service import Service
 from patience import PATIENCE, until
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
-CONTEXT = 512  # tokens of one text
+CONTEXT = 512  # tokens of one request
 PLAIN = {"temperature": 0.0}
 
 
 class Gate:
-    """Holds a pair before its next evaluation, so that what runs is sure to be running still."""
+    """Stops a pair before its next evaluation, so that no request can end too soon."""
 
     def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
         self.n_evaluations = 0
@@ -41,7 +41,7 @@ class Gate:
         patch.setattr(pair.target, "evaluate", self._held)
 
     def open(self) -> None:
-        """Let it go on."""
+        """Let the pair evaluate."""
         self._open.set()
 
     def _held(self, *batch: Any) -> Any:
@@ -52,7 +52,7 @@ class Gate:
 
 @dataclass
 class Served:
-    """A server that runs."""
+    """A running server."""
 
     url: str
     service: Service
@@ -65,7 +65,7 @@ class Served:
         return self.client.post(path, json=body, **more)
 
     def events(self, path: str, body: Mapping[str, Any]) -> list[tuple[str | None, Any]]:
-        """The events of a stream, each with its name; comments left out."""
+        """Return the events of a stream with their names, without comments."""
         response = self.post(path, {**body, "stream": True})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -73,7 +73,7 @@ class Served:
 
     @contextmanager
     def sent(self, path: str, body: Mapping[str, Any]) -> Iterator[None]:
-        """A request whose client closes its connection at the end of the block, without reading anything."""
+        """Send a request; close the connection at the end of the block without reading."""
         address, content = urlsplit(self.url), json.dumps(body)
         head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: {len(content)}\r\n\r\n"
         with socket.create_connection((address.hostname, address.port), PATIENCE) as connection:
@@ -81,7 +81,7 @@ class Served:
             yield
 
     def lose_client(self, path: str, body: Mapping[str, Any], gate: Gate) -> None:
-        """A client closes its connection while its text is being written; ends when the text has ended."""
+        """Close the connection of a running request, and wait for the end of its sequence."""
         with self.sent(path, body):
             until(lambda: self.n_running() == 1)
             (running,), _ = self.service.queue.sequences()
@@ -90,12 +90,12 @@ class Served:
         until(lambda: self.n_running() == 0)
 
     def n_running(self) -> int:
-        """Rows that run."""
+        """Return the number of running sequences."""
         return len(self.service.queue.sequences()[0])
 
 
 def parse_events(text: str) -> list[tuple[str | None, Any]]:
-    """Server-sent events; [DONE] stays a string."""
+    """Parse server-sent events; [DONE] stays a string."""
     events: list[tuple[str | None, Any]] = []
     for block in text.split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
@@ -106,7 +106,7 @@ def parse_events(text: str) -> list[tuple[str | None, Any]]:
 
 
 def open_demo(files: tuple[Path, Path | str | list[Path]], n_cells: int = 4 * CONTEXT) -> Pair:
-    """The embedded pair, whose numbers are the same at every width."""
+    """Open the embedded pair with logits that are the same at every batch width."""
     options = ModelOptions(n_ctx=CONTEXT, n_cells=n_cells, threads=1, cache_type_v="bf16")
     return open_pair(*files, target_options=options, draft_options=options)
 
@@ -115,7 +115,7 @@ def open_demo(files: tuple[Path, Path | str | list[Path]], n_cells: int = 4 * CO
 def served(
     pair: Pair, policy: LengthPolicy | None = None, *, template: str | None = TEMPLATE, **settings: Any
 ) -> Iterator[Served]:
-    """Serve a pair on a port that is free, in a thread."""
+    """Serve a pair on a free port, in a thread."""
     log: list[str] = []
     config = ServeSettings(port=0, **settings)
     of = None if template is None else ChatTemplate.of(pair.target, template)
@@ -140,28 +140,28 @@ def served(
 
 
 def said(pair: Pair, prompt: str, seed: int, n: int, temperature: float = 0.8) -> str:
-    """What the model says to a prompt by the Python interface, alone and without a draft."""
+    """Return the completion of a prompt by the Python API, alone and without drafts."""
     sampling = Sampling(temperature=temperature)
     stream = pair.stream(prompt, sampling=sampling, seed=seed, max_tokens=n, policy=FixedLength(0))
     return stream.run().text
 
 
 def answered(pair: Pair, message: str, seed: int, n: int) -> str:
-    """What the model answers to a message."""
+    """Return the answer to a message by the Python API."""
     text = ChatTemplate.of(pair.target, TEMPLATE).render([Message("user", message)]).text
     return said(pair, text.decode(), seed, n)
 
 
 @dataclass
 class Process:
-    """`llamaspec serve` in a process of its own."""
+    """`llamaspec serve` in its own process."""
 
     popen: subprocess.Popen[str]
     lines: list[str]
     url: str
 
     def ended(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the end; return the exit code."""
         return self.popen.wait(PATIENCE)
 
 
@@ -169,7 +169,7 @@ class Process:
 def process(
     *arguments: str, env: Mapping[str, str] | None = None, entry: Sequence[str] = ENTRY
 ) -> Iterator[Process]:
-    """Start the command, wait until it says where it serves, and end it."""
+    """Start `llamaspec serve` and wait until it is ready; kill it at the end of the block."""
     command = [*entry, "serve", "--port", "0", "--threads", "1", "-k", "2", *arguments]
     popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment(env))
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""A compute thread without a thread: whoever waits makes the steps, so that a test decides who runs when."""
+"""A compute thread without a thread: the caller that waits makes the steps, so a test decides their order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamaspec.protocols import Model
 
 
 class Stepped(ComputeThread):
-    """Computes where it is called."""
+    """Computes in the calling thread."""
 
     def __init__(
         self, models: Mapping[str, Model], *, clock: Callable[[], float] = time.perf_counter
@@ -32,7 +32,7 @@ class Stepped(ComputeThread):
 
     def next_event(self, sequence: RunningSequence[Event]) -> Event | None:
         while sequence.events.empty() and not sequence.is_done:
-            assert self.step(), "it would wait for ever"
+            assert self.step(), "this would wait forever"
         return super().next_event(sequence)
 
     def cancel(self, sequence: RunningSequence[Any]) -> None:

@@ -1,14 +1,14 @@
-"""Constrained texts of real models: what the schema wants, and those of masked decoding without a draft.
+"""Constrained completions of real models follow the schema, and equal those without a draft.
 
-Temperature 1.5 and tiny models that know no JSON: whatever is right about these texts is the constraint's.
+The temperature is 1.5 and the tiny models know no JSON, so only the constraint can make a completion right.
 Q8_0 computes the same bits at every batch width, so the tokens must be equal.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from llamaspec import (
     Pair,
     Sampling,
     StopReason,
+    TextStream,
     open_pair,
 )
 from llamaspec.values import Source
@@ -80,12 +81,6 @@ SCHEMAS = st.recursive(LEAVES, _larger, max_leaves=4)
 
 
 @pytest.fixture(scope="module")
-def demo(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
-    with open_pair(*demo_files, target_options=CPU, draft_options=CPU) as pair:
-        yield pair
-
-
-@pytest.fixture(scope="module")
 def random_pair(target_file: Path, draft_file: Path) -> Iterator[Pair]:
     """Random weights, 288 tokens, n-gram drafts besides those of the draft model."""
     with open_pair(target_file, draft_file, ngram=True, target_options=CPU, draft_options=CPU) as pair:
@@ -99,7 +94,7 @@ def write(pair: Pair, constraint: Constraint | None, seed: int, **way: Any) -> C
 
 
 def check(completion: Completion, schema: dict[str, Any]) -> bool:
-    """Whether the text is complete; if so it must be valid."""
+    """Return whether the text is complete; a complete text must be valid."""
     assert completion.stop_reason in (StopReason.END, StopReason.LIMIT)
     if completion.stop_reason is StopReason.LIMIT:
         return False
@@ -141,7 +136,7 @@ def compare(pair: Pair, schema: dict[str, Any], seed: int) -> None:
 def test_what_a_schema_allows_may_be_written(
     random_pair: Pair, data: st.DataObject, schema: dict[str, Any]
 ) -> None:
-    """The other direction: no right answer is forbidden, as the tokenizer splits it."""
+    """The constraint allows every valid instance, in the tokens of the tokenizer."""
     instance = data.draw(instances(schema))
     jsonschema.validate(instance, schema)
     row = random_pair.json_schema(schema).start_sequence()
@@ -153,7 +148,7 @@ def test_what_a_schema_allows_may_be_written(
 
 
 def instances(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """What is right by a schema of the kinds above; properties in its order."""
+    """Return the valid instances of a schema of the kinds above, with properties in its order."""
     if "anyOf" in schema:
         return st.one_of(*map(instances, schema["anyOf"]))
     if "enum" in schema:
@@ -200,7 +195,7 @@ def test_forced_tokens_are_drafted_without_a_draft_model(target_file: Path) -> N
 
 
 def test_rows_with_and_without_a_constraint_together(random_pair: Pair) -> None:
-    """Each text is the one that it would be alone."""
+    """Each completion is the one of a sequence that runs alone."""
     schema, text = random_pair.json_schema(RECORD), random_pair.grammar('root ::= ("the " | "and ")+ "."')
     wanted = [
         (schema, 1),
@@ -212,27 +207,15 @@ def test_rows_with_and_without_a_constraint_together(random_pair: Pair) -> None:
     ]
     alone = [write(random_pair, constraint, seed, policy=FixedLength(3)) for constraint, seed in wanted]
     random_pair.forget()
-    found: dict[int, Completion] = {}
-
-    def run(i: int) -> None:
-        constraint, seed = wanted[i]
-        stream = random_pair.stream(
-            PROMPT,
-            sampling=HOT,
-            seed=seed,
-            max_tokens=MAX_TOKENS,
-            constraint=constraint,
-            policy=FixedLength(3),
-        )
-        found[i] = stream.run()
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(wanted))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[i].tokens for i in range(len(wanted))] == [one.tokens for one in alone]
-    assert max(round_.n_sequences for one in found.values() for round_ in one.rounds) > 1
+    settings: dict[str, Any] = {"sampling": HOT, "max_tokens": MAX_TOKENS, "policy": FixedLength(3)}
+    streams = [
+        random_pair.stream(PROMPT, seed=seed, constraint=constraint, **settings)
+        for constraint, seed in wanted
+    ]
+    with ThreadPoolExecutor(len(streams)) as threads:
+        found = [*threads.map(TextStream.run, streams)]
+    assert [completion.tokens for completion in found] == [completion.tokens for completion in alone]
+    assert max(round_.n_sequences for completion in found for round_ in completion.rounds) > 1
 
 
 def test_a_constraint_ends_the_text_with_its_end(random_pair: Pair) -> None:
@@ -243,7 +226,7 @@ def test_a_constraint_ends_the_text_with_its_end(random_pair: Pair) -> None:
 
 
 def test_where_nothing_can_follow_the_text_ends_and_says_so(random_pair: Pair) -> None:
-    """No token spells what must come: half a special token, which no text can hold."""
+    """No token spells the rest: half a special token, which no text can contain."""
     constraint = random_pair.grammar('start: "x" /[^\\s\\S]/')
     ways: list[dict[str, Any]] = [{"drafter": NoDrafter()}, {"policy": FixedLength(3)}, {}]
     for way in ways:
@@ -253,7 +236,7 @@ def test_where_nothing_can_follow_the_text_ends_and_says_so(random_pair: Pair) -
 
 
 def test_a_grammar_may_spell_a_mark(tmp_path: Path) -> None:
-    """A vocabulary's own <think> is no text to llguidance: the text ended before it."""
+    """To llguidance, a vocabulary's own <think> is no text: the completion ended before it."""
     recipe = Recipe(vocabulary=BYTES.marked("<think>"))
     with open_pair(write_llama(tmp_path / "model.gguf", recipe), target_options=CPU) as pair:
         done = pair.stream(

@@ -1,10 +1,10 @@
-"""What llama.cpp gave is freed once: on closing, when forgotten, and where construction fails."""
+"""Objects of llama.cpp are freed once: by closing, by garbage collection, and if construction fails."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,20 +34,14 @@ CPU = ModelOptions(threads=1)
 CONTEXT = 64  # tokens
 
 
-@pytest.fixture
-def tiny(target_file: Path, draft_file: Path) -> Iterator[Pair]:
-    with open_pair(target_file, draft_file, target_options=CPU, draft_options=CPU) as pair:
-        yield pair
-
-
 def stream(pair: Pair, seed: int) -> TextStream:
     return pair.stream(text(20, seed), seed=seed, max_tokens=80, policy=FixedLength(3))
 
 
 @pytest.fixture
 def freed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What llama.cpp is told to free, in this order."""
-    gc.collect()  # what earlier tests left would be freed in this one
+    """The names of llama.cpp's functions that freed something, in order."""
+    gc.collect()  # otherwise objects of earlier tests might be freed in this one
     names: list[str] = []
 
     def noted(name: str) -> Callable[[object], None]:
@@ -80,7 +74,7 @@ def test_a_forgotten_pair_is_freed(target_file: Path, draft_file: Path, freed: l
     del pair, unfinished
     gc.collect()
     assert forgotten() is None
-    until(partial(has_freed, freed, ALL * 2))  # by the compute thread, which still held it
+    until(partial(has_freed, freed, ALL * 2))  # by the compute thread, which still has a reference
 
 
 def test_heads_are_freed_before_their_target(store: ModelStore, freed: list[str]) -> None:
@@ -105,7 +99,7 @@ def test_heads_are_freed_before_their_target(store: ModelStore, freed: list[str]
 
 
 def test_a_pair_closes_only_models_of_its_own(freed: list[str], tiny: Pair) -> None:
-    """`compare` opened a second pair over the draft, so that two owned it: neither could be closed alone."""
+    """`compare` opened a second pair over the draft. Closing one of the pairs closed the draft of both."""
     assert tiny.draft is not None
     with Pair(tiny.draft, None, 0.0) as alone:
         stream(alone, 1).run()
@@ -118,7 +112,7 @@ def test_a_pair_closes_only_models_of_its_own(freed: list[str], tiny: Pair) -> N
 
 
 def test_a_forgotten_model_is_freed_at_once(target_file: Path, freed: list[str]) -> None:
-    """Without the garbage collector: no circle keeps it."""
+    """No reference cycle keeps it: the garbage collector is off."""
     gc.disable()
     try:
         model = LlamaModel(target_file, CPU)
@@ -191,8 +185,8 @@ def test_logits_taken_before_closing_stay_readable(opened: OpenModel, freed: lis
     ],
 )
 def test_a_refused_text_leaves_nothing_in_a_policy(refused: dict[str, Any], store: ModelStore) -> None:
-    """It stayed a text of its length policy for ever, so later ones were believed to have company: their
-    copies were kept short.
+    """It stayed a sequence of its length policy forever. So the policy believed that later sequences were not
+    alone, and kept their copies short.
     """
     files = [store.path("llama", Recipe().draft(noise)) for noise in (0.1, 0.2)]
     options = ModelOptions(n_ctx=CONTEXT, threads=1)

@@ -522,12 +522,6 @@ def test_a_consumer_that_stops_early_leaves_no_trace(store: ModelStore) -> None:
 # The embedded pair
 
 
-@pytest.fixture(scope="module")
-def demo(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
-    with opened(*demo_files) as pair:
-        yield pair
-
-
 @pytest.mark.parametrize("with_draft", [False, True])
 @pytest.mark.parametrize("n_draft", [None, 4])
 def test_same_seed_same_tokens_with_copies(

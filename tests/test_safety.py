@@ -1,11 +1,11 @@
-"""Pairs that are used from several threads, forked, closed or interrupted while they compute."""
+"""Pairs that several threads use, and pairs that are forked, closed or interrupted while they compute."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,38 +26,27 @@ CPU = ModelOptions(threads=1)
 SLOW = Recipe(n_context=8192, n_layers=6, width=256, n_heads=8, n_kv_heads=8, n_ffn=1024)  # 4096 tokens: 10 s
 
 
-@pytest.fixture
-def tiny(target_file: Path, draft_file: Path) -> Iterator[Pair]:
-    with open_pair(target_file, draft_file, target_options=CPU, draft_options=CPU) as pair:
-        yield pair
-
-
 def stream(pair: Pair, seed: int, max_tokens: int = 80) -> TextStream:
     return pair.stream(text(20, seed), seed=seed, max_tokens=max_tokens, policy=FixedLength(3))
 
 
 def test_threads_stream_from_one_pair(tiny: Pair) -> None:
-    """This ended the process once, four times of four."""
-    expected = {seed: stream(tiny, seed).run().tokens for seed in range(4)}
-    together: dict[int, tuple[int, ...]] = {}
+    """It ended the process every time."""
+    expected = [stream(tiny, seed).run().tokens for seed in range(4)]
     start = threading.Barrier(4)
 
-    def work(seed: int) -> None:
+    def work(seed: int) -> tuple[int, ...]:
         start.wait()
-        together[seed] = stream(tiny, seed).run().tokens
+        return stream(tiny, seed).run().tokens
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert together == expected
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(work, range(4))] == expected
 
 
 @pytest.mark.parametrize("n_draft", [0, 3])
 @pytest.mark.parametrize("kind", ["llama", "jamba"])
 def test_the_same_prompt_again(store: ModelStore, kind: str, n_draft: int) -> None:
-    """All of it is cached, and more: once, the request behind it was evaluated without being prepared."""
+    """The whole prompt is cached. The next request was once evaluated without being prepared."""
     path, policy = store.path(kind), FixedLength(n_draft)
     with open_pair(path, path, target_options=CPU, draft_options=CPU) as pair:
         texts = {
@@ -120,7 +109,7 @@ print("freed", len(freed))
 
 
 def test_a_forked_process_is_told(target_file: Path, draft_file: Path) -> None:
-    """It hung once. Nothing is freed there, and the parent goes on."""
+    """It hung. The child frees nothing, and the parent continues."""
     answer = python(FORKED, target_file, draft_file, env={"PYTHONWARNINGS": "ignore"})  # of the fork
     assert (answer.code, answer.stderr) == (0, "")
     child, parent = ["ClosedError"] * 5 + ["freed 0"], ["child 7 parent 200", "other 150", "freed 4"]
@@ -161,7 +150,7 @@ def test_closing_during_a_stream_in_another_thread(
 
 
 def test_an_abort_ends_a_long_prefill(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is set while llama.cpp computes, and what was cached before is cached still."""
+    """The abort comes while llama.cpp computes; tokens that were cached before stay cached."""
     model = opened("llama", SLOW, **EXACT)
     model.forward(request(20))
     expected = model.forward(request(21)).copy()
@@ -176,7 +165,7 @@ def test_an_abort_ends_a_long_prefill(opened: OpenModel, monkeypatch: pytest.Mon
 
     def abort() -> None:
         assert begun.wait(PATIENCE)
-        while not is_over.wait(0.001):  # once would do, were it sure that llama.cpp has begun
+        while not is_over.wait(0.001):  # again and again, because llama.cpp may not have begun
             model.abort()
 
     is_over = threading.Event()
@@ -189,7 +178,7 @@ def test_an_abort_ends_a_long_prefill(opened: OpenModel, monkeypatch: pytest.Mon
         is_over.set()
         thread.join()
     monkeypatch.undo()
-    with suppress(EvaluationAbortedError):  # the last one may have come after that evaluation
+    with suppress(EvaluationAbortedError):  # the last abort may come after that evaluation
         model.forward(request(20))
     (n_cached,) = model.prepare([(-1, request(21), 0)])
     assert n_cached == 20
@@ -241,14 +230,14 @@ with open_pair(Path(sys.argv[1]), target_options=ModelOptions(threads=1)) as pai
 
 
 def test_ctrl_c_ends_a_long_prefill_within_a_batch(store: ModelStore) -> None:
-    """Not only when llama.cpp returns, after 512 tokens."""
+    """It ends before llama.cpp returns after 512 tokens."""
     answer = python(INTERRUPTED, store.path("llama", SLOW))
     assert answer.stderr == ""
     assert answer.stdout.splitlines() == ["aborted 2 0 soon", "right True"]
 
 
 def test_another_signal_costs_an_evaluation_and_no_text(tiny: Pair) -> None:
-    """A handler that returns, as that of a window's size: the scheduler evaluates again."""
+    """If a handler returns, such as that of SIGWINCH, the scheduler evaluates again."""
     prompt, received, sent = text(400, 3), list[int](), list[int]()
     expected = tiny.stream(prompt, seed=1, max_tokens=10, policy=FixedLength(2)).run().tokens
     tiny.forget()

@@ -1,14 +1,13 @@
-"""Seeded, serial == batched, with preemption: a text among others is the text that it would be alone.
+"""A completion among others is the one of a sequence that runs alone.
 
-Texts join and leave a pair at random, share prompts, are cancelled, and run out of KV cache. Tiny models of
-every kind of memory; float caches agree within tolerance, so the tokens are compared. Q8_0 and Q4_0 weights
-compute the same bits at every width: with values cached as bf16, which has one attention kernel for all
-widths, every row of logits must be that of the text alone, bit by bit.
+Sequences join and leave a pair at random, share prompts, are cancelled, and run out of KV cache. Models with
+float caches agree within a tolerance, so their tokens are compared, for every kind of memory. Q8_0 and Q4_0
+weights compute the same bits at every width. With values cached as bf16, which have one attention kernel for
+all widths, every row of logits must equal that of the sequence alone, bit by bit.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -48,21 +47,21 @@ LONG = 2048  # tokens that the longest model was trained on
 
 @dataclass(frozen=True)
 class Wanted:
-    """A text."""
+    """A completion to generate."""
 
     number: int
     n_prompt: int
-    prompt_seed: int  # the same seed begins alike
+    prompt_seed: int  # prompts of the same seed begin alike
     seed: int
     max_tokens: int
     temperature: float
     n_draft: int
-    tree: tuple[int, ...] | None  # in place of a chain, where the memory can branch
-    n_read: int | None  # pieces after which nobody wants more; None = all
+    tree: tuple[int, ...] | None  # instead of a chain, if the memory can branch
+    n_read: int | None  # pieces after which the stream is closed; None = read all
 
     def stream(self, pair: Pair) -> TextStream:
         prompt = text(self.n_prompt, self.prompt_seed)
-        prompt[-2:] = 2 + self.number, 3  # shared prompts go on differently
+        prompt[-2:] = 2 + self.number, 3  # prompts that begin alike end differently
         return pair.stream(
             prompt,
             sampling=Sampling(temperature=self.temperature),
@@ -91,12 +90,12 @@ def some_texts(rng: np.random.Generator, n: int, *, longest_prompt: int, longest
 
 @dataclass
 class Outcome:
-    """What came of texts, by number."""
+    """Completions by number."""
 
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[int, StopReason] = field(default_factory=dict)
     most_sequences: int = 0  # that shared an evaluation
-    n_chunked: int = 0  # rounds beside which a prompt was read
+    n_chunked: int = 0  # rounds beside which a prompt chunk was processed
 
     def note(self, wanted: Wanted, stream: TextStream) -> None:
         completion = stream.completion
@@ -109,7 +108,7 @@ class Outcome:
 
 
 def alone(pair: Pair, texts: Sequence[Wanted]) -> Outcome:
-    """Every text by itself, with empty KV caches."""
+    """Generate each completion alone, from empty KV caches."""
     outcome = Outcome()
     for wanted in texts:
         pair.forget()
@@ -120,7 +119,7 @@ def alone(pair: Pair, texts: Sequence[Wanted]) -> Outcome:
 
 
 def interleaved(pair: Pair, texts: Sequence[Wanted], rng: np.random.Generator, n_sequences: int) -> Outcome:
-    """All texts from one thread: up to `n_sequences` at once, some dropped on the way."""
+    """Generate all completions from one thread, up to `n_sequences` at once; close some early."""
     outcome, waiting, running = Outcome(), list(texts), list[tuple[Wanted, TextStream]]()
     while waiting or running:
         while waiting and (not running or (len(running) < n_sequences and rng.random() < 0.2)):
@@ -142,38 +141,24 @@ def interleaved(pair: Pair, texts: Sequence[Wanted], rng: np.random.Generator, n
 
 
 def threaded(pair: Pair, texts: Sequence[Wanted], n_threads: int) -> Outcome:
-    """All texts from several threads, each as fast as it can."""
-    outcome, waiting, lock = Outcome(), list(texts), threading.Lock()
-    errors: list[BaseException] = []
+    """Generate all completions from several threads."""
+    outcome = Outcome()
 
-    def work() -> None:
-        try:
-            while True:
-                with lock:
-                    if not waiting:
-                        return
-                    wanted = waiting.pop(0)
-                stream = wanted.stream(pair)
-                for _ in stream:
-                    if wanted.n_read is not None and len(stream.completion.tokens) > wanted.n_read:
-                        stream.close()
-                with lock:
-                    outcome.note(wanted, stream)
-        except BaseException as error:
-            errors.append(error)
-            raise
+    def work(wanted: Wanted) -> TextStream:
+        stream = wanted.stream(pair)
+        for _ in stream:
+            if wanted.n_read is not None and len(stream.completion.tokens) > wanted.n_read:
+                stream.close()
+        return stream
 
-    threads = [threading.Thread(target=work) for _ in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(n_threads) as threads:
+        for wanted, stream in zip(texts, threads.map(work, texts), strict=True):
+            outcome.note(wanted, stream)
     return outcome
 
 
 def assert_same_texts(outcome: Outcome, expected: Outcome, *, n_short: int = 0) -> None:
-    """Equal, but for texts that were cancelled, and at most `n_short` that had no room beside the others."""
+    """Check that completions are equal, except cancelled ones and at most `n_short` without enough room."""
     short = 0
     for number, right in expected.tokens.items():
         got, reason = outcome.tokens[number], outcome.reasons[number]
@@ -201,7 +186,7 @@ def tiny_pair(store: ModelStore, kind: str, dtype: str = "f32", **options: objec
 def test_texts_among_others_are_the_texts_alone(
     store: ModelStore, compactions: list[CellTable], kind: str
 ) -> None:
-    """With so few cells that texts go to the store, cells are moved, and some text has to end."""
+    """There are so few cells that sequences go to the store, cells are moved, and a sequence has to end."""
     rng = np.random.default_rng(5)
     texts = some_texts(rng, 24, longest_prompt=90, longest=60)
     with tiny_pair(store, kind, n_ctx=160, n_cells=512, **EXACT) as pair:
@@ -219,7 +204,7 @@ def test_texts_among_others_are_the_texts_alone(
 def test_texts_among_others_with_prediction_heads(
     store: ModelStore, compactions: list[CellTable], kind: str
 ) -> None:
-    """A text's hidden rows are its own, whoever shares an evaluation, leaves, or takes over a beginning."""
+    """A sequence keeps its hidden rows if others share its evaluations, leave, or take over its prefix."""
     rng = np.random.default_rng(7)
     texts = some_texts(rng, 24, longest_prompt=90, longest=60)
     options = ModelOptions(threads=1, n_ctx=160, n_cells=512, **EXACT)  # type: ignore[arg-type]
@@ -236,7 +221,7 @@ def test_texts_among_others_with_prediction_heads(
 
 
 def test_texts_that_are_swapped_out_stay_the_same(store: ModelStore) -> None:
-    """Far too few cells: texts wait for each other, and each is the whole text that it would be alone."""
+    """There are far too few cells, so sequences wait for each other, but each completion is whole."""
     rng = np.random.default_rng(6)
     texts = some_texts(rng, 20, longest_prompt=120, longest=100)
     with tiny_pair(store, "llama", n_ctx=256, n_cells=256, **EXACT) as pair:
@@ -249,15 +234,13 @@ def test_texts_that_are_swapped_out_stay_the_same(store: ModelStore) -> None:
 
 @dataclass
 class Recorder:
-    """Every row of logits that the target computes, by the tokens before it."""
+    """Records every row of logits of the target by the tokens before it."""
 
     model: LlamaModel
     seen: dict[bytes, Logits] = field(default_factory=dict)
-    differing: list[tuple[int, int, float]] = field(
-        default_factory=list
-    )  # position, rows, largest difference
+    differing: list[tuple[int, int, float]] = field(default_factory=list)  # position, rows, difference
     n_compared: int = 0
-    n_read: set[int] = field(default_factory=set)  # tokens up to which parts of prompts were read
+    n_read: set[int] = field(default_factory=set)  # ends of prompt chunks
 
     def arrange(self, monkeypatch: pytest.MonkeyPatch) -> None:
         evaluate = LlamaModel.evaluate
@@ -298,11 +281,11 @@ def test_logits_among_others_are_those_alone_bit_by_bit(
     dtype: str,
     threads: int,
 ) -> None:
-    """Contexts on both sides of 256 tokens, where another attention kernel may begin."""
+    """Contexts are shorter and longer than 256 tokens, from which llama.cpp may use another kernel."""
     rng = np.random.default_rng(7)
     if threads == 1:
         texts = some_texts(rng, 12, longest_prompt=400, longest=60)
-    else:  # slow on a busy machine
+    else:  # two threads are slow on a busy machine
         texts = some_texts(rng, 4, longest_prompt=400, longest=30)
     options = {"n_ctx": 512, "n_cells": 1024, "cache_type_v": "bf16", "threads": threads}
     with tiny_pair(store, kind, dtype, **options) as pair:
@@ -325,9 +308,9 @@ def test_logits_among_others_are_those_alone_bit_by_bit(
 def test_a_text_has_the_same_logits_whatever_ran_before(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """With flash attention over f16, as by default, whose kernel depends on the number of full cells.
+    """The kernel of flash attention over f16 values, the default, depends on the number of full cells.
 
-    Finished texts stayed in the cache. Behind them a server wrote other texts than at first.
+    Finished sequences stayed in the cache, so a server gave other completions than at first.
     """
     texts = [Wanted(number, 60 + 90 * number, number, 7, 30, 0.7, 0, None, None) for number in range(4)]
     with tiny_pair(store, kind, "f16", n_ctx=512, n_cells=2048, threads=2) as pair:
@@ -344,7 +327,7 @@ def test_a_text_has_the_same_logits_whatever_ran_before(
 
 
 def in_every_situation(pair: Pair, policy: LengthPolicy, prompts: Sequence[TokenArray], n: int) -> None:
-    """Write a text alone, plainly and with drafts, behind cached and stored prompts, and beside others."""
+    """Complete a prompt alone, with and without drafts, after cached and stored prefixes, beside others."""
 
     def write(prompt: TokenArray, policy: LengthPolicy | None = policy) -> None:
         drafter = NoDrafter() if policy is None else None
@@ -360,7 +343,7 @@ def in_every_situation(pair: Pair, policy: LengthPolicy, prompts: Sequence[Token
         write(first[:n_known])
         write(first)
         write(first)
-        for prompt in others:  # so that the first text comes back from the store
+        for prompt in others:  # so that the first sequence comes back from the store
             write(prompt)
         write(first)
     pair.forget()
@@ -372,11 +355,11 @@ def in_every_situation(pair: Pair, policy: LengthPolicy, prompts: Sequence[Token
 def test_exact_logits_of_the_embedded_pair_are_the_same_in_every_situation(
     demo_files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, own_cache: None
 ) -> None:
-    """What --exact promises; with values as f16 a text's numbers change behind a cached prompt."""
+    """This is the promise of --exact. With f16 values, logits change after a cached prefix."""
     options = exact(ModelOptions(threads=1, n_ctx=1024, n_cells=4096))
     with open_pair(*demo_files, target_options=options) as pair:
         found = known_exactness(pair)
-        if not found.reads:  # as `make_policy`, on hosts with other kernels
+        if not found.reads:  # as `make_policy` does on hosts with other kernels
             pair.target.isolate_sequences()
         policy = auto_length(pair, frozenset(found.widths))
         recorder = Recorder(pair.target)
@@ -391,7 +374,7 @@ def test_exact_logits_of_the_embedded_pair_are_the_same_in_every_situation(
 def test_isolated_texts_have_the_same_logits_in_every_situation(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """F16 weights round otherwise at other widths than 1, also where a prompt is read."""
+    """F16 weights round differently at other widths than 1, also in prompt processing."""
     options = {"n_ctx": 512, "n_cells": 2048, "cache_type_v": "bf16", "threads": 1}
     with tiny_pair(store, kind, "f16", **options) as pair:
         pair.target.isolate_sequences()

@@ -1,4 +1,4 @@
-"""Texts over fake models: plans, schedulers and streams in one line each."""
+"""Completions by fake models, each in one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Letters:
 
 
 class Alphabet(FakeModel):
-    """Says the alphabet over and over."""
+    """Generates the alphabet, again and again."""
 
     def after(self, tokens: TokenArray) -> Logits:
         following = (int(tokens[-1]) + 1) % self.vocabulary_size
@@ -77,7 +77,7 @@ def stream(
     n_logprobs: int | None = None,
     **settings: object,
 ) -> TextStream:
-    """A text; by default the draft model drafts, if there is one."""
+    """Return a stream; by default the draft model drafts, if there is one."""
     model = models[TARGET]
     if drafter is None:
         drafter = model_drafter(models[DRAFT], seed) if DRAFT in models else CountingUp(model.vocabulary_size)
@@ -90,7 +90,7 @@ def stream(
 
 
 def alone(prompt: Sequence[int] = (1, 2), seed: int = 0, max_tokens: int = 12) -> tuple[int, ...]:
-    """The tokens of plain decoding, by one text with nobody beside it."""
+    """Return the tokens of plain decoding, with no other sequence."""
     models = {TARGET: target(context_size=4096)}
     made = stream(Stepped(models), models, prompt, seed=seed, length=Length(), max_tokens=max_tokens)
     return made.run().tokens

@@ -1,4 +1,4 @@
-"""Real, tiny tokenizers for tests: every byte string can be written with them, and read back.
+"""Tiny, real tokenizers: they encode every byte string, and decode it to the same bytes.
 
 Two families as llama.cpp knows them: byte-level BPE (``gpt2``) and SentencePiece with byte fallback
 (``llama``). Most characters beyond ASCII take several tokens, so a UTF-8 sequence is split between them.

@@ -1,4 +1,4 @@
-"""Vocabularies by hand, which have much in common, or little."""
+"""Fake vocabularies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llamaspec.values import TokenArray
 
 @dataclass
 class FakeVocabulary:
-    """Splits a text greedily, the longest piece first; what it cannot spell it leaves out."""
+    """Splits a text greedily, the longest piece first; drops bytes that no piece spells."""
 
     pieces: Sequence[bytes]
     specials: Mapping[int, bytes] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class FakeVocabulary:
         return token == self.eos
 
     def tokenize(self, text: bytes, *, add_special: bool = True) -> TokenArray:
-        text.decode()  # as llama.cpp wants it
+        text.decode()  # llama.cpp wants UTF-8
         text = b" " + text if self.adds_space and text else text
         found = [self.bos] if add_special and self.adds_bos else []
         at = 0
@@ -54,5 +54,5 @@ class FakeVocabulary:
 
 
 def spelled(vocabulary: WholeVocabulary, found: TokenArray) -> bytes:
-    """The text of tokens, with the names of special ones."""
+    """Return the text of tokens, with the names of special tokens."""
     return b"".join(vocabulary.specials.get(token) or vocabulary.piece(token) for token in found.tolist())

@@ -159,6 +159,7 @@ def test_confidence_is_the_draft_s_own_probability() -> None:
         {"logit_bias": {-1: 1.0}},
         {"logit_bias": {3: 1.0, 4: float("inf")}},
         {"logit_bias": {3: -float("inf")}},
+        {"logit_bias": {3: float("nan")}},
     ],
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
