@@ -48,9 +48,8 @@ class Sample:
     def __post_init__(self) -> None:
         counts = self.repeat, self.n_prompt_tokens, self.n_tokens, self.differs_at or 0
         seconds = self.first_seconds, self.seconds
-        if not all(0 <= n <= _MOST_TOKENS for n in counts) or not all(
-            1e-9 < s < _MOST_SECONDS for s in seconds
-        ):
+        is_possible = all(0 <= each <= _MOST_TOKENS for each in counts)
+        if not is_possible or not all(1e-9 < each < _MOST_SECONDS for each in seconds):
             raise ValueError(f"the answer of {self.arm!r} to {self.prompt!r} has impossible figures")
 
     @classmethod
@@ -91,13 +90,13 @@ def ask_all(
     tasks: Sequence[BenchTask],
     fields: Mapping[str, Any],
     n_repeats: int,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Iterator[list[Sample]]:
     """Send every request to every arm, and yield the samples of one request at a time.
 
-    `fields` replace the fields that tasks set. Each arm first answers a request that does not count. `tell`
-    receives a line for each answer, and for each request that an arm refuses: the rest of its conversation is
-    left out.
+    `fields` replace the fields that tasks set. Each arm first answers a request that does not count. If an arm
+    refuses a request, the rest of its conversation is left out. `notify` receives a line for each answer and
+    for each refused request.
     """
     order = [*asks]
     for name in order:
@@ -106,30 +105,30 @@ def ask_all(
     requests = requests_of(tasks)
     total = len(requests) * n_repeats
     for repeat in range(n_repeats):
-        said: dict[int, dict[str, list[Message]]] = {}  # by conversation and arm
+        history: dict[int, dict[str, list[Message]]] = {}  # by conversation and arm
         refused: set[int] = set()
         for number, request in enumerate(requests, repeat * len(requests)):
             here, user = request.conversation, request.turn.user
             if here in refused:
                 continue
-            if here not in said:
-                said[here] = {name: [] for name in order}
+            if here not in history:
+                history[here] = {name: [] for name in order}
                 user = f"[{repeat * len(requests) + here + 1}]\n{user}"
-            for messages in said[here].values():
+            for messages in history[here].values():
                 messages.append({"role": "user", "content": user})
             body = {**request.fields, **fields, "seed": number}
             try:
                 answers: dict[str, Answer] = {}
                 for name in in_turn(order, number):
-                    answers[name] = asks[name]({**body, "messages": [*said[here][name]]})
-                    tell(f"{number + 1}/{total} {request.label}, {name}: {answers[name].seconds:.2f} s")
+                    answers[name] = asks[name]({**body, "messages": [*history[here][name]]})
+                    notify(f"{number + 1}/{total} {request.label}, {name}: {answers[name].seconds:.2f} s")
             except RefusedError as error:
-                tell(f"{request.label} is left out: {error}")
+                notify(f"{request.label} is left out: {error}")
                 refused.add(here)
                 continue
             baseline = answers[baseline_of(order)]
             yield [Sample.of(name, request, repeat, answers[name], baseline) for name in order]
-            for name, messages in said[here].items():
+            for name, messages in history[here].items():
                 recorded = request.turn.answer
                 reply = answers[name].reply if recorded is None else recorded
                 messages.append({"role": "assistant", "content": reply or "…"})

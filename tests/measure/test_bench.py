@@ -1,4 +1,4 @@
-"""The benchmark's tasks, their order, and the turns of its arms: with answers that are known."""
+"""The benchmark's tasks, their order, and the turns of its arms, with known answers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ EDITS = [
 ]  # fmt: skip
 SINGLE = ["ask", "explain", "write code", "translate", "summarise", "json", *EDITS]
 TALKS = ["chat", "agent", "logs"]
-LONG = 1500  # characters, which are more than 500 tokens where half of them are digits and marks
+LONG = 1500  # characters: more than 500 tokens if half of them are digits and punctuation
 
 
 class Recorder:
-    """Arms whose answers are known, and what they were asked."""
+    """Arms with known answers, and the requests that they received."""
 
     def __init__(self, refused: str = "") -> None:
         self.asked: list[tuple[str, list[str], Mapping[str, Any]]] = []
@@ -50,7 +50,7 @@ def test_the_tasks_of_the_package() -> None:
     assert [task.name for task in tasks] == [*SINGLE, *TALKS]
     asked = [request.turn.user for request in requests_of(tasks)]
     assert len(asked) == 29
-    assert sum(len(text) > LONG for text in asked) >= len(asked) / 3, "much of the time is reading"
+    assert sum(len(text) > LONG for text in asked) >= len(asked) / 3, "much of the time is prompt processing"
     texts = [turn.user for task in tasks for turns in task.conversations() for turn in turns]
     assert not any("<<" in text for text in texts)
     edits = [turns[0].user for task in tasks if task.name in EDITS for turns in task.conversations()]
@@ -84,8 +84,8 @@ def test_a_file_of_tasks_that_cannot_be_used(tmp_path: Path, content: str | None
     assert "\n" not in str(caught.value)
 
 
-def test_conversations_go_on_after_others() -> None:
-    """Turns followed each other at once: that a server slows down or forgets in time did not show."""
+def test_conversations_continue_after_requests_of_others() -> None:
+    """Turns used to follow each other at once, which hid servers that forget or slow down with time."""
     tasks = read_tasks()
     requests = requests_of(tasks)
     assert [request.label for request in requests_of(read_tasks())] == [each.label for each in requests]
@@ -99,7 +99,7 @@ def test_conversations_go_on_after_others() -> None:
         between = [
             sum(len(request.turn.user) for request in requests[i + 1 : j]) for i, j in pairwise(places)
         ]
-        assert not task.turns or min(between) > LONG, f"{task.name} goes on at once"
+        assert not task.turns or min(between) > LONG, f"{task.name} continues at once"
     assert all(a.task is not b.task for a, b in pairwise(requests))
 
 
@@ -128,7 +128,7 @@ def test_arms_take_turns_with_the_same_prompts() -> None:
     prompts = [texts for _, texts, _ in asked]
     own = {PLAIN: "one", "auto": "two"}
     said = [["?" if text == own[name] else text for text in texts] for name, texts, _ in asked]
-    assert said[::2] == said[1::2], "both arms are asked the same, but for their own answers"
+    assert said[::2] == said[1::2], "both arms get the same requests, except for their own answers"
     assert prompts[0] == ["[3]\nhello"]
     assert prompts[2] == ["[1]\nwhy"]
     assert prompts[4] == ["[3]\nhello", own[asked[4][0]], "more"]
@@ -139,13 +139,13 @@ def test_arms_take_turns_with_the_same_prompts() -> None:
     assert (body["max_tokens"], body["temperature"]) == (9, 0.5)
     long = BenchTask("edit", "g", ("this",), max_tokens=77)
     next(ask_all(asks, [long], {}, 1, lines.append))
-    assert recorder.asked[-1][2]["max_tokens"] == 77, "as the task says, where nobody does"
+    assert recorder.asked[-1][2]["max_tokens"] == 77, "as the task says, unless an option does"
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert "response_format" not in asked[0][2]
     assert [each["seed"] for _, _, each in asked[:4]] == [0, 0, 1, 1]
 
 
-def test_a_conversation_that_is_refused_is_left_out_from_there_on() -> None:
+def test_the_rest_of_a_refused_conversation_is_left_out() -> None:
     recorder, told = Recorder(refused="more"), list[str]()
     talk = BenchTask("talk", "g", turns=(Turn("hello"), Turn("more"), Turn("end")))
     tasks = [talk, BenchTask("ask", "g", ("why",))]

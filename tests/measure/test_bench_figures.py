@@ -1,4 +1,4 @@
-"""What the benchmark says of its arms: ratios to the baseline, and seconds, of answers that are known."""
+"""The benchmark's figures: ratios to the baseline and seconds, for known answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sample(arm: str, prompt: str, of: Sample, repeat: int = 0) -> Sample:
     return replace(of, arm=arm, prompt=prompt, repeat=repeat)
 
 
-def test_ratios_are_to_the_answer_beside() -> None:
+def test_ratios_compare_answers_to_the_same_request() -> None:
     samples = [
         sample(PLAIN, "a", answer(21.0)), sample("auto", "a", answer(11.0, first=6.0)),  # 10 tokens in 5 s
         sample(PLAIN, "a", answer(42.0, first=2.0), 1), sample("auto", "a", answer(7.0, first=3.0), 1),
@@ -49,7 +49,7 @@ def test_ratios_are_to_the_answer_beside() -> None:
     assert figures(answer_pairs(samples, PLAIN, PLAIN)).whole == 1.0
 
 
-def test_a_text_of_other_length_is_scaled_to_the_baselines() -> None:
+def test_an_answer_of_another_length_is_scaled_to_the_baselines() -> None:
     plain = answer(21.0, n=11)
     shorter = answer(5.0, first=1.0, n=5, differs_at=0)  # 1 s a token: 11 tokens would take 11 s
     found = figures(answer_pairs([sample(PLAIN, "a", plain), sample("auto", "a", shorter)], "auto", PLAIN))
@@ -66,12 +66,12 @@ def test_a_text_of_other_length_is_scaled_to_the_baselines() -> None:
 @pytest.mark.parametrize(
     ("text", "at"), [("abc", None), ("abd", 2), ("ab", 2), ("abcd", 3), ("", 0), ("xbc", 0)]
 )
-def test_where_texts_fork(text: str, at: int | None) -> None:
+def test_where_answers_differ(text: str, at: int | None) -> None:
     assert first_difference(text, "abc") == at
 
 
-def test_prompts_are_folded() -> None:
-    """The whole requests are 2, 0.5 and 8 times as fast."""
+def test_figures_of_several_prompts() -> None:
+    """Whole requests are 2, 0.5 and 8 times as fast."""
     times = {"a": (8.0, 4.0), "b": (1.0, 2.0), "c": (64.0, 8.0)}
     samples = [
         sample(arm, prompt, answer(seconds, first=seconds / 4, differs_at=at), repeat)
@@ -108,7 +108,7 @@ def llama_servers(times: dict[str, tuple[float, float]]) -> list[Sample]:
 
 
 def test_the_baseline_is_the_peer() -> None:
-    """All ratios were to our own plain decoding; so nobody saw for months that it was the slower one."""
+    """All ratios were to our own plain decoding, which hid for months that it was the slower one."""
     times = {
         PLAIN: (8.0, 8.0),
         "auto": (2.0, 4.0),
@@ -124,11 +124,11 @@ def test_the_baseline_is_the_peer() -> None:
     assert whole[PEER_PLAIN] == 1.0
     assert (found["auto"].worst, found["auto"].worst_prompt) == (1.0, "b")
     assert found["auto"].total == pytest.approx(8 / 6)
-    assert (found[PEER_PLAIN].n_same, found["auto"].n_same) == (2, 0), "texts are compared with the peer's"
+    assert (found[PEER_PLAIN].n_same, found["auto"].n_same) == (2, 0), "answers are compared with the peer's"
     assert whole[SIMPLE] > whole[MOD]
-    assert best_type(found) == SIMPLE, "which a user can know"
+    assert best_type(found) == SIMPLE, "known to a user beforehand"
     assert whole[PEER_BEST] == pytest.approx((4 / 1 * 4 / 4) ** 0.5), (
-        "the best of each prompt, which nobody can"
+        "the best of each prompt, known only afterwards"
     )
     next_to = figures(answer_pairs(llama_servers(times), "auto", SIMPLE))
     assert next_to.whole == pytest.approx((2 / 2 * 5 / 4) ** 0.5)

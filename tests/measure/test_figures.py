@@ -1,4 +1,4 @@
-"""Medians, quartiles, speed-ups and verdicts of measurements, against values made by hand."""
+"""Medians, quartiles, speed-ups and verdicts of measurements, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_median_lies_between_its_quartiles() -> None:
     assert Spread(2.0, 4.0, 8.0).half == 3.0
 
 
-def test_an_arm_is_told_by_its_median_run() -> None:
+def test_the_speed_of_an_arm_is_that_of_its_median_run() -> None:
     arm = Arm("x", tuple(taking(seconds) for seconds in (1.0, 2.0, 8.0)))
     assert arm.seconds == [1.0, 2.0, 8.0]
     assert arm.rates == [4.0, 2.0, 0.5]
@@ -37,7 +37,7 @@ def compared(*speculative: tuple[int, ...]) -> Comparison:
 
 
 def test_a_speed_up_is_run_against_run() -> None:
-    """Not median against median: a busy minute slows both."""
+    """Not median to median: a busy minute slows both arms of a turn."""
     found = compared((1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4))  # one second each
     faster, same = found.speed_up(found.speculative), found.speed_up(found.target)
     assert faster is not None
@@ -46,7 +46,7 @@ def test_a_speed_up_is_run_against_run() -> None:
 
 
 def test_the_next_measurement_lies_in_the_interval() -> None:
-    """`compare` said 1.51x ± .03, and 13 minutes later .98x ± .01."""
+    """`compare` printed 1.51x ± .03, and 13 minutes later .98x ± .01."""
     noise = np.random.default_rng(1)
     n, inside, trials = 5, 0, 2000
     for _ in range(trials):
@@ -60,7 +60,7 @@ def test_the_next_measurement_lies_in_the_interval() -> None:
 
 
 def test_differences_between_prompts_do_not_widen_the_interval() -> None:
-    """Five prompts, each once, gave 1.35x (0.91 to 1.99)."""
+    """Five prompts, each measured once, gave 1.35x (0.91 to 1.99)."""
     found = SpeedUp.of([1.0, 2.0, 4.0] * 2, n_cases=3)
     assert [found.mean, found.low, found.high] == pytest.approx([2.0, 2.0, 2.0])
     noise = np.random.default_rng(1)
@@ -76,7 +76,7 @@ def test_differences_between_prompts_do_not_widen_the_interval() -> None:
     assert SpeedUp.of([1.0, 1.2, 1.1], n_cases=2).low is None, "only one run repeats another"
 
 
-def test_one_run_with_another_text_is_another_text() -> None:
+def test_one_different_run_is_reported() -> None:
     right = (1, 2, 3, 4)
     assert compared(right, right, right).same_text
     assert not compared(right, right, (1, 2, 3, 9)).same_text
@@ -91,7 +91,7 @@ def test_either_finding_makes_an_audit_fail() -> None:
     assert sound.identical_widths == [2, 4]
     assert not Audit(9, (fork,), True, None, widths).is_lossless
     assert not Audit(9, (), True, 0, widths).is_lossless
-    changed = Audit(9, (), True, None, widths, {"behind a cached prompt": 2}, 9)
+    changed = Audit(9, (), True, None, widths, {"beside others": 2}, 9)
     assert (sound.is_exact, changed.is_exact, changed.is_lossless) == (True, False, True)
 
 

@@ -1,4 +1,4 @@
-"""Which pair is recommended: what fits, on which memory, in which order."""
+"""Recommended pairs: those that fit, on the best memory, in the catalog's order."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ LIST = catalog(
         (Room(10_800_000_000, is_gpu=True), ["heads", "alone"]),  # 9.75 of 9.72
     ],
 )
-def test_only_what_fits_in_the_order_of_the_list(room: Room, names: list[str]) -> None:
+def test_pairs_that_fit_come_in_the_order_of_the_catalog(room: Room, names: list[str]) -> None:
     assert [choice.name for choice in choices(LIST, room)] == names
 
 
-def test_what_a_pair_needs() -> None:
+def test_the_memory_of_a_pair() -> None:
     middle, heads, alone = choices(LIST, Room(16 * GB))
     assert middle == Choice("middle", "small:q", 9 * GB, 750_000_000, 16, None)
     assert middle.needed_bytes == 9_750_000_000
@@ -75,14 +75,14 @@ def test_what_a_pair_needs() -> None:
         ((CARD, CPU), True, "darwin", [Room(6 * GB)]),
     ],
 )
-def test_where_a_pair_may_lie(
+def test_memory_that_a_pair_can_use(
     devices: tuple[Device, ...], can_offload: bool, system: str, rooms: list[Room]
 ) -> None:
     machine = replace(MACHINE, devices=devices, can_offload=can_offload, system=system)
     assert rooms_of(machine, 6 * GB) == rooms
 
 
-def test_what_is_expected_of_drafts() -> None:
+def test_the_expected_effect_of_drafts() -> None:
     with_card = replace(MACHINE, devices=(CARD, CPU), can_offload=True)
     told = [expectation(each) for each in (None, MACHINE, with_card, replace(with_card, system="darwin"))]
     for text, begins in zip(told, ("whether", "on CPUs", "on GPUs", "on Metal"), strict=True):

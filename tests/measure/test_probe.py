@@ -1,4 +1,4 @@
-"""The probe on a model whose costs and rounding are invented, with a clock that only the model moves."""
+"""The probe, on a model with invented costs and rounding and a clock that only the model advances."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from llamaspec.measure.probe import (
 from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
 from model_store import OpenModel
 
-KERNEL_CHANGE = 256  # cached tokens from which single positions are rounded otherwise
+KERNEL_CHANGE = 256  # cached tokens; beyond this, single positions are rounded differently
 
 
 class Letters:
@@ -119,7 +119,7 @@ def test_it_stays_within_its_time(effort: Effort, limit: float, first: float) ->
     assert {1, 2, 3, 4} <= {row.width for row in found.widths}
 
 
-def test_on_a_usual_model_nothing_is_left_out() -> None:
+def test_nothing_is_left_out_for_an_ordinary_model() -> None:
     for effort in (QUICK, FULL):
         model = SlowModel()
         found = probe(model, effort)
@@ -130,15 +130,15 @@ def test_on_a_usual_model_nothing_is_left_out() -> None:
         )
 
 
-def test_a_context_that_takes_too_long_to_prefill_is_left_out_and_nothing_is_called_exact() -> None:
+def test_without_the_long_context_no_width_is_called_exact() -> None:
     found = probe(SlowModel(0.5, 0.2), QUICK)
     assert found.left_out_depths == (320,)
     assert found.identical_widths == {1}
 
 
 @pytest.mark.parametrize("first", [0.1, 0.2, 0.3])
-def test_the_time_of_a_context_that_is_left_out_goes_to_the_other(first: float) -> None:
-    """A target of 7 billion parameters was measured for half of the time, once at each of 8 widths."""
+def test_a_left_out_context_leaves_its_time_to_the_other(first: float) -> None:
+    """A target of 7 billion parameters was measured for half of the time only, once at each of 8 widths."""
     model, told = SlowModel(first, first / 3), list[float]()
     found = measure(pair_of(model), FULL, told.append)
     assert found.left_out_depths == (1024,)
@@ -148,9 +148,9 @@ def test_the_time_of_a_context_that_is_left_out_goes_to_the_other(first: float) 
 
 
 def test_widths_must_be_identical_in_long_contexts_too() -> None:
-    """llama.cpp on a CPU: single positions take another kernel once the KV cache holds more than 256.
+    """On a CPU, llama.cpp uses another kernel for single positions if the KV cache holds more than 256.
 
-    Compared behind 64 tokens only, every width looked exact, and --exact was not.
+    Compared after 64 tokens only, every width seemed exact, but --exact was not.
     """
     found = probe(SlowModel(rounds_deep_batches=True), QUICK)
     assert found.identical_widths == {1}
@@ -172,8 +172,8 @@ def test_small_contexts_shrink_widths_and_depths() -> None:
     assert max(row.width for row in found.widths) <= 20
 
 
-def test_every_position_is_compared_where_time_allows() -> None:
-    """Behind 240 tokens only the last positions differ; of width 3 the last two are no whole batch."""
+def test_every_position_is_compared_if_there_is_time() -> None:
+    """After 240 tokens only the last positions differ; the last two are not a whole batch of width 3."""
     model, tokens = SlowModel(rounds_deep_batches=True), np.arange(260, dtype=np.int32) % 256
     pair, widths = pair_of(model), (1, 2, 16, 3)
     found = pair.run(compare_widths(tokens, 242, widths))
@@ -182,7 +182,7 @@ def test_every_position_is_compared_where_time_allows() -> None:
     assert hurried == {1: 0.0, 2: 0.0}
 
 
-# Both ways of attention
+# Both kinds of attention
 
 
 def in_turns(
@@ -196,7 +196,7 @@ def always(seconds: float) -> Spread:
 
 
 @pytest.mark.parametrize("asked", ["auto", "on", "off"])
-def test_a_single_position_is_timed_both_ways_at_each_depth(asked: str) -> None:
+def test_a_single_position_is_timed_with_both_kinds_at_each_depth(asked: str) -> None:
     target, other = SlowModel(0.016, options=ModelOptions(flash_attention=asked)), SlowModel(0.012)
     found = in_turns(target, other, 64, 1024)
     mine, others = always(0.016), always(0.012)
@@ -207,14 +207,14 @@ def test_a_single_position_is_timed_both_ways_at_each_depth(asked: str) -> None:
 
 
 @pytest.mark.parametrize(("more", "depths"), [(0.01, [64, 1024]), (0.02, [64]), (0.3, [64])])
-def test_a_slow_target_reads_no_long_text_twice(more: float, depths: list[int]) -> None:
-    """A context of 1024 tokens must not take longer than 15 seconds to read once more."""
+def test_a_slow_target_processes_no_long_context_twice(more: float, depths: list[int]) -> None:
+    """A context of 1024 tokens is left out if processing it again takes longer than 15 seconds."""
     other = SlowModel(more, more)
     assert [timing.depth for timing in in_turns(SlowModel(more, more), other, 64, 1024)] == depths
     assert other.now < ATTENTION_SECONDS + 64 * more
 
 
-def test_reading_is_shown_and_never_looks_finished() -> None:
+def test_progress_is_shown_and_never_looks_finished_too_early() -> None:
     told: list[float] = []
     in_turns(SlowModel(), SlowModel(), 64, 128, report=told.append)
     assert told == pytest.approx([64 / 129, 128 / 129])
@@ -244,7 +244,7 @@ def test_the_other_attention_is_opened_over_the_same_weights(
 
 
 @pytest.mark.parametrize(("kind", "options"), [("mamba", {}), ("llama", {"cache_type_v": "q8_0"})])
-def test_where_one_way_is_possible_nothing_is_compared(
+def test_nothing_is_compared_if_one_kind_is_possible(
     opened: OpenModel, kind: str, options: dict[str, Any]
 ) -> None:
     with other_attention(opened(kind, **options), 70) as found:

@@ -1,4 +1,4 @@
-"""What costs say about drafting, and what a text's rounds gained, worked out by hand."""
+"""Conclusions from costs, and the gain of a completion, compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_rounds_interpolate_and_pad() -> None:
 
 
 def test_prompt_chunks_do_not_count_as_drafts() -> None:
-    """They made drafts seem to win at an acceptance of 97 %, where the probe said never."""
+    """With them, drafts seemed to win at an acceptance of 97 %; by the probe, they never did."""
     narrow = CostCurve((1, 16), (1.0, 16.0), 0.1)
     with_chunk = CostCurve((1, 16, 512), (1.0, 16.0, 20.0), 0.1)
     assert (
@@ -49,7 +49,7 @@ def test_prompt_chunks_do_not_count_as_drafts() -> None:
         (DIP, 0.0, 0, 1.0),
         (CostCurve((1, 2), (1.0, 1.5), 0.1), 0.5, 0, 1.0),  # one guess: 1.5 / 1.6
         (CostCurve((1, 2), (1.0, 1.5), 0.1), 0.8, 1, 1.8 / 1.6),
-        (CostCurve((1, 2, 3), (2.0, 2.0, 2.0), 1.0), 0.5, 0, 1.0),  # a tie is not worth a draft
+        (CostCurve((1, 2, 3), (2.0, 2.0, 2.0), 1.0), 0.5, 0, 1.0),  # in a tie nothing is drafted
         (CostCurve((1, 2, 3), (1.0, 1.0, 1.0), 0.0), 1.0, 2, 3.0),
         (CostCurve((1,), (1.0,), 0.1), 0.9, 0, 1.0),  # nothing but width 1 was measured
     ],
@@ -59,7 +59,7 @@ def test_the_best_fixed_length(curve: CostCurve, acceptance: float, n_guesses: i
     assert best == BestFixedLength(n_guesses, pytest.approx(speed_up))  # type: ignore[arg-type]
 
 
-def test_the_best_of_those_that_draft() -> None:
+def test_the_best_length_of_at_least_one() -> None:
     assert best_length([1.0, 2.0, 2.5], 0.5, least=1) == BestFixedLength(1, 0.75)
 
 
@@ -90,7 +90,7 @@ def test_where_a_curve_saturates(seconds: tuple[float, ...], widest: int) -> Non
     assert saturation_width(CostCurve((1, 2, 4), seconds, 0.0)) == widest
 
 
-# One text
+# One completion
 
 PLAIN = Round(Draft(), (), 0, Evaluation(1), verify_seconds=0.020, overhead_seconds=0.001)
 DRAFTED = Round(  # 2 of 3 draft tokens accepted: 3 tokens
@@ -101,8 +101,8 @@ DROPPED = replace(PLAIN, n_draft_steps=2, draft_seconds=0.005, n_dropped=2)
 CURVE = CostCurve((1, 4, 10), (0.020, 0.030, 0.090), 0.002)
 
 
-def test_what_was_gained_is_what_the_statistics_say() -> None:
-    """Of each round of 3 tokens in 38 ms, next to 21 ms a token; --explain had another estimate."""
+def test_the_gain_is_that_of_the_statistics() -> None:
+    """--explain had an estimate of its own. Here 3 tokens take 38 ms with a draft, and 63 ms without."""
     completion = a_text([PLAIN, PLAIN, *6 * [DRAFTED], DROPPED])
     why = explain(completion, CURVE)
     summary = completion.summary
@@ -122,7 +122,7 @@ def judged(why: Reasons) -> list[tuple[int, int]]:
 
 
 def test_draft_tokens_count_up_to_the_first_rejected_one() -> None:
-    """A bin includes its upper end; what stands behind a rejected token tells nothing."""
+    """A bin includes its upper end; the tokens after a rejected one do not count."""
     draft = Draft(np.zeros(5, np.int32), (), (0.95, 0.9, 0.8, 0.3, 0.6))
     why = explain(a_text([Round(draft, (0, 1, 2), 0, Evaluation(6))]), None)
     assert judged(why) == [(0, 0), (1, 0), (0, 0), (0, 0), (2, 2), (1, 1)]
@@ -130,7 +130,7 @@ def test_draft_tokens_count_up_to_the_first_rejected_one() -> None:
     assert [*why.bins] == [(0.0, 0.1), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7), (0.7, 0.9), (0.9, 1.0)]
 
 
-def test_of_a_tree_the_best_child_counts() -> None:
+def test_in_a_tree_the_best_child_counts() -> None:
     """The second child of the context was accepted, and its only child was not."""
     tree = Draft(np.arange(4, dtype=np.int32), (), (0.6, 0.2, 0.4, 0.05), parents=np.array([-1, -1, 0, 1]))
     assert judged(explain(a_text([Round(tree, (1,), 0, Evaluation(5))]), None)) == [

@@ -1,4 +1,4 @@
-"""A report says nothing of its user, and one from a stranger can say nothing but figures."""
+"""A report holds nothing about its user, and a stranger's report can show nothing but figures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def report(pair: DraftPlan) -> Report:
 
 @pytest.fixture
 def beside_the_peer(pair: DraftPlan) -> Report:
-    """Our plain decoding is the slowest; llama-server's ngram-mod is its best type, but not everywhere."""
+    """Our plain decoding is the slowest; llama-server's best type is ngram-mod, but not for every prompt."""
     seconds = {
         "plain": (9.0, 12.0), "auto": (2.0, 8.0),
         PEER_PLAIN: (6.0, 8.0), MOD: (2.0, 10.0), SIMPLE: (5.0, 8.0),
@@ -74,7 +74,7 @@ def pair(target_file: Path, draft_file: Path, own_cache: None) -> DraftPlan:
     return files
 
 
-def test_a_report_tells_figures_and_no_names(report: Report, target_file: Path, tmp_path: Path) -> None:
+def test_a_report_holds_figures_and_no_names(report: Report, target_file: Path, tmp_path: Path) -> None:
     told = json.dumps(report.as_json())
     assert not any(secret in told for secret in (SECRET, str(target_file), str(tmp_path)))
     assert report.settings.options == "--target ... --threads 1 --cache-type-k q8_0"
@@ -117,7 +117,7 @@ def test_markdown_of_known_figures(report: Report) -> None:
     assert "next to" not in markdown(report)
 
 
-def test_beside_the_peer_everything_is_next_to_it(beside_the_peer: Report, tmp_path: Path) -> None:
+def test_with_llama_server_everything_is_compared_with_it(beside_the_peer: Report, tmp_path: Path) -> None:
     found = beside_the_peer
     assert (found.baseline, found.best_type) == (PEER_PLAIN, MOD)
     assert [*found.groups] == ["chat and code", "edits", "all tasks"]
@@ -138,8 +138,8 @@ def test_beside_the_peer_everything_is_next_to_it(beside_the_peer: Report, tmp_p
     assert lines[at + 11] == f"`auto` next to `{MOD}`: {told}."
 
 
-def test_texts_are_compared_where_both_draw_alike(beside_the_peer: Report, report: Report) -> None:
-    """At temperature 0 all arms should write the same; above, another program draws otherwise."""
+def test_answers_are_compared_if_both_arms_draw_alike(beside_the_peer: Report, report: Report) -> None:
+    """At temperature 0 all arms should answer alike; above, another program draws other tokens."""
 
     def compared(of: Report, temperature: float) -> list[str]:
         asked = replace(of, settings=replace(of.settings, temperature=temperature))
@@ -220,7 +220,7 @@ def test_no_text_of_a_stranger_is_markup(
         (("curve", "widths"), [1, 1, 4]),
     ],
 )
-def test_no_number_of_a_stranger_is_taken_unseen(
+def test_impossible_figures_of_a_stranger_are_refused(
     report: Report, tmp_path: Path, place: tuple[str, ...], value: object
 ) -> None:
     told = json.loads(json.dumps(report.as_json()))
@@ -232,7 +232,7 @@ def test_no_number_of_a_stranger_is_taken_unseen(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", 5000 * "[", " " * (4 << 20) + "{}"])
-def test_what_is_no_report_is_told_in_one_line(tmp_path: Path, content: str) -> None:
+def test_other_files_are_refused_in_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(content)
     with pytest.raises(LlamaspecError) as caught:
@@ -241,7 +241,7 @@ def test_what_is_no_report_is_told_in_one_line(tmp_path: Path, content: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_a_picture_has_the_texts_of_a_stranger_letter_by_letter(report: Report, tmp_path: Path) -> None:
+def test_a_picture_shows_the_texts_of_a_stranger_literally(report: Report, tmp_path: Path) -> None:
     named = replace(report, target=replace(report.target, name="a $x_{$ & b"))
     (tmp_path / "a.json").write_text(json.dumps(named.as_json()))
     write_command_docs.draw_results(tmp_path, tmp_path / "pictures")
@@ -253,7 +253,7 @@ def test_a_picture_has_the_texts_of_a_stranger_letter_by_letter(report: Report, 
     assert (tmp_path / "again" / "a.svg").read_text() == drawn
 
 
-def test_the_page_is_rendered_of_the_files(report: Report, tmp_path: Path) -> None:
+def test_the_page_is_made_from_the_files(report: Report, tmp_path: Path) -> None:
     page = f"before\n{write_command_docs.BEGIN}old\n{write_command_docs.END}after\n"
     empty = write_command_docs.with_results(page, tmp_path)
     assert re.sub(r"\n+", "\n", empty) == page.replace("old\n", "")
@@ -272,8 +272,8 @@ def test_the_page_is_rendered_of_the_files(report: Report, tmp_path: Path) -> No
         write_command_docs.with_results(once, tmp_path)
 
 
-def test_a_picture_beside_the_peer_has_its_best_type(beside_the_peer: Report, tmp_path: Path) -> None:
-    """The best of each prompt was drawn: what nobody can know beforehand."""
+def test_a_picture_with_llama_server_shows_its_best_type(beside_the_peer: Report, tmp_path: Path) -> None:
+    """The best of each prompt was drawn, which is known only afterwards."""
     (tmp_path / "a.json").write_text(json.dumps(beside_the_peer.as_json()))
     write_command_docs.draw_results(tmp_path, tmp_path)
     drawn = (tmp_path / "a.svg").read_text()

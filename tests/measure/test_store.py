@@ -1,4 +1,4 @@
-"""Probes and learned priors are kept; whatever else lies in their place counts as none, and says why."""
+"""Probes and learned priors are kept; a file that cannot be used is ignored, and the reason is printed."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def pair(target_file: Path, own_cache: None) -> DraftPlan:
 
 
 def place_of_probe(pair: DraftPlan, tmp_path: Path) -> Path:
-    """Where a probe lies."""
+    """Return the file of a probe."""
     keep(pair, PROBE)
     (path,) = {*tmp_path.rglob("*.json")} - {*tmp_path.rglob("*.runs.json")}
     return path
 
 
 def place_of_prior(pair: DraftPlan, tmp_path: Path) -> Path:
-    """Where a learned prior lies."""
+    """Return the file of a learned prior."""
     keep(pair, EARLIER)
     (path,) = tmp_path.rglob("*.runs.json")
     return path
@@ -76,8 +76,8 @@ def test_what_is_kept_is_found(pair: DraftPlan, tmp_path: Path) -> None:
     assert stored(pair, Probe) is None
 
 
-def test_what_was_measured_belongs_to_the_workers(pair: DraftPlan) -> None:
-    """The same files elsewhere have other costs: a round trip more, other processors."""
+def test_measurements_belong_to_a_placement(pair: DraftPlan) -> None:
+    """The same files on other workers or devices have other costs."""
     keep_probe(pair, PROBE)
     elsewhere = ({"workers": ("a:1",)}, {"workers": ("b:1",)}, {"devices": ()}, {"tensor_split": (3.0, 1.0)})
     for changes in elsewhere:
@@ -89,7 +89,7 @@ def test_what_was_measured_belongs_to_the_workers(pair: DraftPlan) -> None:
 
 
 def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair: DraftPlan) -> None:
-    """Which kind is best depends on the text; near its beginning all cost the same."""
+    """The best kind depends on the length of the context; in short ones, all cost the same."""
     keep_probe(pair, PROBE)
     usual = pair.target.options
     for options in (
@@ -110,7 +110,7 @@ def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair
         '{"wid', '{"widths": 1' + 400 * "0" + "}x",
     ],
 )  # fmt: skip
-def test_a_damaged_file_counts_as_none(pair: DraftPlan, tmp_path: Path, place: Place, content: str) -> None:
+def test_a_damaged_file_is_ignored(pair: DraftPlan, tmp_path: Path, place: Place, content: str) -> None:
     path = place(pair, tmp_path)
     path.write_text(content)
     (fault,) = faults_of(pair, place)
@@ -119,7 +119,7 @@ def test_a_damaged_file_counts_as_none(pair: DraftPlan, tmp_path: Path, place: P
 
 
 def faults_of(pair: DraftPlan, place: Place) -> list[str]:
-    """The faults of what is kept; none if it can be used."""
+    """Return the faults of the kept file; none if it can be used."""
     faults: list[str] = []
     kept = stored(pair, Probe if place is place_of_probe else LearnedPrior, faults.append)
     assert (kept is None) == bool(faults)
@@ -132,7 +132,7 @@ def faults_of(pair: DraftPlan, place: Place) -> list[str]:
 
 
 def every_change(content: Any) -> list[Any]:
-    """The content with each of its parts replaced by something else, one at a time."""
+    """Return the content with each of its parts replaced by something else, one at a time."""
     strange: tuple[Any, ...] = (
         None, "x", -1, 1 << 40, 10**400, float("nan"), float("inf"), 5e-324, 1e308, [], {}, [[[]]], True, 1.5,
     )  # fmt: skip
@@ -149,7 +149,7 @@ def every_change(content: Any) -> list[Any]:
 
 
 def use(prior: CostCurve | LearnedPrior) -> None:
-    """As a run does."""
+    """Use a prior as a run does."""
     row = (policy := AutoLength(prior)).start_sequence()
     for evaluation in range(3):
         row.wants_more(Draft())
@@ -159,7 +159,7 @@ def use(prior: CostCurve | LearnedPrior) -> None:
 
 @PLACES
 def test_no_change_of_a_file_is_a_traceback(pair: DraftPlan, tmp_path: Path, place: Place) -> None:
-    """What is still accepted is of the right type, and can be used."""
+    """Content that is still accepted has the right types and can be used."""
     path = place(pair, tmp_path)
     content = json.loads(path.read_text())
     if place is place_of_probe:
@@ -177,7 +177,9 @@ def test_no_change_of_a_file_is_a_traceback(pair: DraftPlan, tmp_path: Path, pla
 
 @PLACES
 @pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "huge"])
-def test_no_small_file_counts_as_none(pair: DraftPlan, tmp_path: Path, place: Place, kind: str) -> None:
+def test_anything_but_a_small_file_is_ignored(
+    pair: DraftPlan, tmp_path: Path, place: Place, kind: str
+) -> None:
     path = place(pair, tmp_path)
     path.unlink()
     if kind == "pipe":
@@ -190,12 +192,12 @@ def test_no_small_file_counts_as_none(pair: DraftPlan, tmp_path: Path, place: Pl
         with path.open("wb") as file:
             file.truncate(1 << 40)
     assert faults_of(pair, place)
-    if kind != "folder":  # written anew
+    if kind != "folder":  # it is replaced
         place(pair, tmp_path)
         assert not faults_of(pair, place)
 
 
-def test_a_run_tells_it_in_one_line_and_writes_it_anew(
+def test_a_run_warns_in_one_line_and_replaces_the_file(
     models: list[Path], tmp_path: Path, own_cache: None
 ) -> None:
     options = ("--seed", "5", "-n", "80", "Once upon a time")
@@ -210,9 +212,7 @@ def test_a_run_tells_it_in_one_line_and_writes_it_anew(
     assert [found.name for found in path.parent.iterdir()] == [path.name]
 
 
-def test_a_prior_of_another_policy_counts_as_none(
-    models: list[Path], tmp_path: Path, own_cache: None
-) -> None:
+def test_a_prior_of_another_policy_is_ignored(models: list[Path], tmp_path: Path, own_cache: None) -> None:
     options = ("--seed", "5", "-n", "80", "Once upon a time")
     first = generate(*options, models=models)
     (path,) = tmp_path.rglob("*.runs.json")

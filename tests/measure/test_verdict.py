@@ -1,4 +1,4 @@
-"""One sentence on a pair, from what is kept of it on this machine."""
+"""The verdict on a pair, from its kept measurements on this machine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_costs_and_acceptance(pair: DraftPlan, prior: LearnedPrior, said: str | 
     assert found is None if said is None else found is not None and said in found
 
 
-def test_a_benchmark_counts_more_and_groups_are_kept(pair: DraftPlan) -> None:
+def test_a_benchmark_decides_and_groups_are_kept(pair: DraftPlan) -> None:
     keep(pair, LearnedPrior(DEAR, KNOWN))
     keep_gains(pair, {"chat": 1.58})
     keep_gains(pair, {"edits": 2.5, "code": 0.9, "lists": 1.01})
@@ -73,7 +73,7 @@ def test_another_quantization_is_named_if_it_was_measured_and_wins(
     keep(pairs["Q4_K_M"], LearnedPrior(DEAR, KNOWN))
     alone = pair_verdict(pairs["Q4_K_M"])
     assert alone is not None
-    keep(pairs["F16"], LearnedPrior(CostCurve((1, 4, 9), (3.0, 3.3, 3.8), 0.1)))  # slower all the same
+    keep(pairs["F16"], LearnedPrior(CostCurve((1, 4, 9), (3.0, 3.3, 3.8), 0.1)))  # still slower
     assert pair_verdict(pairs["Q4_K_M"]) == alone
     keep(pairs["q8_0"], LearnedPrior(CostCurve((1, 4, 9), (1.2, 1.5, 2.0), 0.1)))
     assert pair_verdict(pairs["Q4_K_M"]) == (
