@@ -94,9 +94,9 @@ def ask_all(
 ) -> Iterator[list[Sample]]:
     """Send every request to every arm, and yield the samples of one request at a time.
 
-    `fields` replace the fields that tasks set. Each arm first answers a request that does not count. If an arm
-    refuses a request, the rest of its conversation is left out. `notify` receives a line for each answer and
-    for each refused request.
+    `fields` replace the fields that tasks set. Each arm first answers a request that does not count. If an
+    arm refuses a request, the rest of its conversation is left out. `notify` receives a line for each answer
+    and for each refused request.
     """
     order = [*asks]
     for name in order:
