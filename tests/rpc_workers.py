@@ -59,7 +59,7 @@ def running_worker() -> Iterator[Worker]:
             try:
                 end = time.monotonic() + PATIENCE
                 while process.poll() is None and time.monotonic() < end:
-                    if "a worker on" in _said(log) and _listens(port):
+                    if "a worker listens on" in _said(log) and _listens(port):
                         yield Worker(process, port)
                         return
                     time.sleep(0.01)

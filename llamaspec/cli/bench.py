@@ -1,4 +1,4 @@
-"""`llamaspec bench`: whole requests to servers with drafts and without, in turns, on a user's own models."""
+"""`llamaspec bench`: send whole requests to servers with drafts and without, which take turns."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from llamaspec.measure.tasks import TASKS, context_for, quick_tasks, read_tasks
 from llamaspec.plan import DraftPlan
 from llamaspec.values import Copying
 
-_WIDTH = 140  # columns of a table, at least: one that is wrapped can be read, one that is cut cannot
+_WIDTH = 140  # least columns of a table: a terminal may wrap its lines, but nothing is cut off
 _LEGEND = (
     "speed-ups over {0}, geometric means. whole: entire requests; decoding: after the first text; first: up "
     "to the first text; total: all requests together; spread: a factor; worst: the worst prompt; s, first s: "
@@ -56,11 +56,11 @@ _LEGEND = (
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--tasks", type=click.Path(path_type=Path), default=TASKS, show_default="those of llamaspec",
-                 metavar="FILE", help="YAML file with other tasks, in the format of the built-in ones."),
+                 metavar="FILE", help="YAML file with other tasks, in the format of llamaspec's own."),
     click.option("--task", "names", multiple=True, metavar="NAME",
                  help="Only this task or group of tasks; may be repeated."),
     click.option("--quick", is_flag=True,
-                 help="One question, one program to write and one edit, with short answers."),
+                 help="Only one question, one program to write and one edit, with short answers."),
     click.option("--max-tokens", "-n", type=Integer(min=1), metavar="N",
                  help="Maximum tokens per answer; default: set by the task, 1024 for edits, else 256."),
     click.option("--temperature", "-t", type=Number(min=0.0), default=0.0, show_default=True,
@@ -68,22 +68,22 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--repeats", "-r", type=Integer(min=1), default=1, show_default=True,
                  help="Runs of each request."),
     click.option("--llama-server", metavar="PROGRAM",
-                 help="Also measure llama.cpp's server, from this file; all ratios are then to it, without a "
-                 "draft."),
+                 help="Also measure llama.cpp's server, which is this program. Speed-ups are then over that "
+                 "server without a draft."),
     click.option("--spec-types", metavar="TYPE,...",
-                 help="Speculation types of llama-server to measure, besides none; "
-                 "default: draft-simple or draft-mtp if there is such a draft, ngram-simple and ngram-mod."),
+                 help="Speculation types of llama-server to measure besides none; default: draft-simple or "
+                 "draft-mtp if there is such a draft, ngram-simple and ngram-mod."),
     click.option("--against", type=click.Path(path_type=Path), metavar="DIR",
-                 help="Also measure another checkout of llamaspec, in this folder."),
+                 help="Also measure the checkout of llamaspec in this folder."),
     click.option("--also", multiple=True, metavar="OPTIONS",
-                 help="Also measure llamaspec serve with these options added, such as '-k 4'; may be "
+                 help="Also measure llamaspec serve with these additional options, such as '-k 4'; may be "
                  "repeated."),
     click.option("--markdown", is_flag=True, help="Print the tables in Markdown."),
     click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
-                 help="Draw the ratios as .png or .svg (needs matplotlib)."),
+                 help="Draw the speed-ups as .png or .svg (needs matplotlib)."),
     click.option("--share", type=click.Path(path_type=Path), metavar="FILE",
-                 help="Write what --json prints to a file that you can share: machine, versions, hashes of "
-                 "models, costs, results; no texts, paths or names of yours."),
+                 help="Write what --json prints to a file that you can share. It has the machine, versions, "
+                 "hashes of models, costs and results, but no texts, paths or names of yours."),
     JSON_OPTION,
 )  # fmt: skip
 
@@ -124,9 +124,9 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
     """Measure whole requests, with drafts and without.
 
     Each arm is a server: plain (no draft, no copies), auto (llamaspec serve with its defaults), and others on
-    request. They take turns. Ratios are speed-ups over llama-server without a draft if there is one, else
-    over plain, prompt included. Without --n-ctx, the context fits the longest conversation. Ctrl-C stops the
-    benchmark and shows the results so far.
+    request. They take turns. Speed-ups are over plain, or over llama-server without a draft if that is
+    measured. Without --n-ctx, the context fits the longest conversation. Ctrl-C stops the benchmark and
+    shows the results so far.
     """
     _check(bench)
     tasks = quick_tasks() if bench.quick else read_tasks(bench.tasks, bench.names)
@@ -175,13 +175,13 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
 
 
 def _check(bench: BenchOptions) -> None:
-    """Refuse before anything is fetched or started what would fail at the end."""
+    """Raise, before anything is fetched or started, if an option would fail at the end."""
     check_installed()
     if bench.plot is not None:
         check_plot(bench.plot)
     if bench.quick and (bench.names or bench.tasks != TASKS or bench.share is not None):
         raise click.UsageError(
-            "--quick chooses the tasks, and is too short to share; drop --task, --tasks or --share"
+            "--quick chooses the tasks, and its results are too few to share; drop --task, --tasks or --share"
         )
     try:
         for options in bench.also:
@@ -198,7 +198,7 @@ def _check(bench: BenchOptions) -> None:
 
 
 def _plan_and_options(models: ModelChoice, n_ctx: int) -> tuple[DraftPlan, list[str]]:
-    """The plan and the options of `serve`, with a context of this size if none was asked for."""
+    """Return the plan and the options of `serve`, with this context size unless --n-ctx was given."""
     plan, given = find_plan(models), [*_given()]
     for model in plan.models:
         check_gguf(model.path)
@@ -212,7 +212,7 @@ def _plan_and_options(models: ModelChoice, n_ctx: int) -> tuple[DraftPlan, list[
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the servers, too."""
+    """Exit on SIGTERM and SIGHUP, so that the servers are stopped."""
 
     def end(number: int, _frame: object) -> NoReturn:
         sys.exit(128 + number)

@@ -41,12 +41,12 @@ _FILES: tuple[Decorator, ...] = (
     click.option("--resume", is_flag=True,
                  help="Resume the last conversation held at a terminal."),
     click.option("--keep/--no-keep", default=True, show_default=True,
-                 help="Store the conversation for --resume, in the cache folder, readable by you alone."),
+                 help="Store the conversation for --resume in the cache folder, readable only by you."),
     *shared.statistics_options(None, "Statistics after every answer"),
 )  # fmt: skip
 _REASONING: tuple[Decorator, ...] = (
     click.option("--reasoning", type=click.Choice(["show", "hide", "off"]), default="show", show_default=True,
-                 help="Show the model's reasoning on stderr, or hide it; off asks the model not to reason."),
+                 help="Show the model's reasoning on stderr, or hide it; off = ask the model not to reason."),
     click.option("--reasoning-budget", type=Integer(min=0), metavar="N",
                  help="Stop reasoning after this many tokens."),
 )  # fmt: skip
@@ -95,7 +95,7 @@ def chat(
     with learning(find_plan(models), models, decoding) as (pair, policy):
         how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule, policy)
         settings = ChatSettings(*how, reasoning_budget)
-        if reasoning == "off":  # a model may ignore its template, so the budget is 0, too
+        if reasoning == "off":  # the budget holds for models that reason whatever the template says
             settings = replace(settings, reasoning_budget=0, template_kwargs={"enable_thinking": False})
         thoughts = Thoughts(is_shown=reasoning == "show")
         session = Session(
@@ -166,7 +166,7 @@ HELP = '''\
 /load FILE         resume a conversation from a file
 /stats             show the speed of the last answer and how much was cached; /stats full also shows
                    where the time went
-/exit, /quit       leave, as does Ctrl-D
+/exit, /quit       leave; Ctrl-D does the same
 Ctrl-C stops an answer and keeps its text. Pasted lines are one message. A line that ends with \\
 continues on the next one; """ opens a block of lines, and """ closes it. A message that starts with /
 needs a space before it.'''
@@ -289,7 +289,7 @@ class _Loop:
         elif last.completion.stop_reason is StopReason.LIMIT:
             say(f"stopped after {len(last.completion.tokens)} tokens; /continue writes more")
         elif last.continues and not last.completion.tokens:
-            say("the answer was complete already; there is nothing to continue")
+            say("the answer is already complete; there is nothing to continue")
         if self.stats is not None:
             self._show_statistics(self.stats)
 

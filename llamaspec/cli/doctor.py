@@ -51,7 +51,7 @@ def doctor(models: ModelChoice, as_json: bool) -> None:
 
 
 def _worded(finding: Finding) -> tuple[str, str | None]:
-    """Return text and remedy, for an error with the options that remedy it."""
+    """Return the text and the remedy; for an error, with the options that help."""
     options = () if finding.error is None else out.options_of(finding.error)
     added = f" ({', '.join(options)})" if options else ""
     if finding.remedy is None:

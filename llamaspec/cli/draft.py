@@ -51,21 +51,23 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
         _options,
         (
             click.option("--text", "-f", metavar="FILE", multiple=True, help=texts),
-            click.option("--output", "-o", metavar="FILE", help="The draft; default: beside the target."),
+            click.option("--output", "-o", metavar="FILE",
+                         help="File of the draft; default: a file beside the target."),
             click.option("--force", is_flag=True, help="Replace the file of --output."),
             click.option("--temperature", "-t", type=float, metavar="NUMBER", default=0.8, show_default=True,
                          help="Temperature of the texts that the target writes."),
             click.option("--n-ctx", "--ctx-size", "-c", type=int,
-                         help="Context size in tokens; default: 4096, or the model's."),
+                         help="Context size in tokens; default: the model's training context, limited by "
+                              "memory."),
             click.option("--gpu-layers", "-ngl", type=int, help="Layers on the GPU; default: all that fit."),
-            click.option("--threads", type=int, help="Default: the free physical cores."),
+            click.option("--threads", type=int, help="Threads; default: the free physical cores."),
         ),
     )  # fmt: skip
 
 
 @click.group(cls=Group)
 def draft() -> None:
-    """Make a draft for a target that has none. `--draft auto` finds it afterwards."""
+    """Make a draft for a target that has none. Afterwards, `--draft auto` finds it."""
 
 
 @draft.command(
@@ -78,24 +80,24 @@ Examples:
 )
 @click.argument("target", metavar="TARGET")
 @click.option("--budget", metavar="MINUTES", type=float, default=15.0, show_default=True,
-              help="Time limit of the search; a candidate that was started is finished.")  # fmt: skip
+              help="Time limit of the search; the candidate being measured is still finished.")  # fmt: skip
 @click.option("--type", "types", type=click.Choice([COPY, *FILE_TYPES]), multiple=True,
               help="Quantization to try; may be repeated. The first is tried with every number of layers; "
-                   "copy = the target's own. Default: all that make it smaller.")  # fmt: skip
-@_draft_options("Sample of your texts; may be repeated. Default: a short text.")
+                   "copy = the target's own. Default: all that make the file smaller.")  # fmt: skip
+@_draft_options("File with a sample of your texts; may be repeated. Default: a short built-in text.")
 @JSON_OPTION
 def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptions, as_json: bool) -> None:
     """Make a draft from the target itself, with fewer layers and fewer bits.
 
-    Candidates are measured on this machine and on the text, and the best one is written if it is faster than
-    no draft. If none is, nothing is written and the exit code is 0; with --json, "path" is null.
+    Candidates are measured on this machine and on your texts. The best one is written if it makes the target
+    faster. Otherwise nothing is written, and the exit code is 0; with --json, "path" is null.
     """
     with refusing_values():
         settings = TrialSettings(options.texts, budget, options.sampling)
     path = fetched_model(target)
     _refuse_input(options.output, file_parts(path))
     if not options.texts:
-        say("no --text given, measuring on a short text; your own texts give a better result")
+        say("no --text given, measuring on a short built-in text; your own texts give a better draft")
     with _opened(path, options) as model:
         made = make_draft(model, settings, say, types=types, output=options.output)
     if as_json:
@@ -129,14 +131,15 @@ Examples:
 )
 @click.option("--layers", type=int, default=4, show_default=True, help="Layers of the draft.")
 @click.option("--width", type=int, help="Hidden size of the draft; default: chosen by the target's size.")
-@_draft_options("Sample of your texts, required: the more, the better.")
+@_draft_options("File with a sample of your texts; required, may be repeated. More text is better.")
 @JSON_OPTION
 def distil(
     target: str, minutes: float, layers: int, width: int | None, options: DraftOptions, as_json: bool
 ) -> None:
     """Train a small draft to imitate the target on your texts (needs the extra `train`).
 
-    After Ctrl-C, the same command resumes. The draft is measured at the end, and kept whatever the result.
+    After Ctrl-C, the same command resumes the training. At the end the draft is measured, and kept in any
+    case.
     """
     try:
         from llamaspec.draft_making.distil import Distillation, distil_draft
@@ -176,15 +179,16 @@ Examples:
 @click.argument("draft", metavar="DRAFT")
 @click.option("--keep", type=int, default=KEEP, show_default=True, help="Number of tokens to keep.")
 @click.option("--text", "-f", metavar="FILE", multiple=True,
-              help="Text whose most frequent tokens are kept; may be repeated. Default: a short text, and "
-                   "the lowest ids, which are mostly the most frequent in English and code.")  # fmt: skip
+              help="File with text whose most frequent tokens are kept; may be repeated. Default: a short "
+                   "built-in text, and the lowest ids, mostly the most frequent tokens of English and "
+                   "code.")  # fmt: skip
 @click.option("--type", "file_type", type=click.Choice([COPY, *FILE_TYPES]), default=COPY,
-              show_default=True, help="Quantise the copy; copy = the weights as they are.")  # fmt: skip
+              show_default=True, help="Quantization of the trimmed draft; copy = unchanged.")  # fmt: skip
 @click.option(
     "--for", "target", metavar="TARGET", help="The target it drafts for; --draft auto then finds it."
 )
 @click.option(
-    "--output", "-o", metavar="FILE", help="The trimmed draft; default: beside the target of --for."
+    "--output", "-o", metavar="FILE", help="File of the trimmed draft; default: beside the target of --for."
 )
 @click.option("--force", is_flag=True, help="Replace the file of --output.")
 @JSON_OPTION
@@ -203,7 +207,7 @@ def trim(
     Special tokens and single bytes are always kept. All other weights are copied unchanged.
     """
     if output is None and target is None:
-        raise click.UsageError("name the target with --for, or the file with --output")
+        raise click.UsageError("name the target with --for, or the file to write with --output")
     file, texts = _file(output, force, text), _texts(text)
     path, owner = fetched_model(draft), None if target is None else fetched_model(target)
     if owner is not None:
@@ -213,7 +217,7 @@ def trim(
     assert file is not None
     _refuse_input(file, [path, *([] if owner is None else file_parts(owner))])
     if not texts:
-        say("no --text given, keeping the lowest ids; for languages other than English, give texts in them")
+        say("no --text given, keeping the lowest ids; for other languages than English, give texts in them")
     with SlowProgress("trimming"):
         trimmed = trim_draft(path, file, texts, keep, file_type, owner)
     if as_json:

@@ -34,16 +34,17 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--json-schema", type=shared.JSON_SCHEMA, metavar="FILE|TEXT",
                  help="Write JSON that follows this schema."),
     click.option("--grammar", type=shared.GRAMMAR, metavar="FILE|TEXT",
-                 help="Write text that follows this grammar: llguidance's Lark, or llama.cpp's GBNF."),
+                 help="Write text that follows this grammar, in llguidance's Lark or llama.cpp's GBNF."),
     click.option("--prediction", metavar="FILE",
-                 help="Expected text, such as the file to edit: draft tokens are copied from it. It does not "
-                      "change the result."),
+                 help="File with expected text, such as the file to edit. Draft tokens are copied from it; "
+                      "the result stays the same."),
     click.option("--show-drafts", is_flag=True, help="Colour accepted draft tokens."),
     *shared.statistics_options("short", "Statistics on stderr"),
     click.option("--explain", is_flag=True,
                  help="Explain on stderr how much was drafted, why, and with what result."),
     click.option("--timeline", metavar="FILE", help="Write an HTML page that shows every round."),
-    click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout instead of the text."),
+    click.option("--json", "as_json", is_flag=True,
+                 help="Print one line of JSON on stdout instead of the text."),
 )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def _consume(stream: TextStream, output: GenerateOptions, progress: out.SlowProg
     coloured = output.show_drafts and not os.environ.get("NO_COLOR")
     try:
         for piece in stream:
-            progress(1.0)  # a prompt of one token reports no progress
+            progress(1.0)  # a prompt of one token has reported no progress
             for span in piece.spans if not output.as_json else ():
                 out.write_text(span.text, colour="green" if coloured and span.drafted else None)
     except KeyboardInterrupt:
@@ -170,16 +171,16 @@ def _report(completion: Completion, seed: int, output: GenerateOptions) -> None:
     if completion.stop_reason is StopReason.CONTEXT:
         out.say("the context is full; raise --n-ctx to continue")
     elif completion.stop_reason is StopReason.CONSTRAINT:
-        out.say("the text is incomplete: the grammar allows none of this model's tokens next")
+        out.say("the text is incomplete: the grammar allows none of the model's tokens next; correct it")
     elif is_constrained and completion.stop_reason is StopReason.LIMIT:
-        out.say("the text is incomplete under the grammar; raise --max-tokens")
+        out.say("the text is incomplete: --max-tokens ended it before the grammar did; raise --max-tokens")
     if output.stats is not None:
         for line in out.statistics_lines(completion, seed, output.stats):
             click.echo(line, err=True)
 
 
 def write_timeline(path: Path, completion: Completion, vocabulary: Vocabulary, seed: int) -> None:
-    """Write timeline.html with the data as JSON, escaped so that no text can break the page."""
+    """Write timeline.html with the data of a completion as JSON; no text in it can break the page."""
     conclusion, summary, *_ = out.statistics_lines(completion, seed, "short")
     data = {
         "summary": summary,

@@ -29,11 +29,11 @@ _SECTIONS: dict[click.Parameter, str] = {}  # where the help shows an option
 class GroupedCommand(click.Command):
     """A command whose help shows its options in groups.
 
-    If there are many, -h shows the common ones and --help-all all of them.
+    If a command has many options, -h shows the common ones and --help-all shows all of them.
     """
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return its own options, and --help-all if there are many."""
+        """Return the command's own parameters, and --help-all if it has many."""
         parameters = super().get_params(ctx)
         return [*parameters, _HELP_ALL] if self._has_many else parameters
 
@@ -147,7 +147,7 @@ class _Ranged:
         """Convert an argument."""
         try:
             number = super().convert(value, param, ctx)  # type: ignore[misc]
-            if not isnan(number):  # passes every comparison of click
+            if not isnan(number):  # click's comparisons let NaN pass
                 return number
         except click.BadParameter:
             pass

@@ -1,4 +1,4 @@
-"""The `llamaspec` command: its subcommands, and the only place that turns errors into messages."""
+"""The `llamaspec` command: its subcommands, and the one place that turns errors into messages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from llamaspec.errors import LlamaspecError, printable
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERNAL = 70
-_LATER_SECONDS = 0.01  # before an interrupt is raised again
+_LATER_SECONDS = 0.01  # until an interrupt is raised again
 _WIDEST_HELP = 1000  # columns; help wraps at the terminal's width if that is less
 
-# Module, loaded on first use, and the first line of the help.
+# The module of each command, imported on first use, and the first line of its help.
 SUBCOMMANDS = {
-    "audit": ("measure", "Check that the text with draft tokens is the text without."),
+    "audit": ("measure", "Check that draft tokens do not change the text."),
     "bench": ("bench", "Measure whole requests, with drafts and without."),
     "chat": ("chat", "Chat with a model."),
     "compare": ("measure", "Compare the target alone, the draft alone and both together."),
@@ -40,10 +40,10 @@ SUBCOMMANDS = {
     ),
     "pull": ("models", "Fetch models and their drafts."),
     "run": ("chat", "Chat with a model or pair by name, fetching it if needed."),
-    "serve": ("serve", "Serve an OpenAI- and Anthropic-compatible API."),
+    "serve": ("serve", "Serve OpenAI-, Anthropic- and Ollama-compatible APIs."),
     "worker": (
         "serve",
-        "Compute layers of a target that runs on another machine with --rpc HOST:PORT.",
+        "Compute target layers for a llamaspec on another machine.",
     ),
 }
 
@@ -96,7 +96,7 @@ class _Commands(click.Group):
 
 
 def _replace_closed_streams() -> None:
-    """Replace closed standard streams with the null device, so that no other file gets their number."""
+    """Replace closed standard streams with the null device, so that no other file takes their numbers."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -135,7 +135,7 @@ def _fail(message: str, code: int = EXIT_ERROR) -> NoReturn:
 def main() -> None:
     """Make a large GGUF model answer faster without changing what it says.
 
-    A small draft model proposes the next tokens, the large target model verifies all of them at once.
+    A small draft model proposes the next tokens, and the large target model verifies them all at once.
 
     \b
     llamaspec generate "def fibonacci(n):"              the embedded pair

@@ -70,7 +70,7 @@ Examples:
   llamaspec compare --target big.gguf --draft big.gguf       sanity check: nothing is rejected
 """,
 )
-@shared.prompt_options("The prompt; default: several of the benchmark's, in turn.")
+@shared.prompt_options("The prompt; default: several prompts of the benchmark, in turn.")
 @click.option("--num-runs", "-r", type=Integer(min=1), default=6, show_default=True,
               help="Runs of each method; the second half repeats the first.")  # fmt: skip
 @model_options
@@ -88,7 +88,7 @@ def compare(
     plan = plan_with_draft(models, "compare")
     if text is None and models.is_embedded:
         text = PREDICTABLE_PROMPT.encode()
-    seed = decoding.seed or 0  # the next comparison measures the same completions
+    seed = decoding.seed or 0  # so that the next comparison measures the same completions
     with (
         learning(plan, models, decoding, quiet=True) as (pair, policy),
         out.SlowProgress("comparing") as progress,
@@ -147,7 +147,7 @@ def _show_comparison(comparison: Comparison, task: Task) -> None:
     else:
         click.echo(f"acceptance: {rate:.1%} of the verified draft tokens")
     if comparison.same_file:
-        notes.print("target and draft are the same file: in this sanity check nothing should be rejected")
+        notes.print("target and draft are the same file, so no draft token should be rejected")
     if comparison.same_text:
         notes.print("every run produced the target's own text")
     elif task.repeats:
@@ -202,8 +202,8 @@ _PROBE_LEGEND = (
 )
 _NOISY = 0.25  # half the interquartile range of single tokens, relative to their median
 _PROBE_OUTPUT: tuple[Decorator, ...] = (
-    click.option("--quick", is_flag=True, help="Fewer batch sizes and repeats, and no comparison "
-                 "of attention: seconds instead of a minute or two."),
+    click.option("--quick", is_flag=True, help="Take seconds instead of a minute or two: measure fewer batch "
+                 "sizes, fewer times, and do not compare attention."),
     click.option("--show", is_flag=True, help="Show the stored result of an earlier probe."),
     click.option("--forget", is_flag=True, help="Delete the stored result."),
     click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
@@ -343,9 +343,10 @@ Examples:
 def audit(
     prompt: shared.PromptSource, models: ModelChoice, decoding: shared.DecodingOptions, as_json: bool
 ) -> None:
-    """Check that the text with draft tokens is the text without. Exit code 1 if it is not.
+    """Check that draft tokens do not change the text. Exit code 1 if they do.
 
-    Rules other than coupled draw another text; with them, every token is checked to be possible.
+    Rules other than coupled draw another text. For them, the audit checks that plain decoding could have
+    drawn every token.
     """
     text, plan = prompt.read(AUDIT_PROMPT), plan_with_draft(models, "audit")
     seed = decoding.seed or 0

@@ -28,11 +28,11 @@ from llamaspec.plan import AUTO, NGRAM, DraftPlan, Find, known_draft, make_plan
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Copying, Source
 
-ALMOST = 0.99  # progress after a model is loaded: others may follow, and contexts are created
+ALMOST = 0.99  # most progress shown while loading: after the weights, contexts are created
 
 
 class _DraftName(click.types.StringParamType):
-    """A draft. The environment variable holds only one, because its path may have spaces."""
+    """The name of a draft. The environment variable holds one name, which may contain spaces."""
 
     envvar_list_splitter = "\0"
 
@@ -41,40 +41,41 @@ _CACHE = click.Choice(list(CACHE_TYPES))
 
 _NAMES: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
-                 help="The large model: a file, a name, hf:owner/repo with :file or :QUANTIZATION, or the "
-                      "address of its page on the hub."),
+                 help="The large model: a file, a name that llamaspec models list shows, hf:OWNER/REPO:FILE, "
+                      "hf:OWNER/REPO:QUANTIZATION, or the address of its page on the hub."),
     click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
                  type=_DraftName(), envvar="LLAMASPEC_DRAFT",
-                 help="The small model that proposes tokens; auto = the one known for the target, or its "
-                      "heads; mtp = the target's own prediction heads; ngram = none, only copies of "
-                      "earlier text. May be repeated: each drafts for the previous one."),
-    click.option("--pair", metavar="NAME", help="A target and its draft by name: see llamaspec models list."),
+                 help="The small model that proposes tokens. auto = the draft known for the target, or else "
+                      "its prediction heads; mtp = the target's own prediction heads; ngram = no model, only "
+                      "copies of earlier text. May be repeated: each drafts for the previous one."),
+    click.option("--pair", metavar="NAME",
+                 help="A target to use with its draft; llamaspec models list shows the names."),
     click.option("--ngram/--no-ngram", default=None,
-                 help="Copy draft tokens from earlier text when the text repeats itself; off by default when "
-                      "the draft length is fixed."),
+                 help="Copy draft tokens from earlier text if the text repeats itself. Default: on, but off "
+                      "beside a draft model with a fixed draft length."),
 )  # fmt: skip
 _COMPUTING: tuple[Decorator, ...] = (
     click.option("--n-ctx", "--ctx-size", "-c", type=int,
                  help="Context size in tokens; default: the model's training context, limited by memory."),
     click.option("--draft-ctx", "--ctx-size-draft", "-cd", type=int,
-                 help="Context size of the draft; default: as --n-ctx."),
+                 help="Context size of the draft; default: the same as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all that fit."),
     click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all that fit."),
     click.option("--device", "-dev", metavar="NAME,...",
                  help="Devices for the target's layers: names that llamaspec doctor shows, RPC0, RPC1, ... "
-                      "for workers, or none. Default: the workers, and all GPUs."),
+                      "for workers, or none. Default: the workers and all GPUs."),
     click.option("--draft-device", "-devd", metavar="NAME,...",
-                 help="Devices for the draft, on this machine only."),
+                 help="Devices of this machine for the draft."),
     click.option("--tensor-split", "-ts", metavar="N,N,...",
-                 help="How to split the target's layers over these devices; default: by free memory."),
+                 help="Each device's share of the target's layers; default: by free memory."),
     click.option("--rpc", multiple=True, metavar="HOST:PORT",
-                 help="A machine to compute target layers, running llamaspec worker or llama.cpp's "
-                      "rpc-server of the same version; may be repeated. Private networks only."),
+                 help="A machine that computes target layers with llamaspec worker, or with llama.cpp's "
+                      "rpc-server of the same version; may be repeated. Use private networks only."),
     click.option("--threads", type=int, help="Threads for the target; default: the free physical cores."),
-    click.option("--draft-threads", type=int, help="Threads for the draft; default: as for the target."),
+    click.option("--draft-threads", type=int, help="Threads for the draft; default: those of the target."),
     click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto",
                  envvar="LLAMASPEC_FLASH_ATTN", show_default=True,
-                 help="Flash attention; auto = llama.cpp decides. llamaspec probe measures both."),
+                 help="Flash attention; auto = llama.cpp decides. llamaspec probe measures the difference."),
     click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Type of keys in the target's KV cache."),
     click.option("--cache-type-v", type=_CACHE, show_default="f16; on CPUs bf16 with --exact",
@@ -85,7 +86,7 @@ _COMPUTING: tuple[Decorator, ...] = (
                  help="Type of values in the draft's KV cache; below q8_0, acceptance drops."),
     click.option("--verbose", is_flag=True, help="Show llama.cpp's log on stderr."),
 )  # fmt: skip
-_NO_DRAFT = click.option("--no-draft", is_flag=True, help="Plain decoding, for comparison.")
+_NO_DRAFT = click.option("--no-draft", is_flag=True, help="Draft nothing, for comparison.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def _choice(
     *, target: str | None, draft: tuple[str, ...], pair: str | None, ngram: bool | None,
     verbose: bool, no_draft: bool = False, **given: Any,
 ) -> ModelChoice:  # fmt: skip
-    """Make a ModelChoice; --pair overrides names in the environment."""
+    """Make a ModelChoice; --pair overrides the environment variables."""
     if pair is not None:
         context = click.get_current_context()
         for name in ("target", "draft"):
@@ -180,9 +181,9 @@ def _say_fetching(file: RemoteFile, n_missing: int) -> None:
 
 
 def find_plan(choice: ModelChoice, find: Find = fetched_model) -> DraftPlan:
-    """Return the plan with its files; models on the hub are fetched first.
+    """Return the plan with its files; by default, models on the hub are fetched first.
 
-    Raises a PairError if no draft is known, a ModelFileError if there is no such model.
+    PairError if no draft is known; ModelFileError if there is no such model.
     """
     n_ctx = choice.draft_options.n_ctx or choice.target_options.n_ctx
     return make_plan(
@@ -230,23 +231,23 @@ def learning(
 ) -> Iterator[tuple[Pair, LengthPolicy]]:
     """Open a pair and make its policy; at the end, keep what the policy has learnt.
 
-    Unless `quiet`, say once that the pair was measured, and once, as soon as it is known, how much faster
-    drafting is.
+    Unless `quiet`, say after the first run that the pair was measured, and as soon as it is known, how much
+    faster drafting is.
     """
     with open_models(plan, choice, cache_ram) as pair:
         with SlowProgress("measuring the speed of the pair"):
             policy = make_policy(pair, drafting)
         restore_prompt_gain(pair)
         drafts = isinstance(policy, AutoLength) and Source.MODEL in pair.sources
-        tells = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
+        reports = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
         is_first = stored(pair, LearnedPrior) is None
         try:
             yield pair, policy
         finally:
             keep_learnt(pair, policy)
-        if tells and is_first and stored(pair, LearnedPrior) is not None:
+        if reports and is_first and stored(pair, LearnedPrior) is not None:
             say("first run with this pair: its speed was measured, and the next runs start from that")
-        if tells and (found := pair_verdict(pair)) is not None:
+        if reports and (found := pair_verdict(pair)) is not None:
             say(found)
 
 

@@ -53,7 +53,7 @@ _OTHERS = 6  # pairs listed after the recommended one
 
 @click.group(cls=Group)
 def models() -> None:
-    """List, fetch and name models and pairs. A fetched model needs no network."""
+    """List, fetch and name models and pairs. A model that was fetched needs no network."""
 
 
 @models.command(
@@ -66,7 +66,7 @@ Examples:
 )
 @JSON_OPTION
 def list_models(as_json: bool) -> None:
-    """Show all names. Those with a draft can be given to --pair."""
+    """List all names. Those with a draft can be given to --pair."""
     catalog = read_catalog()
     entries = sorted(catalog.entries.values(), key=lambda entry: (entry.memory_gb or 0, entry.name))
     for entry in entries:
@@ -90,7 +90,7 @@ def list_models(as_json: bool) -> None:
 
 
 def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Return the least width at which no word is broken, and no line of a column with "!"."""
+    """Return the least width at which no word is broken, and no cell of a column with "!" is wrapped."""
     width = 2 * (len(columns) - 1)
     for title, *cells in zip(columns, *rows, strict=True):
         texts = [title.lstrip("<!"), *cells]
@@ -210,7 +210,7 @@ Examples:
   llamaspec models pull hf:Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf
 """
 )
-@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE", nargs=-1, required=True)
+@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE...", nargs=-1, required=True)
 @click.option("--no-draft", is_flag=True, help="Fetch no drafts.")
 def pull(called: tuple[str, ...], no_draft: bool) -> None:
     """Fetch models and their drafts."""
@@ -246,7 +246,7 @@ Examples:
 )
 @click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE")
 def remove_model(called: str) -> None:
-    """Delete the fetched files of a model, and its entry if it is your own."""
+    """Delete a model's fetched files, and its entry if it is your own."""
     remote = find_remote(called, ask=False)
     freed = 0 if remote is None else remove(remote)
     dropped = remove_own(called)
@@ -254,7 +254,7 @@ def remove_model(called: str) -> None:
         raise ModelFileError(
             f"nothing of {printable(called)} is on this machine; `llamaspec models list` shows what is"
         )
-    done = ([f"freed {freed / 1e9:.2f} GB"] if freed else []) + (["dropped your entry"] if dropped else [])
+    done = ([f"freed {freed / 1e9:.2f} GB"] if freed else []) + (["removed your entry"] if dropped else [])
     say(" and ".join(done))
 
 
@@ -267,8 +267,8 @@ Examples:
 )
 @click.argument("name")
 @click.argument("called", metavar="FILE|hf:OWNER/REPO:FILE")
-@click.option("--draft", metavar="NAME", help="Its draft model, by name.")
-@click.option("--notes", metavar="TEXT")
+@click.option("--draft", metavar="NAME", help="The name of its draft model.")
+@click.option("--notes", metavar="TEXT", help="Notes, which `models show` prints.")
 @click.option("--force", is_flag=True, help="Replace an existing name.")
 def add(name: str, called: str, draft: str | None, notes: str | None, force: bool) -> None:
     """Give a model a name of your own."""
@@ -277,7 +277,7 @@ def add(name: str, called: str, draft: str | None, notes: str | None, force: boo
     catalog = read_catalog()
     if name in catalog.entries and not force:
         whose = "your own list" if catalog.entries[name].is_own else "the list that comes with llamaspec"
-        raise ModelFileError(f"{name} is a name in {whose} already; choose another, or --force to replace it")
+        raise ModelFileError(f"{name} is already in {whose}; choose another name, or replace it with --force")
     if draft is not None:
         catalog.find(draft)
     remote = None if is_path(called) else find_remote(called)
@@ -315,12 +315,12 @@ def _columns(entry: Entry) -> tuple[str, ...]:
 
 
 def _cell(text: str) -> Text:
-    """Return text without control characters and markup."""
+    """Return text with control characters escaped and markup disabled."""
     return Text(printable(text))
 
 
 def _echo_path(path: Path) -> None:
-    """Print a path, unchanged to a pipe: with `color`, click removes no bytes."""
+    """Print a path. A pipe gets it unchanged, because with `color` click removes nothing."""
     click.echo(printable(str(path)) if sys.stdout.isatty() else path, color=True)
 
 
@@ -332,7 +332,7 @@ def _as_line(quantization: tuple[str, dict[str, Any]]) -> str:
 
 def _as_json(entry: Entry) -> dict[str, Any]:
     here = _path_here(entry)
-    try:  # the file is right if it is here, else the list
+    try:  # a file on this machine counts, not what the list says about it
         has_heads = bool(entry.heads) if here is None else heads_in_file(here).fault is None
     except ModelFileError:
         has_heads = False
@@ -347,7 +347,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
 
 
 def _path_here(entry: Entry) -> Path | None:
-    """Return the file on this machine; None also for an invalid path, so that the others are listed."""
+    """Return the file on this machine, or None; also None for an invalid path, so that others are listed."""
     try:
         path = entry.own_file() if entry.path is not None else find_here(entry.file())
     except ModelFileError:

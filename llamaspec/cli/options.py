@@ -30,7 +30,7 @@ from llamaspec.values import TokenArray
 UNLIMITED = 1 << 31  # tokens; every context ends sooner
 
 
-JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON on stdout.")
 
 
 # The prompt
@@ -38,7 +38,7 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="One line of 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """The prompt as given on the command line. Raises a ValueError if it is given twice."""
+    """The prompt as given on the command line; ValueError if it is given twice."""
 
     option: str | None
     file: str | None
@@ -54,10 +54,10 @@ class PromptSource:
         return bool(self.argument) or self.option is not None or self.file is not None
 
     def read(self, default: str | None = None) -> bytes:
-        """Return the prompt, byte for byte.
+        """Return the prompt, byte for byte; PromptError if it is empty or the file cannot be read.
 
-        Without one on the command line it is the default, else read from stdin or asked for at a terminal.
-        Raises a PromptError if it is empty or the file cannot be read.
+        If the command line has none, return the default. If there is no default either, ask at a terminal or
+        read stdin.
         """
         text = " ".join(self.argument) if self.argument else self.option
         if not self.is_named:
@@ -76,7 +76,7 @@ class PromptSource:
 
 
 def read_input(path: Path, kind: str, remedy: str = "name a readable file") -> bytes:
-    """Read a file that the user named, or raise a PromptError."""
+    """Read a file that the user named; PromptError if that fails."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -118,7 +118,7 @@ CHAT_TEMPLATE_OPTION = click.option(
 
 
 def decoded(content: bytes, what: str) -> str:
-    """Decode UTF-8, or raise a PromptError that names the content."""
+    """Decode UTF-8; PromptError that names the content if it is something else."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -177,12 +177,13 @@ def _seed(default: str) -> Decorator:
 _DRAFTING: tuple[Decorator, ...] = (
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
                  metavar=f"auto|0-{MAX_DRAFT}",
-                 help="Draft tokens per round; 0 = plain decoding, auto = as many as speed things up."),
+                 help="Draft tokens per round; 0 = plain decoding, auto = the number that is fastest."),
     click.option("--trees", is_flag=True,
-                 help="Let drafts branch into trees if that is expected to be faster, which needs cheap "
-                      "large batches and the coupled rule."),
+                 help="Let drafts branch into trees if that is expected to be faster. Trees need cheap large "
+                      "batches and the coupled rule."),
     click.option("--exact", is_flag=True,
-                 help="Bit-identical results for a seed, whatever ran before or beside it; CPUs only."),
+                 help="Give bit-identical results for a seed, whatever ran before or runs at the same time; "
+                      "CPUs only."),
 )  # fmt: skip
 _CHAIN: tuple[Decorator, ...] = (
     click.option("--temperature", "-t", type=float, metavar="NUMBER", default=0.8, show_default=True,
@@ -194,23 +195,23 @@ _CHAIN: tuple[Decorator, ...] = (
     click.option("--min-p", type=_OrOff(Number(0, 1), 0), default=0.05, show_default=True,
                  help="Drop tokens below this fraction of the best token's probability; 0 = none."),
     click.option("--repeat-penalty", type=_OrOff(Number(min=0), 1),
-                 help="Divide the scores of recent tokens; 1 = off."),
+                 help="Divide the scores of recent tokens by this; 1 = off."),
     click.option("--presence-penalty", type=_OrOff(click.FLOAT, 0), metavar="NUMBER",
-                 help="Subtract from the scores of recent tokens."),
+                 help="Subtract this from the scores of recent tokens; 0 = off."),
     click.option("--frequency-penalty", type=_OrOff(click.FLOAT, 0), metavar="NUMBER",
-                 help="The same, once per occurrence."),
+                 help="Subtract this once per occurrence of a recent token; 0 = off."),
 )  # fmt: skip
 _RULE: tuple[Decorator, ...] = (
     click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
-                 help="How draft tokens are accepted; only with coupled does a seed give the same text with "
-                      "and without a draft."),
+                 help="How draft tokens are accepted. Only with coupled, a seed gives the same text with and "
+                      "without a draft."),
     *_DRAFTING,
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Options for drafting. Raises a ValueError for --exact with a fixed draft length."""
+    """Options for drafting; ValueError for --exact with a fixed draft length."""
 
     draft_length: int | None = None  # None = automatic
     exact: bool = False
@@ -245,8 +246,8 @@ def _decoding(**given: Any) -> DecodingOptions:
     return DecodingOptions(sampling=sampling, **given)
 
 
-# The command receives DecodingOptions as `decoding`. Answers of a chat have no limit by default; what
-# measures has a fixed seed. Servers and benchmarks receive only Drafting, as `drafting`.
+# The command receives DecodingOptions as `decoding`. By default, answers of a chat have no limit, and
+# commands that measure have a fixed seed. Servers and benchmarks receive only Drafting, as `drafting`.
 drafting_options = option_group("drafting", Drafting, _DRAFTING)
 _LIMIT = _limit(256, True, "Stop after this many tokens.")
 _ANSWER_LIMIT = _limit(UNLIMITED, "the rest of the context", "Stop an answer after this many tokens.")
@@ -302,7 +303,7 @@ def make_policy(pair: Pair, drafting: Drafting, exactness: Exactness | None = No
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Chat options. Raises a ValueError if they need --chat, or are not UTF-8."""
+    """Chat options; ValueError if they are not UTF-8, or need --chat."""
 
     system: str | None = None
     chat_template: str | None = None  # its source; None = the target's own

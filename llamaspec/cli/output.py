@@ -25,8 +25,8 @@ from llamaspec.length.costs import CostCurve
 from llamaspec.measure.reasons import ACCEPTANCES, best_length, in_words, round_seconds, verdict
 
 Detail = Literal["short", "full"]
-PATIENCE_SECONDS = 2.0  # faster work needs no bar
-LINE_SECONDS = 10.0  # between two lines of progress in a pipe or a file
+PATIENCE_SECONDS = 2.0  # before progress is shown
+LINE_SECONDS = 10.0  # between two lines of progress if stderr is not a terminal
 REFRESH_SECONDS = 0.1  # between two updates of a bar
 NOTABLE = 0.1  # seconds; shorter delays are not mentioned
 _ENDS = {
@@ -80,12 +80,12 @@ def write_text(text: str, colour: str | None = None) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None
 ) -> None:
-    """Print a table; `table_of` explains the titles of columns."""
+    """Print a table; for column titles see `table_of`."""
     (console or Console(highlight=False)).print(table_of(columns, rows))
 
 
 def table_of(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Make a table. A column title that starts with "<" is left-justified, with "!" never wrapped."""
+    """Make a table. A "<" before a column's title aligns it to the left; a "!" keeps it from wrapping."""
     table = Table(box=None, pad_edge=False)
     for title in columns:
         name, is_left = title.lstrip("<!"), title.startswith("<")
@@ -101,7 +101,7 @@ def stderr_console() -> Console:
 
 
 class Thoughts:
-    """Show reasoning on stderr, or only "thinking …" on a terminal if it is hidden."""
+    """Shows reasoning on stderr. If it is hidden, a terminal shows only "thinking …"."""
 
     def __init__(self, *, is_shown: bool) -> None:
         self._is_shown = is_shown
@@ -119,7 +119,7 @@ class Thoughts:
         click.echo(click.style(shown, dim=True) if is_terminal else shown, nl=False, err=True)
 
     def end(self) -> None:
-        """End the line of reasoning, because the answer begins or the sequence ends."""
+        """End the line of reasoning, because the answer begins or ends."""
         if self._is_open:
             click.echo(err=True)
         self._is_open = False
@@ -171,7 +171,7 @@ class SlowProgress:
             return
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(self._label, total=None)  # moves to and fro until a fraction is known
+            task = bar.add_task(self._label, total=None)  # without a total, the bar pulses
             while not self._is_over.wait(REFRESH_SECONDS):
                 bar.update(task, completed=self._fraction, total=1.0 if self._fraction else None)
 
@@ -180,7 +180,7 @@ def check_writable(path: Path, what: str) -> None:
     """Raise a LlamaspecError if the file cannot be written."""
     existing = path if path.exists() else path.parent
     if path.is_dir() or not path.parent.is_dir() or not os.access(existing, os.W_OK):
-        raise LlamaspecError(f"cannot write the {what} {path}; name a file in a folder that is writable")
+        raise LlamaspecError(f"cannot write the {what} {path}; name a file in a writable folder")
 
 
 # Statistics
@@ -258,15 +258,15 @@ def _unused_draft(completion: Completion) -> list[str]:
         return []
     reading, saved = unused
     return [
-        f"the draft was not used: reading the prompt would have taken {reading:.1f} s, "
+        f"the draft was not used: processing the prompt would have taken {reading:.1f} s, "
         f"to save about {saved:.1f} s"
     ]
 
 
 def print_costs(curve: CostCurve, console: Console, known: str | None = None) -> None:
-    """Print the conclusions from a cost curve: the end of `probe` and of `--explain`.
+    """Print the conclusions from a cost curve, with which `probe` and `--explain` end.
 
-    The last line is `known`, a verdict on the pair, or else the verdict of the curve alone.
+    The last line is `known`, a verdict on the pair, or the verdict of the curve if that is None.
     """
     for sentence in in_words(curve):
         console.print(sentence)

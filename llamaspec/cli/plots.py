@@ -23,7 +23,7 @@ def check_plot(path: Path) -> None:
     check_writable(path, "plot")
 
 
-# Names may hold a "$", which would begin a formula.
+# Names may contain a "$", which would start a formula.
 _PLAIN = {"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "llamaspec"}
 
 
@@ -57,7 +57,7 @@ def draw_probe(found: Probe, path: Path, title: str) -> None:
 
 
 def draw_report(report: Report, path: Path) -> None:
-    """Draw the ratios of a report by task; of several llama-servers only the best type."""
+    """Draw the speed-ups of a report by task; of several llama-server arms, draw only the best."""
     from matplotlib import rc_context  # an optional extra
     from matplotlib.figure import Figure
 
@@ -92,9 +92,9 @@ def draw_report(report: Report, path: Path) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure, or raise a LlamaspecError."""
+    """Write a matplotlib figure; LlamaspecError if that fails."""
     try:
-        metadata = {"Date": None} if path.suffix == ".svg" else None  # the same figure, the same file
+        metadata = {"Date": None} if path.suffix == ".svg" else None  # the same figure gives the same file
         figure.savefig(path, dpi=150, metadata=metadata)
     except (OSError, ValueError) as error:
         raise LlamaspecError(f"cannot draw {path}: {error}; name a .png or .svg file") from error

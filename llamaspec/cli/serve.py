@@ -29,23 +29,23 @@ from llamaspec.serve import MAX_PARALLEL, ServeSettings
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--host", default="127.0.0.1", show_default=True,
-                 help="Address to listen on; one that other machines can reach needs an API key."),
+                 help="Address to listen on; an address that other machines can reach needs an API key."),
     click.option("--port", type=Integer(0, 65535), default=8080, show_default=True,
-                 help="0 = any free port."),
+                 help="Port to listen on; 0 = any free port."),
     click.option("--parallel", type=Integer(1, MAX_PARALLEL), default=4, show_default=True,
                  help="Maximum number of requests that generate at once; others wait."),
     click.option("--ctx-per-request", type=Integer(min=2),
-                 help="Maximum tokens per request. --n-ctx is then the KV cache that all requests share; "
+                 help="Maximum tokens per request. --n-ctx then sets the KV cache that all requests share; "
                       "default: enough for --parallel requests."),
     click.option("--max-queue", type=Integer(min=0), default=64, show_default=True,
-                 help="Maximum number of waiting requests; more are refused."),
+                 help="Maximum number of waiting requests; others are refused."),
     click.option("--request-timeout", type=Number(min=0.0), default=600.0, show_default=True,
                  help="Time limit of a request in seconds; 0 = none."),
     click.option("--grace", "grace_seconds", type=Number(min=0.0), default=30.0, show_default=True,
                  help="Seconds that running requests have to finish when the server stops."),
     click.option("--api-key", "api_keys", multiple=True, metavar="KEY", envvar="LLAMASPEC_API_KEY",
-                 help="Require this key; may be repeated. Prefer LLAMASPEC_API_KEY or a file: other users "
-                      "of the machine can see a command line."),
+                 help="Require this key; may be repeated. Prefer LLAMASPEC_API_KEY or a file, because other "
+                      "users of the machine can see the command line."),
     click.option("--api-key-file", metavar="FILE", help="File with API keys, one per line."),
     click.option("--no-auth", is_flag=True, help="Allow other machines without a key."),
     click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
@@ -53,8 +53,8 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--alias", help="Model name in responses; default: the file's name."),
     shared.CHAT_TEMPLATE_OPTION,
     click.option("--cache-ram", "cache_ram_mib", type=Integer(min=0), metavar="MIB",
-                 help="Main memory for finished sequences, so that their prefixes need not be processed "
-                      "again. Default: a quarter of the free memory, at most 8192; 0 = none."),
+                 help="Main memory for finished sequences, so that their prefixes are not processed again. "
+                      "Default: a quarter of the free memory, at most 8192; 0 = none."),
     click.option("--cache-dir", metavar="DIR",
                  help="Save finished sequences here when the server stops; load them when it starts."),
     click.option("--cache-dir-gib", type=Number(min=0.0), default=8.0, show_default=True,
@@ -89,7 +89,7 @@ def serve(
     request_timeout: float,
     **others: Any,
 ) -> None:
-    """Serve an OpenAI- and Anthropic-compatible API. Stop with Ctrl-C."""
+    """Serve OpenAI-, Anthropic- and Ollama-compatible APIs. Stop with Ctrl-C."""
     with refusing_values():
         keys = (*api_keys, *_keys_of(api_key_file))
         settings = ServeSettings(keys=keys, request_timeout=request_timeout or None, **others)
@@ -142,7 +142,7 @@ def _keys_of(name: str | None) -> Sequence[str]:
     text = shared.decoded(shared.read_input(Path(name), "key file"), f"the key file {name}")
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys:
-        raise LlamaspecError(f"there is no key in {name}; write one key per line")
+        raise LlamaspecError(f"the key file {name} has no key; write one key per line")
     return keys
 
 
@@ -200,7 +200,7 @@ Examples:
 """,
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=Integer(1, 65535), default=PORT, show_default=True, help="Port.")
+@click.option("--port", type=Integer(1, 65535), default=PORT, show_default=True, help="Port to listen on.")
 @click.option("--threads", type=Integer(1, 512), help="CPU threads; default: the physical cores.")
 @click.option(
     "--device",
@@ -210,10 +210,11 @@ Examples:
 @click.option("--cache", is_flag=True,
               help="Keep weights in the cache folder, so that a client sends them only once.")  # fmt: skip
 def worker(host: str, port: int, threads: int | None, device: str | None, *, cache: bool) -> None:
-    """Compute layers of a target that runs on another machine with --rpc HOST:PORT.
+    """Compute target layers for a llamaspec on another machine.
 
-    There is no password and no encryption: anyone who can reach the port can use this machine and read what
-    it computes. Listen on private networks only. One client at a time.
+    That one names this machine with --rpc HOST:PORT; one client at a time. There is no password and no
+    encryption: anyone who can reach the port can use this machine and read what it computes. Listen on
+    private networks only.
     """
     found = find_devices()
     names = device_names(device)
@@ -231,9 +232,9 @@ def worker(host: str, port: int, threads: int | None, device: str | None, *, cac
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             fault = f"cannot make {folder}: {error.strerror}"
-            raise WorkerError(f"{fault}; set LLAMASPEC_CACHE elsewhere") from error
+            raise WorkerError(f"{fault}; set LLAMASPEC_CACHE to another folder") from error
     ready = (
-        f"a worker on {host}:{port}, computing on {', '.join(names)}; anyone who can reach it can use it, "
-        f"so private networks only; Ctrl-C stops it"
+        f"a worker listens on {host}:{port} and computes on {', '.join(names)}; anyone who can reach it can "
+        f"use it, so use private networks only; Ctrl-C stops it"
     )
     serve_worker(host, port, threads, names, folder, lambda: say(ready))

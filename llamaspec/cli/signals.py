@@ -20,7 +20,7 @@ _RESET = b"\x1b[0m\x1b[?25h\x1b[?2004l"  # no colour, cursor shown, bracketed pa
 
 
 def end_the_process_on_interrupt() -> None:
-    """End the process at the next Ctrl-C, unless it is ignored or has another handler."""
+    """End the process at the next Ctrl-C, unless Ctrl-C is ignored or has another handler."""
     if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
@@ -38,7 +38,7 @@ def interrupts_end_the_process() -> Iterator[None]:
 
 
 def leave_the_terminal_as_found() -> None:
-    """Restore the terminal when SIGTERM or SIGHUP end the process, unless they have another handler."""
+    """Restore the terminal if SIGTERM or SIGHUP ends the process, unless they have another handler."""
     terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]
     if not terminals or not _is_main_thread():
         return
@@ -48,7 +48,7 @@ def leave_the_terminal_as_found() -> None:
 
     def end(number: int, _frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
-        with suppress(OSError, termios.error):  # it may be closed, or belong to another job
+        with suppress(OSError, termios.error):  # the terminal may be closed, or belong to another job
             if os.tcgetpgrp(terminals[0]) == os.getpgrp():
                 termios.tcsetattr(terminals[0], termios.TCSANOW, before)
                 if os.environ.get("TERM", "dumb") != "dumb":

@@ -1,4 +1,4 @@
-"""Read the messages of a chat: single lines, lines continued with a backslash, or quoted blocks.
+"""Reading the messages of a chat: single lines, lines continued with a backslash, or quoted blocks.
 
 A terminal has line editing and a history file; a pipe is read line by line.
 """
@@ -90,14 +90,14 @@ def piped_line(_prompt: str) -> str:
 
 @contextmanager
 def line_editing() -> Iterator[None]:
-    """Enable line editing and a history file, if Python has readline."""
+    """Enable line editing and the history file, if Python has readline."""
     try:
         import readline
     except ImportError:  # Windows
         yield
         return
     path = history_path()
-    with suppress(OSError):  # a chat does not fail because of its history
+    with suppress(OSError):  # a chat works without its history
         readline.read_history_file(path)
     if "GNU" in (readline.__doc__ or "") and os.environ.get("TERM") != "dumb":
         readline.parse_and_bind("set enable-bracketed-paste on")  # pasted lines arrive as one message
@@ -112,5 +112,5 @@ def line_editing() -> Iterator[None]:
 
 
 def history_path() -> Path:
-    """Return the file with lines typed in earlier chats."""
+    """Return the file with the lines typed in earlier chats."""
     return user_state_path("llamaspec") / "chat_history"

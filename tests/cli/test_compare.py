@@ -38,7 +38,7 @@ def test_the_table(models: list[Path]) -> None:
     assert lines[1].endswith("1.00x")
     assert lines[4].startswith("acceptance: ")
     assert "every run produced the target's own text" in answer.stderr
-    assert "sanity check" not in answer.stderr
+    assert "the same file" not in answer.stderr
 
 
 def test_the_json_line_has_the_raw_runs(models: list[Path]) -> None:
@@ -89,7 +89,7 @@ def test_the_sanity_check_is_named(models: list[Path], tmp_path: Path) -> None:
     link.symlink_to(models[0])
     for draft in (models[0], link):
         answer = compare([models[0], draft], "-k", "4")
-        assert "sanity check" in answer.stderr
+        assert "target and draft are the same file" in answer.stderr
         assert "acceptance: 100.0% of the verified draft tokens" in answer.stdout
 
 

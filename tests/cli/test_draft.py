@@ -184,7 +184,7 @@ def test_what_cannot_be_trimmed(target: Path, tmp_path: Path) -> None:
     assert "from 258 to 287 with --keep" in said(invoke("draft", "trim", target, "-o", output))
     answer = invoke("draft", "trim", target)
     assert (answer.code, answer.stdout) == (2, "")
-    assert "name the target with --for, or the file with --output" in answer.stderr
+    assert "name the target with --for, or the file to write with --output" in answer.stderr
     assert not output.exists()
 
 

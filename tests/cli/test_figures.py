@@ -409,9 +409,9 @@ def test_the_table_of_a_comparison(models: list[Path], monkeypatch: pytest.Monke
         "both 3 0.800 ± 0.375 5.0 2.32x (1.50 to 3.60)",  # 2, 2.5 and 2.5 times
         "acceptance: 33.3% of the verified draft tokens",
     ]
-    assert "sanity check" not in answer.stderr
+    assert "the same file" not in answer.stderr
     answer = shown(compared(same_file=True), monkeypatch, models)
-    assert "in this sanity check nothing should be rejected" in answer.stderr
+    assert "so no draft token should be rejected" in answer.stderr
     answer = shown(compared(drafts=False), monkeypatch, models)
     assert answer.stdout.splitlines()[-2].split() == ["both", "3", "0.800", "±", "0.375", "5.0"]
     assert answer.stdout.splitlines()[-1] == "nothing was drafted, so any difference is noise"
@@ -442,7 +442,7 @@ def test_the_line_of_a_comparison(models: list[Path], monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("reading", "says"),
-    [(7.25, "reading the prompt would have taken 7.2 s, to save about 2.5 s"), (0.05, "")],
+    [(7.25, "processing the prompt would have taken 7.2 s, to save about 2.5 s"), (0.05, "")],
 )
 def test_a_draft_that_was_not_used_is_told_with_its_price(reading: float, says: str) -> None:
     told = replace(a_text(TWO_ROUNDS), unused_draft=UnusedDraft(reading, 2.5))

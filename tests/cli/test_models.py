@@ -113,7 +113,7 @@ def test_names_come_and_go(env: dict[str, str], target_file: Path) -> None:
     run("models", "pull", "theirs", env=env)
     gone = run("models", "remove", "theirs", env=env).stderr
     assert "freed" in gone
-    assert "dropped your entry" in gone
+    assert "removed your entry" in gone
     names = [entry["name"] for entry in json.loads(run("models", "list", "--json", env=env).stdout)]
     assert "mine" not in names
     assert "theirs" not in names
@@ -194,7 +194,7 @@ def test_a_name_is_not_taken_twice(own_list: Path, target_file: Path) -> None:
     before = own_list.read_text()
     for name, whose in (("big", "your own list"), ("qwen3-14b", "the list that comes with llamaspec")):
         line = said(invoke("models", "add", name, target_file))
-        assert f"{name} is a name in {whose} already" in line
+        assert f"{name} is already in {whose}" in line
         assert "--force" in line
     assert own_list.read_text() == before
     assert invoke("models", "add", "qwen3-14b", target_file, "--force").code == 0

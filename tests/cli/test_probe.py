@@ -125,7 +125,7 @@ def test_the_table_the_rows_and_the_picture(
     monkeypatch.setattr("llamaspec.cli.measure.open_models", None)  # so nothing is measured in vain
     answer = invoke("probe", *naming(models), "--plot", str(tmp_path / "no" / "curve.png"))
     assert answer.code == 1
-    assert "curve.png; name a file in a folder that is writable" in answer.stderr
+    assert "curve.png; name a file in a writable folder" in answer.stderr
     assert "name a .png or .svg" in invoke("probe", *naming(models), "--plot", "curve.gif").stderr
 
 

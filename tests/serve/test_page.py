@@ -344,7 +344,8 @@ UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
         (
             {"speedup_estimate": 1.0, "draft_n": 0, "unused_draft": UNUSED},
             "25.0 tokens/s",
-            "The draft model was not used: reading the prompt would have taken 3.1 s, to save about 1.2 s.",
+            "The draft model was not used: processing the prompt would have taken 3.1 s, "
+            "to save about 1.2 s.",
         ),
         (
             {"draft_n": 0, "unused_draft": {**UNUSED, "saved_seconds": 0.0}},

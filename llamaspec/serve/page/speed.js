@@ -39,7 +39,7 @@ function unused({ draft_fault: fault, unused_draft: unread }) {
   const { reading_seconds: reading, saved_seconds: saved } = unread;
   if (saved < 0.05) return "The draft model was not used, because no gain was expected.";
   return (
-    `The draft model was not used: reading the prompt would have taken ${reading.toFixed(1)} s, ` +
+    `The draft model was not used: processing the prompt would have taken ${reading.toFixed(1)} s, ` +
     `to save about ${saved.toFixed(1)} s.`
   );
 }
