@@ -1,7 +1,7 @@
-"""A target and its draft, loaded together: the object that programs use and the commands are built on.
+"""A target and its draft, loaded together: the object that programs and all commands use.
 
-One compute thread serves all pairs. Several threads or asyncio tasks may generate at the same time: their
-sequences share evaluations, and each gets the completion that it would get alone.
+Several threads or asyncio tasks may generate at the same time. Their sequences share evaluations, and each
+gets the completion that it would get alone. One compute thread serves all pairs of a process.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def open_plan(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadPro
     """Load the models of a plan; parameters and errors are those of `open_pair`."""
     start, heads = time.perf_counter(), None
     drafts: list[LlamaModel] = []
-    with ExitStack() as opened:  # closes what is open if something goes wrong
+    with ExitStack() as opened:  # if opening a model fails, this closes the others
         store = None if cache_ram is None else PrefixStore(cache_ram)
         target = LlamaModel(plan.target.path, plan.target.options, on_load, store=store)
         opened.callback(target.close)

@@ -76,7 +76,7 @@ def make_plan(
     draft_options: ModelOptions | None = None,
     find: Find = resolve_model,
 ) -> DraftPlan:
-    """Turn names and options into a plan; of the files, only metadata is read.
+    """Turn names and options into a plan, reading only the metadata of files.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def make_plan(
         return DraftPlan(ModelFile(path, replace(options, heads=True)), (), ModelFile(heads, own), copying)
     # A second context for prompts would save a small draft model little time.
     last = replace(draft_options or ModelOptions(max_scored=DRAFT_SCORED), prompt_context=False)
-    others = replace(last, max_scored=MAX_DRAFT + 1)  # they verify drafts
+    others = replace(last, max_scored=MAX_DRAFT + 1)  # each verifies the drafts of the next
     drafts = [ModelFile(file, last if file is files[-1] else others) for file in files]
     return DraftPlan(ModelFile(path, options), tuple(drafts), None, copying)
 
@@ -132,7 +132,7 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
     if (draft := find_draft(name)) is not None:
         return draft
     entry = None if is_path(name) else read_catalog().entries.get(name.partition(":")[0])
-    if entry is not None and entry.heads is False:  # so it need not be on this machine
+    if entry is not None and entry.heads is False:  # the target need not be on this machine
         return None
     return MTP if heads_in_file(find(target)).fault is None else None
 

@@ -93,13 +93,14 @@ class AnswerParser:
         self._text(text, ReasoningDelta)
 
     def _text(self, text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:
+        """Pass on text; hold back whitespace at its end if the parser would drop it before a mark."""
         if self._is_at_start:
             text = text.lstrip("\n")
         if not text:
             return
         self._is_at_start = False
         text_end = self._incoming.n_fed - len(self._incoming.text)
-        if self._space and text_end - len(text) != self._space_end:  # a mark is between
+        if self._space and text_end - len(text) != self._space_end:  # a mark came between
             self._add(kind, self._space, self._space_end)
             self._space = ""
         text = self._space + text

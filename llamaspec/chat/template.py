@@ -133,16 +133,18 @@ class ChatTemplate:
         alternate.
         """
         escaped = SpecialTokens(()) if parse_special else self._special
-        more = tools, template_kwargs or {}, escaped
-        said = [message.as_dict() for message in messages]
+
+        def rendered(*, arguments_in_text: bool) -> Rendered:
+            plain = [message.as_dict(arguments_in_text=arguments_in_text) for message in messages]
+            return self._rendered(plain, tools, template_kwargs or {}, escaped)
+
         try:
-            return self._rendered(said, *more)
+            return rendered(arguments_in_text=False)
         except TemplateError as error:
             # Some templates need the arguments of calls as text.
-            in_text = [message.as_dict(arguments_in_text=True) for message in messages]
-            if in_text != said and not _is_out_of_time(error):
+            if any(message.tool_calls for message in messages) and not _is_out_of_time(error):
                 with suppress(TemplateError):
-                    return self._rendered(in_text, *more)
+                    return rendered(arguments_in_text=True)
             raise
 
     def _rendered(
@@ -154,7 +156,6 @@ class ChatTemplate:
     ) -> Rendered:
         try:
             escaper = Escaper(escaped, texts_in([self.source, messages, tools, kwargs]))
-            # Templates need plain dictionaries and lists.
             variables = {
                 **{key: escaper.escape_json(value) for key, value in kwargs.items()},
                 "messages": [
@@ -177,19 +178,19 @@ class ChatTemplate:
         return rendered
 
     def refused_place(self, messages: Sequence[Message], error: TemplateError, **more: Any) -> str:
-        """Return the place of the message that `render` refuses; "" if there is none, or it is unknown.
+        """Return the place of the message that `render` refuses; "" if it refuses any, or runs out of time.
 
         `more` are the other arguments of `render`.
         """
         if _is_out_of_time(error) or self._refuses((), error, **more):
             return ""
-        accepted = bisect_left(
+        n_accepted = bisect_left(
             range(1, len(messages)), True, key=lambda n: self._refuses(messages[:n], error, **more)
         )
-        return messages[accepted].place
+        return messages[n_accepted].place
 
     def _refuses(self, messages: Sequence[Message], error: TemplateError, **more: Any) -> bool:
-        """Whether rendering fails with the same error."""
+        """Whether rendering these messages fails with the same error."""
         try:
             self.render(messages, **more)
         except TemplateError as other:
@@ -198,7 +199,7 @@ class ChatTemplate:
 
 
 def check_template(source: str) -> None:
-    """Raise a TemplateError if the source of a chat template is not valid Jinja; this needs no model."""
+    """Raise a TemplateError if the source of a chat template is not valid Jinja. This needs no model."""
     try:
         PROCESS.check(source)
     except RenderError as error:
