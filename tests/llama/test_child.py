@@ -1,4 +1,4 @@
-"""A child process answers, fails or takes too long; its limits are only ever lowered."""
+"""A child process that answers, fails or takes too long; limits that can only be lowered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main():
 
 @pytest.fixture(autouse=True)
 def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that runs the code it is given."""
+    """A module whose `main` runs a given code."""
     (tmp_path / "some_child.py").write_text(CHILD)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -34,7 +34,7 @@ def test_an_answer() -> None:
     assert ended("end_with_answer('é')") == Outcome(0, "é".encode())
 
 
-def test_a_long_answer_is_cut_off_where_a_pipe_would_block() -> None:
+def test_an_answer_that_would_block_the_pipe_is_cut_off() -> None:
     found = ended("end_with_answer('x' * (1 << 20))")
     assert found is not None
     assert 1000 < len(found.answer) < 1 << 16
@@ -53,7 +53,7 @@ def test_a_child_that_takes_too_long() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other limits")
-def test_limits_are_lowered_and_never_raised() -> None:
+def test_limits_are_lowered_but_never_raised() -> None:
     code = (
         "import resource; limit_cpu(50); limit_cpu(90); limit_memory(1 << 30); limit_memory(1 << 40);"
         "cpu, data = (resource.getrlimit(name)[0] for name in (resource.RLIMIT_CPU, resource.RLIMIT_DATA));"

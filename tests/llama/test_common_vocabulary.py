@@ -1,4 +1,4 @@
-"""Pairs with two vocabularies on the real llama.cpp: the target's text, whatever the draft speaks."""
+"""Pairs with different vocabularies on the real llama.cpp: the text is always the target's."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def opened(store: ModelStore, name: str) -> Iterator[Pair]:
 
 @pytest.mark.parametrize("name", list(PAIRS))
 def test_same_seed_same_tokens(store: ModelStore, name: str) -> None:
-    """Random models say odd bytes, parts of characters and special tokens."""
+    """Random models generate odd bytes, parts of characters and special tokens."""
     n_drafted = 0
     with opened(store, name) as pair:
         for seed, sampling in enumerate(SAMPLINGS):
@@ -64,8 +64,8 @@ def test_same_seed_same_tokens(store: ModelStore, name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-def test_a_target_with_other_numbers_drafts_for_itself(store: ModelStore, rule: str) -> None:
-    """As often accepted as with the same numbers: always. A wrong number would be lossless, too."""
+def test_a_target_with_permuted_token_ids_drafts_for_itself(store: ModelStore, rule: str) -> None:
+    """All draft tokens are accepted. Wrong ids would not change the text, but the acceptance rate."""
     files = store.path("llama", TARGET), store.path("llama", Recipe(dtype="q8_0", shuffled=5))
     with open_pair(*files, target_options=ONE_THREAD, draft_options=ONE_THREAD) as pair:
         for seed, sampling in enumerate(SAMPLINGS):
@@ -78,7 +78,7 @@ def test_a_target_with_other_numbers_drafts_for_itself(store: ModelStore, rule: 
             assert found.summary.acceptance_rate == 1
 
 
-def test_other_numbers_are_accepted_as_often_as_the_same(store: ModelStore) -> None:
+def test_permuted_token_ids_are_accepted_as_often_as_the_same_ones(store: ModelStore) -> None:
     drafts = store.path("llama", TARGET.draft(0.03)), store.path("llama", TARGET.draft(0.03, shuffled=5))
     found = []
     for draft in drafts:
@@ -112,7 +112,7 @@ def test_a_constraint_is_kept(store: ModelStore, name: str) -> None:
     "text", ["def f(self):\n    return the end\n", "naïve – “quoted” €", "日本👩‍👩‍👧", "  a  b \n\n c"]
 )
 def test_a_text_keeps_its_bytes(store: ModelStore, text: str) -> None:
-    """Read from either family by the other."""
+    """Each family converts the text of the other."""
     files = store.path("llama", TARGET), store.path("llama", Recipe(vocabulary=PIECES))
     with LlamaModel(files[0], ONE_THREAD) as bytes_, LlamaModel(files[1], ONE_THREAD) as pieces:
         for target, draft in ((bytes_.vocabulary, pieces.vocabulary), (pieces.vocabulary, bytes_.vocabulary)):

@@ -30,7 +30,7 @@ CALLS = (
     "llama_state_seq_set_data_ext",
 )
 FULL, BROKEN, NOTHING = 1, -3, 0
-# What each call answers if it fails; a memory of keys and values can always be cut.
+# Return value of each call if it fails. Keys and values can always be cut.
 FAILURES = {
     "llama_decode": (FULL, BROKEN),
     "llama_state_seq_get_data_ext": (NOTHING,),
@@ -42,7 +42,7 @@ CHANCES = {"llama_decode": 0.06, "llama_memory_seq_rm": 0.15}  # a failed evalua
 
 @dataclass
 class Faults:
-    """What goes wrong while it is armed, by chance; `counts` says how often."""
+    """Random faults while armed; `counts` says how many of each kind."""
 
     rng: np.random.Generator
     is_armed: bool = False
@@ -83,7 +83,7 @@ class Faults:
 
         def around(name: str, function: Callable[..., object], answers: tuple[object, ...]) -> Any:
             def call(*arguments: object) -> object:
-                # Taking everything out cannot fail.
+                # Removing everything cannot fail.
                 if arguments[-3:] == (0, -1, -1) or not self.happens(name, CHANCES.get(name, 0.4)):
                     return function(*arguments)
                 answer = answers[int(self.rng.integers(len(answers)))]
@@ -110,7 +110,7 @@ class Faults:
 
 @dataclass
 class AnyLine(Faults):
-    """An exception before any line of the cache's own code, as a signal handler raises it."""
+    """An exception before a random line of the cache's code, as a signal handler raises it."""
 
     left: int = 0
 
@@ -137,7 +137,7 @@ class AnyLine(Faults):
 
 
 def check_rows(model: LlamaModel, other: LlamaModel, kind: str, faults: Faults, n: int, seed: int) -> None:
-    """Several rows at random; what comes of a step after a fault is what a fresh model answers."""
+    """Several sequences with random requests; after a fault, each answer is that of a fresh model."""
     rows = RandomRows(np.random.default_rng(seed), 70)
     for _ in range(n):
         leaving, batch = rows.leaving(), rows.batch()
@@ -158,7 +158,7 @@ def check_rows(model: LlamaModel, other: LlamaModel, kind: str, faults: Faults, 
 
 @pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize("fault", ["before a call", "after a call", "any line", "aborts", "failures"])
-def test_faults_among_several_rows_leave_later_answers_right(
+def test_faults_among_several_sequences_leave_later_answers_right(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch, kind: str, fault: str
 ) -> None:
     model, other = opened(kind, n_ctx=256, **EXACT), opened(kind, n_ctx=256, **EXACT)
@@ -182,7 +182,7 @@ def test_faults_among_several_rows_leave_later_answers_right(
 def test_faults_in_rounds_leave_later_answers_right(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch, kind: str, fault: str, verifies: bool
 ) -> None:
-    """Checkpoints that cannot be taken or put back only cost reading again."""
+    """If checkpoints cannot be taken or restored, tokens are evaluated again."""
     model, other = opened(kind, max_scored=16, **EXACT), opened(kind, max_scored=16, **EXACT)
     rounds, faults = Rounds(np.random.default_rng(23), verifies), Faults(np.random.default_rng(25))
     if fault == "failures":
@@ -195,6 +195,6 @@ def test_faults_in_rounds_leave_later_answers_right(
                 with faults.armed():
                     answer = model.forward(wanted)
             except (KeyboardInterrupt, EvaluationError, MemoryFullError):
-                continue  # the next request comes without this one having been answered
+                continue  # the next request comes before this one is answered
             assert_same(answer, fresh(other, wanted), TOLERANCE[kind])
     assert faults.counts["llama_decode"], faults.counts

@@ -53,7 +53,7 @@ def loaded_apart(path: Path) -> str:
 
 
 def open_files() -> str:
-    """What this process holds open or mapped, in the words of /proc."""
+    """The files that this process has open or mapped, from /proc."""
     links = (str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
     return "\n".join([*links, Path("/proc/self/maps").read_text()])
 
@@ -67,7 +67,7 @@ def with_bytes(source: Path, path: Path, change: Callable[[bytearray], None]) ->
 
 @pytest.fixture(scope="module")
 def damaged(store: ModelStore, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files by what is wrong with them."""
+    """Damaged files, by the kind of damage."""
     folder, whole = tmp_path_factory.mktemp("damaged"), store.path()
     size = whole.stat().st_size
     header = struct.Struct("<4sIqq")
@@ -142,7 +142,7 @@ def test_damaged_files_are_refused(damaged: dict[str, Path], fault: str) -> None
     assert SAYS[fault] in message
     assert str(damaged[fault]) in message
     assert "\n" not in message
-    assert "; " in message  # what to do about it
+    assert "; " in message  # the remedy
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_damaged_files_do_not_end_the_process(damaged: dict[str, Path], fault: s
 
 
 @pytest.mark.parametrize("dtype", ["f32", "q8_0", "q4_0"])
-def test_several_positions_at_once_do_not_end_the_process(store: ModelStore, dtype: str) -> None:
-    """llama.cpp's AMX code, compiled by GCC before 11.5, 12.4 or 13.3, crashed where quantised weights met
-    more than one position. Our build leaves AMX out, and a foreign build with AMX does not repack weights.
+def test_a_batch_of_several_positions_does_not_end_the_process(store: ModelStore, dtype: str) -> None:
+    """llama.cpp's AMX code, compiled by GCC before 11.5, 12.4 or 13.3, crashed with quantized weights if a
+    batch had more than one position. Our build leaves AMX out; with other builds, weights are not repacked.
     """
     assert loaded_apart(store.path("llama", Recipe(dtype=dtype))) == "loaded"
 
@@ -177,14 +177,14 @@ def test_places_without_a_model(tmp_path: Path) -> None:
         tmp_path / ("x" * 300): "File name too long",
         Path("/dev/null"): "it is not a regular file",
         Path("/dev/zero"): "it is not a regular file",
-        tmp_path / "pipe": "it is not a regular file",  # it would keep us waiting for ever
+        tmp_path / "pipe": "it is not a regular file",  # reading would wait for ever
     }
     for path, says in cases.items():
         with pytest.raises(ModelFileError, match=says):
             LlamaModel(path)
 
 
-def test_no_path_has_a_nul_character() -> None:
+def test_a_path_with_a_null_character() -> None:
     path = "a\0b.gguf"
     for use in (
         lambda: LlamaModel(Path(path)),
@@ -200,7 +200,7 @@ def test_no_path_has_a_nul_character() -> None:
 
 @pytest.fixture
 def linked(split_files: list[Path], tmp_path: Path) -> Path:
-    """Links with the parts' names, to files with other names; the path of the first."""
+    """Links with the names of parts to files with other names; returns the path of the first."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "snapshot").mkdir()
     for n, part in enumerate(split_files):
@@ -249,7 +249,7 @@ def test_a_whole_model_may_have_the_name_of_a_part(store: ModelStore, tmp_path: 
 
 
 def test_an_unreadable_file(store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The permission is feigned: tests may run as a user who may read everything."""
+    """The error is simulated: tests may run as a user who can read everything."""
     path = write_llama(tmp_path / "secret.gguf")
 
     def refused(*_: object, **__: object) -> None:
@@ -278,15 +278,15 @@ def test_a_context_larger_than_the_machine(
 
 
 @pytest.mark.parametrize("n_ctx", [-1, 0, 1, 2**31, 2**32 + 512, 10**20])
-def test_a_context_that_cannot_be(n_ctx: int) -> None:
-    """2^32 + 512 became 512 once, without a word."""
+def test_an_impossible_context_size(n_ctx: int) -> None:
+    """2^32 + 512 silently became 512."""
     with pytest.raises(ValueError, match="n-ctx must be from 2 to 2147483647"):
         ModelOptions(n_ctx=n_ctx)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_no_file_stays_open(store: ModelStore, damaged: dict[str, Path], tmp_path: Path) -> None:
-    path = tmp_path / "own.gguf"  # other tests may hold the one that they share
+    path = tmp_path / "own.gguf"  # other tests may have the shared file open
     path.write_bytes(store.path().read_bytes())
     model = LlamaModel(path, ModelOptions(threads=1))
     model.close()
@@ -302,19 +302,19 @@ def test_no_file_stays_open(store: ModelStore, damaged: dict[str, Path], tmp_pat
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_an_open_model_holds_its_file(opened: OpenModel) -> None:
-    """Or else the test before this one could not fail."""
+    """Otherwise the test before this one could not fail."""
     assert str(opened().path) in open_files()
 
 
 class StoppedError(Exception):
-    """Raised by a callback of the tests."""
+    """An exception that a callback raises."""
 
 
 @pytest.mark.parametrize("error", [StoppedError, KeyboardInterrupt])
-def test_errors_of_the_progress_callback_end_the_loading(
+def test_an_error_in_the_progress_callback_ends_the_loading(
     store: ModelStore, error: type[BaseException]
 ) -> None:
-    """ctypes would print them and go on."""
+    """ctypes would print and ignore it."""
 
     def on_load(_fraction: float) -> None:
         raise error
@@ -324,7 +324,7 @@ def test_errors_of_the_progress_callback_end_the_loading(
 
 
 def test_ctrl_c_while_loading(store: ModelStore, capfd: pytest.CaptureFixture[str]) -> None:
-    """The signal comes while llama.cpp works; Python meets it in the callback."""
+    """The signal arrives inside llama.cpp; Python handles it in the callback."""
     with pytest.raises(KeyboardInterrupt):
         LlamaModel(
             store.path(), ModelOptions(threads=1), lambda _fraction: signal.raise_signal(signal.SIGINT)
@@ -334,7 +334,7 @@ def test_ctrl_c_while_loading(store: ModelStore, capfd: pytest.CaptureFixture[st
         assert model.context_size == 512
 
 
-def test_progress_is_told(store: ModelStore) -> None:
+def test_progress_is_reported(store: ModelStore) -> None:
     told: list[float] = []
     with LlamaModel(store.path(), ModelOptions(threads=1), told.append):
         pass
@@ -343,7 +343,7 @@ def test_progress_is_told(store: ModelStore) -> None:
 
 
 def test_errors_are_explained_by_llama_cpp(damaged: dict[str, Path]) -> None:
-    """The reason is that of this file, not of an earlier one."""
+    """The reason belongs to this file, not to an earlier one."""
     reasons = set()
     for fault in ("half the tensor data", "other architecture", "half the metadata"):
         with pytest.raises(LlamaspecError) as caught:

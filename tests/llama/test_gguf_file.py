@@ -1,4 +1,4 @@
-"""A GGUF file as Python reads it, sound or damaged; metadata byte by byte: what no sound file says."""
+"""Reading GGUF files, sound or damaged; metadata that no sound file has."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def check(folder: Path, *entries: bytes) -> None:
         ([whole("general.alignment", 24)], "general.alignment is 24"),
         ([tokens(b"a", b"b", b"a", b"b", b"c")], "2 of its 5 tokens are duplicates"),
         ([tokens(b"a")], "its vocabulary has 1 tokens"),
-        # Read correctly past arrays of other kinds:
+        # After arrays of other types:
         ([entry("x", ARRAY, array(UINT32, 3, bytes(12))), whole("general.alignment", 1)], "alignment is 1"),
         ([entry("x", ARRAY, array(STRING, 2, text(b"a") + text(b"bc"))), whole("general.alignment", 1)],
          "alignment is 1"),
     ],
 )  # fmt: skip
-def test_what_no_sound_file_says(tmp_path: Path, entries: list[bytes], fault: str) -> None:
+def test_impossible_metadata_is_refused(tmp_path: Path, entries: list[bytes], fault: str) -> None:
     with pytest.raises(ModelFileError, match=rf"model.gguf is damaged: .*{fault}; download or convert"):
         check(tmp_path, *entries)
 
@@ -80,17 +80,17 @@ def test_what_no_sound_file_says(tmp_path: Path, entries: list[bytes], fault: st
         [LLAMA, whole("other.block_count", 0)],  # of another architecture
         [LLAMA, whole("llama.expert_used_count", 2), whole("llama.expert_count", 2)],
         [whole("general.alignment", 8), tokens(b"a", b"b")],
-        [LLAMA, entry("llama.block_count", BOOL, b"\0")],  # no number
+        [LLAMA, entry("llama.block_count", BOOL, b"\0")],  # not a number
     ],
 )
-def test_what_sound_files_may_say(tmp_path: Path, sound: list[bytes]) -> None:
+def test_possible_metadata_is_accepted(tmp_path: Path, sound: list[bytes]) -> None:
     check(tmp_path, *sound)
 
 
 @pytest.mark.parametrize(
     "broken",
     [
-        entry("x", 99, b""),  # a kind that does not exist
+        entry("x", 99, b""),  # a type that does not exist
         entry("x", ARRAY, array(ARRAY, 1, array(UINT8, 1, b"x"))),
         entry("x", ARRAY, array(UINT32, 1 << 40, b"")),  # more values than the file has bytes
         entry("x", ARRAY, array(STRING, 1 << 40, b"")),
@@ -101,12 +101,12 @@ def test_what_sound_files_may_say(tmp_path: Path, sound: list[bytes]) -> None:
         b"",
     ],
 )
-def test_what_cannot_be_read_is_left_to_llama_cpp(tmp_path: Path, broken: bytes) -> None:
+def test_metadata_that_cannot_be_read_is_left_to_llama_cpp(tmp_path: Path, broken: bytes) -> None:
     check(tmp_path, whole("general.alignment", 3), broken)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen35", "gemma4-assistant"])
-def test_it_finds_what_the_gguf_package_finds(store: ModelStore, kind: str) -> None:
+def test_it_agrees_with_the_gguf_package(store: ModelStore, kind: str) -> None:
     path = store.path(kind)
     found, reader = read_gguf(path), gguf.GGUFReader(path)
     assert found.tensors == {tensor.name for tensor in reader.tensors}
@@ -114,8 +114,8 @@ def test_it_finds_what_the_gguf_package_finds(store: ModelStore, kind: str) -> N
     assert found.number("block_count") == reader.fields[f"{kind}.block_count"].contents()
 
 
-def test_damaged_files_are_read_as_far_as_they_go(store: ModelStore, tmp_path: Path) -> None:
-    """Any bytes and any length: no error, and nothing that takes long."""
+def test_damaged_files_are_read_up_to_the_damage(store: ModelStore, tmp_path: Path) -> None:
+    """Random bytes at random lengths raise no error and take little time."""
     sound, chance = store.path("qwen35").read_bytes()[:20_000], random.Random(0)
     path = tmp_path / "damaged.gguf"
     for _ in range(300):
@@ -150,7 +150,7 @@ NEXT = {**QWEN3, "block_count": 8}
 @pytest.mark.parametrize(
     ("architecture", "said", "sizes"),
     [
-        ("qwen3", QWEN3, [(1024, 1024)] * 28),  # half of that by 1024 / 16 for each head
+        ("qwen3", QWEN3, [(1024, 1024)] * 28),  # 1024 / 16 for each of 8 heads would be 512
         ("llama", {"block_count": 2, "embedding_length": 64, "attention.head_count": 4}, [(64, 64)] * 2),
         ("gemma4", GEMMA4, [(512, 512), (512, 512), (512, 512), (512, 512), (0, 0), (0, 0)]),
         ("gemma4", {**GEMMA4, "attention.value_length": 64}, [(512, 512), (512, 512), (512, 64), (512, 512),
@@ -160,7 +160,7 @@ NEXT = {**QWEN3, "block_count": 8}
         ("qwen3next", NEXT, 2 * [*[(0, 0)] * 3, (1024, 1024)]),
         ("qwen35", {**NEXT, "full_attention_interval": 2}, 4 * [(0, 0), (1024, 1024)]),
         ("qwen35", {**NEXT, "attention.recurrent_layers": [0, *[1] * 7]}, [(1024, 1024), *[(0, 0)] * 7]),
-        ("falcon-h1", NEXT, [(1024, 1024)] * 8),  # each layer attends and keeps a state
+        ("falcon-h1", NEXT, [(1024, 1024)] * 8),  # each layer has attention and keeps a state
         ("llama", {}, [(0, 0)]),  # damaged
         ("llama", {**NEXT, "full_attention_interval": 0, "attention.head_count_kv": [3]}, [(2048, 2048)] * 8),
     ],
@@ -168,7 +168,7 @@ NEXT = {**QWEN3, "block_count": 8}
 def test_what_each_layer_caches(
     architecture: str, said: dict[str, int | list[int]], sizes: list[tuple[int, int]]
 ) -> None:
-    """Once, the heads were as wide as the model divided by their number, and of all layers the first's.
+    """Once, all heads had the size of the model divided by the number of heads of the first layer.
 
     Qwen3 0.6B has twice as much, so its context was checked against half of the memory that it takes.
     """
@@ -177,7 +177,7 @@ def test_what_each_layer_caches(
 
 
 def test_arrays_of_numbers(tmp_path: Path) -> None:
-    """Such as one for each layer; longer ones are left out."""
+    """Arrays with a number for each layer are kept; longer ones are left out."""
     path = tmp_path / "model.gguf"
     entries = [
         entry("whole", ARRAY, array(INT32, 2, struct.pack("<ii", 8, -1))),

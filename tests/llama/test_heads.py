@@ -1,4 +1,4 @@
-"""Prediction heads over the real llama.cpp: what a used KV cache answers is what a fresh one answers.
+"""Prediction heads on the real llama.cpp: a used KV cache gives the answers of a fresh one.
 
 Tiny models of each kind: one head over a hybrid (qwen35), one over keys and values, three in turn (step35),
 and one that reads what goes into some layers (EAGLE-3).
@@ -31,7 +31,7 @@ from tiny_models import Recipe
 
 KINDS = ("qwen35", "step35-one", "step35")
 LONGEST = {"qwen35": 4, "step35-one": 4, "step35": 3}  # draft tokens
-TOLERANCE = 2e-3  # the head's scores react to the last bits of a hidden row; another row shifts them by 0.5
+TOLERANCE = 2e-3  # logits depend on the last bits of a hidden row; a wrong row changes them by 0.5
 LONG = 2048
 RECIPE = Recipe(n_context=LONG)
 
@@ -58,7 +58,7 @@ def assert_fresh(other: Pair, read: TokenArray, draft: TokenArray, answers: Sequ
 
 
 class Rounds:
-    """A text that is drafted and verified, with an outcome that chance decides."""
+    """A completion that is drafted and verified, with random outcomes."""
 
     def __init__(self, rng: np.random.Generator, begin: TokenArray, longest: int) -> None:
         self.rng, self.text, self.longest = rng, begin, longest
@@ -71,7 +71,7 @@ class Rounds:
         yield ForwardRequest(TARGET, self.text[:-1], n_logits=0)
         for _ in range(n_rounds):
             draft = self.some(int(self.rng.integers(1, self.longest + 1)))
-            if self.rng.random() < 0.8:  # else nobody asks the heads
+            if self.rng.random() < 0.8:  # otherwise the heads get no request
                 answers = yield from drafting(self.text, draft[:-1])
                 self.seen.append((self.text, draft[:-1], answers))
             yield ForwardRequest(TARGET, self.text, draft=draft)
@@ -81,7 +81,7 @@ class Rounds:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_answers_are_fresh_answers(store: ModelStore, kind: str) -> None:
-    """Draft tokens that became text are read again with the target's hidden rows; rejected ones are gone."""
+    """Accepted draft tokens are evaluated again with the target's hidden rows; rejected ones are removed."""
     rng = np.random.default_rng(3)
     with opened_pair(store, kind, n_ctx=512) as pair, opened_pair(store, kind, n_ctx=512) as other:
         for _ in range(3):
@@ -95,7 +95,7 @@ def test_cached_answers_are_fresh_answers(store: ModelStore, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_hidden_rows_matter(store: ModelStore, kind: str) -> None:
-    """Else the comparisons here would see nothing: another text before makes other scores."""
+    """Otherwise the comparisons here could not fail: other earlier tokens give other logits."""
     with opened_pair(store, kind) as pair:
         read = text(30)
         answers = pair.run(reading(read, tokens(5)))
@@ -106,10 +106,10 @@ def test_the_hidden_rows_matter(store: ModelStore, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_that_goes_on_from_another_is_read_from_there(
+def test_a_sequence_that_continues_another_starts_from_there(
     store: ModelStore, evaluated: Count, kind: str
 ) -> None:
-    """As the next turn of a conversation does: the rows of the last round are still known."""
+    """As in the next turn of a conversation: the hidden rows of the last round are still known."""
     n_heads = {"step35": 3}.get(kind, 1)
 
     def accepting() -> Asking:
@@ -120,18 +120,18 @@ def test_a_text_that_goes_on_from_another_is_read_from_there(
     with opened_pair(store, kind) as pair, opened_pair(store, kind) as other:
         pair.run(accepting())
         evaluated.taken()
-        longer = text(76)  # near enough for a window of 16
+        longer = text(76)  # short enough for a window of 16
         answers = pair.run(reading(longer, tokens(7)))
         n_read = evaluated.taken()
         assert_fresh(other, longer, tokens(7), answers)
-    assert n_read <= 7 + n_heads * 18  # by the target, and by each head, with its draft tokens
+    assert n_read <= 7 + n_heads * 18  # the target's, and those of each head with draft tokens
 
 
 @pytest.mark.parametrize("kind", ["step35-one", "step35"])
-def test_a_text_that_begins_like_another_shares_what_the_heads_have_read(
+def test_a_sequence_with_the_beginning_of_another_shares_its_cells_in_the_heads(
     store: ModelStore, evaluated: Count, kind: str
 ) -> None:
-    """The target has cached the beginning, so one hidden row is missing: the heads read zeros there."""
+    """The target has cached the beginning, so one hidden row is missing: the heads get zeros for it."""
     begin = text(200)
     other_end = np.concatenate([begin[:100], text(30, seed=9)])
     with opened_pair(store, kind) as pair:
@@ -143,8 +143,10 @@ def test_a_text_that_begins_like_another_shares_what_the_heads_have_read(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_read_a_long_prompt_as_it_is_read(store: ModelStore, evaluated: Count, kind: str) -> None:
-    """More than the hidden rows that are kept: all of them are known when they are wanted, but the first."""
+def test_heads_process_a_long_prompt_together_with_the_target(
+    store: ModelStore, evaluated: Count, kind: str
+) -> None:
+    """Fewer hidden rows are kept than the prompt has tokens, but all except the first are known in time."""
     with opened_pair(store, kind, n_ctx=2048) as pair:
         pair.stream(text(1800), max_tokens=8, policy=FixedLength(2), seed=0).run()
     hidden = [each.hidden for each in evaluated.segments if each.hidden is not None]
@@ -155,7 +157,7 @@ def test_heads_read_a_long_prompt_as_it_is_read(store: ModelStore, evaluated: Co
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_hidden_rows_there_is_no_draft(store: ModelStore, kind: str) -> None:
-    """What the target has never evaluated, or what was forgotten meanwhile: one error for this row alone."""
+    """If the target has not evaluated or has dropped a sequence, only this sequence gets an error."""
 
     def asking(pair: Pair) -> Generator[ForwardRequest, Forward, list[bool]]:
         outcomes = []
@@ -176,8 +178,8 @@ def test_without_hidden_rows_there_is_no_draft(store: ModelStore, kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_that_the_target_forgets_in_between_is_prepared_again(store: ModelStore, kind: str) -> None:
-    """Another row may have needed the room: the scheduler prepares models in any order."""
+def test_a_sequence_that_the_target_drops_in_between_is_prepared_again(store: ModelStore, kind: str) -> None:
+    """Another sequence may have needed the room: the scheduler prepares models in any order."""
     with opened_pair(store, kind) as pair:
         assert pair.heads is not None
         pair.target.forward(ForwardRequest(TARGET, text(19), n_logits=0))
@@ -190,7 +192,7 @@ def test_a_text_that_the_target_forgets_in_between_is_prepared_again(store: Mode
         assert isinstance(answer, ContextFullError)
 
 
-def test_several_heads_draft_no_further_than_there_are(store: ModelStore) -> None:
+def test_several_heads_draft_one_token_each(store: ModelStore) -> None:
     with opened_pair(store, "step35") as pair:
         assert pair.heads is not None
         assert pair.heads.longest == 3
@@ -227,7 +229,7 @@ def test_the_targets_logits_are_the_same_bits_without_heads(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_ends_where_the_context_ends(store: ModelStore, kind: str) -> None:
+def test_a_completion_ends_at_the_end_of_the_context(store: ModelStore, kind: str) -> None:
     with opened_pair(store, kind, n_ctx=64) as pair:
         sampling = Sampling(temperature=0)
         plain = pair.stream(text(40), drafter=NoDrafter(), sampling=sampling).run()
@@ -239,7 +241,7 @@ def test_the_text_ends_where_the_context_ends(store: ModelStore, kind: str) -> N
     assert found.summary.n_verified > 0
 
 
-def test_requests_that_are_not_possible(store: ModelStore) -> None:
+def test_impossible_requests(store: ModelStore) -> None:
     with opened_pair(store, "step35-one", n_ctx=64) as pair:
         assert pair.heads is not None
         for wanted in (
@@ -253,7 +255,7 @@ def test_requests_that_are_not_possible(store: ModelStore) -> None:
                 pair.heads.prepare([(0, wanted, 0)])
 
 
-def test_close_may_come_twice_and_leaves_nothing_usable(store: ModelStore) -> None:
+def test_closed_heads_refuse_everything_and_can_be_closed_again(store: ModelStore) -> None:
     with LlamaModel(store.path("qwen35"), ModelOptions(threads=1, heads=True)) as target:
         heads = PredictionHeads(target)
         heads.close()
@@ -264,7 +266,7 @@ def test_close_may_come_twice_and_leaves_nothing_usable(store: ModelStore) -> No
 
 
 def test_a_damaged_file_has_no_heads(store: ModelStore, tmp_path: Path) -> None:
-    """Cut in the middle of its metadata: the list of models is shown all the same."""
+    """The file ends in the middle of its metadata: the list of models is shown all the same."""
     path = tiny.truncated(store.path("qwen35"), tmp_path / "cut.gguf", 700)
     assert nextn.heads_in_file(path).n_heads == 0
 
@@ -275,7 +277,7 @@ def test_a_file_without_heads(target_file: Path) -> None:
 
 
 def test_a_file_whose_heads_were_left_out(tmp_path: Path) -> None:
-    """llama.cpp loads it, and would end the process when its heads are asked."""
+    """llama.cpp loads it, but would abort the process if its heads were used."""
     path = tiny.write_step35(tmp_path / "whole.gguf")
     without = tiny.without_tensors(path, tmp_path / "trunk.gguf", "nextn.eh_proj")
     assert nextn.heads_in_file(path).n_heads == 3
@@ -306,7 +308,7 @@ def test_a_build_that_cannot_compute_heads(store: ModelStore, monkeypatch: pytes
         open_pair(store.path("qwen35"), "mtp")
 
 
-def test_auto_takes_the_heads_where_no_draft_is_known(store: ModelStore) -> None:
+def test_auto_chooses_the_heads_if_no_draft_is_known(store: ModelStore) -> None:
     options = ModelOptions(threads=1)
     with open_pair(store.path("step35-one"), "auto", target_options=options) as pair:
         assert pair.heads is not None

@@ -1,4 +1,4 @@
-"""The KV cache over simulated cells: what is noted is what the cells hold, in order, at every step."""
+"""The KV cache over simulated cells: at every step its record agrees with the cells, in order."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def test_n_common_is_the_longest_common_beginning(a: list[int], b: list[int]) ->
     assert n == min(len(a), len(b)) or a[n] != b[n]
 
 
-def test_a_row_grows_and_goes_back() -> None:
+def test_a_sequence_grows_and_rolls_back() -> None:
     checked = Checked()
     assert checked.run(0, request(20)) == 0
     assert checked.run(0, request(21, draft=text(4, 1))) == 20
-    assert checked.run(0, request(22)) == 21  # the draft tokens were at the top: their cells are free again
+    assert checked.run(0, request(22)) == 21  # the draft tokens were at the top: their cells are empty again
     assert checked.cache.n_used == 22
 
 
-def test_rejected_tokens_below_another_row_are_garbage() -> None:
+def test_rejected_tokens_below_another_sequence_are_garbage() -> None:
     checked = Checked()
     checked.run(0, request(10, draft=text(4, 9)))
     checked.run(1, request(10, 1))
@@ -49,14 +49,14 @@ def test_rejected_tokens_below_another_row_are_garbage() -> None:
     assert checked.held(0).cells[:11].tolist() == [*range(10), 24]
 
 
-def test_a_prefix_is_taken_over_from_a_row() -> None:
+def test_a_prefix_is_shared_with_a_running_sequence() -> None:
     checked = Checked(128)
     checked.run(0, request(50))
     assert checked.run(1, request(60)) == 50
     assert checked.cache.n_used == 60
 
 
-def test_a_text_that_goes_on_with_a_finished_one_takes_its_cells() -> None:
+def test_a_sequence_that_continues_a_finished_one_takes_its_cells() -> None:
     checked = Checked(128)
     checked.run(0, request(50))
     checked.cache.release(0)
@@ -65,8 +65,8 @@ def test_a_text_that_goes_on_with_a_finished_one_takes_its_cells() -> None:
     assert checked.store.n_bytes == 0  # nothing was copied
 
 
-def test_another_text_sends_a_finished_one_to_the_store() -> None:
-    """The cells of finished texts slowed every later evaluation of a server."""
+def test_another_sequence_sends_a_finished_one_to_the_store() -> None:
+    """The cells of finished sequences slowed down every later evaluation of a server."""
     checked = Checked(128)
     checked.run(0, request(50))
     checked.cache.release(0)
@@ -77,7 +77,7 @@ def test_another_text_sends_a_finished_one_to_the_store() -> None:
     assert checked.cache.n_used == 60
 
 
-def test_a_text_that_ends_beside_others_leaves_no_cells() -> None:
+def test_a_sequence_that_ends_beside_others_leaves_no_cells() -> None:
     checked = Checked(128)
     checked.run(0, request(50))
     checked.run(1, request(40, 1))
@@ -88,7 +88,7 @@ def test_a_text_that_ends_beside_others_leaves_no_cells() -> None:
     assert checked.run(2, request(51)) == 50
 
 
-def test_a_longer_text_in_the_store_goes_before_a_shorter_one_in_the_cells() -> None:
+def test_a_longer_beginning_in_the_store_is_preferred_to_a_shorter_one_in_the_cells() -> None:
     checked = Checked(128)
     checked.run(0, request(90))
     checked.cache.release(0)
@@ -97,7 +97,7 @@ def test_a_longer_text_in_the_store_goes_before_a_shorter_one_in_the_cells() -> 
     assert checked.run(2, request(92)) == 90
 
 
-def test_without_a_store_the_last_text_is_known() -> None:
+def test_without_a_store_the_last_sequence_stays_cached() -> None:
     checked = Checked(128, stored=0)
     checked.run(0, request(50))
     checked.cache.release(0)
@@ -108,8 +108,8 @@ def test_without_a_store_the_last_text_is_known() -> None:
     assert checked.run(3, request(60)) == 0
 
 
-def test_a_text_that_goes_on_otherwise_leaves_the_rest_of_a_finished_one_in_the_store() -> None:
-    """Two agents in turns behind one system prompt: none reads anything twice."""
+def test_the_rest_of_a_finished_sequence_goes_to_the_store() -> None:
+    """Two agents take turns with one system prompt: no token is processed twice."""
     checked = Checked(256)
     first, second = (np.concatenate([text(60), text(50, seed)]) for seed in (1, 2))
     for row in range(6):
@@ -120,8 +120,8 @@ def test_a_text_that_goes_on_otherwise_leaves_the_rest_of_a_finished_one_in_the_
 
 
 @pytest.mark.parametrize("n_shared", [5, 20, 40])
-def test_what_a_running_text_shares_is_not_copied(n_shared: int) -> None:
-    """A block comes out of the store as a whole; what is there of it already stays shared."""
+def test_cells_shared_with_a_running_sequence_are_not_copied(n_shared: int) -> None:
+    """A stored block is copied as a whole, but tokens that are shared already stay shared."""
     checked = Checked(256)
     checked.run(0, request(100))
     checked.run(9, request(10, 9))
@@ -131,7 +131,7 @@ def test_what_a_running_text_shares_is_not_copied(n_shared: int) -> None:
     assert checked.held(2).cells[:n_shared].tolist() == checked.held(1).cells[:n_shared].tolist()
 
 
-def test_on_a_gpu_finished_texts_stay_until_their_room_is_needed() -> None:
+def test_on_a_gpu_finished_sequences_stay_until_their_room_is_needed() -> None:
     checked = Checked(128, keeps_finished=True)
     for row in range(3):
         checked.run(row, request(40, row))
@@ -140,15 +140,15 @@ def test_on_a_gpu_finished_texts_stay_until_their_room_is_needed() -> None:
     assert checked.store.n_bytes == 0
     assert checked.run(3, request(41, 1)) == 40
     checked.cache.release(3)
-    checked.run(4, request(30, 4))  # the least recently used text makes room
+    checked.run(4, request(30, 4))  # the least recently used sequence makes room
     assert checked.store.n_bytes > 0
     assert checked.run(5, request(41, 2)) == 40
     checked.cache.release(4)
     assert checked.run(6, request(41, 0)) == 40  # copied back
 
 
-def test_what_is_taken_over_later_keeps_the_order_of_cells() -> None:
-    """A row has read a short beginning for itself, and then wants more of what another knows from before."""
+def test_cells_that_are_shared_later_stay_in_order() -> None:
+    """A sequence has evaluated a short beginning itself, and then shares more with an older sequence."""
     checked = Checked(256)
     checked.run(0, request(100))
     checked.run(1, request(MIN_SHARED - 1, n_logits=0))
@@ -156,7 +156,7 @@ def test_what_is_taken_over_later_keeps_the_order_of_cells() -> None:
     assert checked.held(1).cells[:89].tolist() == list(range(89))
 
 
-def test_compaction_keeps_rows_and_what_they_share() -> None:
+def test_compaction_keeps_sequences_and_shared_cells() -> None:
     checked = Checked(128)
     checked.run(0, request(60))
     checked.run(1, request(70))  # shares 60
@@ -175,7 +175,7 @@ def test_compaction_keeps_rows_and_what_they_share() -> None:
 
 @pytest.mark.parametrize(("can_copy", "n_used"), [(True, 99), (False, 133)])
 def test_much_garbage_is_removed_if_cells_can_be_moved(can_copy: bool, n_used: int) -> None:
-    """Without copying, rows would have to read their texts again: that waits until the cache is full."""
+    """If cells cannot be copied, compaction loses tokens, so it waits until the cache is full."""
     checked = Checked(256, can_copy=can_copy)
     checked.run(0, request(60, draft=text(20, 9)))
     checked.run(1, request(30, 1))
@@ -190,9 +190,9 @@ def test_much_garbage_is_removed_if_cells_can_be_moved(can_copy: bool, n_used: i
 
 
 def test_cells_that_others_hold_do_not_become_garbage() -> None:
-    """Two rows of the same tokens in lock-step grew and ended; a row of 60 then failed in a cache of 100.
+    """Two sequences with the same tokens grew and ended; then one with 60 tokens failed in a cache of 100.
 
-    A cut gave the garbage sequence cells that another row held, so llama.cpp kept them when that row ended.
+    A cut made shared cells garbage, so llama.cpp kept them when the other sequence ended.
     """
     checked = Checked(100, stored=0)
     checked.run(0, request(40))
@@ -206,7 +206,7 @@ def test_cells_that_others_hold_do_not_become_garbage() -> None:
 
 
 @pytest.mark.parametrize("fails", ["copy out", "copy in"])
-def test_what_cannot_be_moved_is_read_again(fails: str) -> None:
+def test_tokens_that_cannot_be_moved_are_evaluated_again(fails: str) -> None:
     checked = Checked(64, can_copy=fails != "copy out")
     checked.cells.fails_to_copy_in = fails == "copy in"
     checked.run(0, request(20, draft=text(9, 9)))
@@ -217,7 +217,7 @@ def test_what_cannot_be_moved_is_read_again(fails: str) -> None:
     checked.evaluate((0, request(25)), (1, request(34, 1)))
 
 
-def test_a_row_without_room_leaves_the_others_alone() -> None:
+def test_a_sequence_without_room_leaves_the_others_alone() -> None:
     checked = Checked()
     checked.run(0, request(20))
     checked.run(1, request(20, 1))
@@ -232,8 +232,8 @@ def test_a_row_without_room_leaves_the_others_alone() -> None:
     assert checked.prepare((2, request(15, 2), 0)) == [0]
 
 
-def test_a_row_without_a_sequence_leaves_the_others_alone() -> None:
-    """Once, every cached token of all rows was forgotten, and they read their texts again."""
+def test_one_sequence_too_many_leaves_the_others_alone() -> None:
+    """Once, the cached tokens of all sequences were dropped and evaluated again."""
     checked = Checked(n_sequences=2)
     assert checked.prepare((0, request(9), 0), (1, request(9, 1), 0)) == [0, 0]
     checked.evaluate((0, request(9)), (1, request(9, 1)))
@@ -242,13 +242,13 @@ def test_a_row_without_a_sequence_leaves_the_others_alone() -> None:
     assert others == [9, 9]
 
 
-def test_a_row_alone_that_is_too_long() -> None:
+def test_a_single_sequence_that_is_too_long() -> None:
     (answer,) = Checked().prepare((0, request(65), 0))
     assert str(answer) == "the context of 64 tokens is full: this completion needs 65"
 
 
-def test_what_a_row_has_reserved_is_not_given_to_others() -> None:
-    """Until it has used it, or wants something else: then nothing stays reserved."""
+def test_reserved_cells_are_not_given_to_others() -> None:
+    """They stay reserved until they are used or the sequence makes another request."""
     checked = Checked()
     checked.prepare((0, request(40, n_logits=0), 0))
     (answer,) = checked.prepare((1, request(30, 1), 0))
@@ -261,7 +261,7 @@ def test_what_a_row_has_reserved_is_not_given_to_others() -> None:
     assert checked.prepare((1, request(30, 1), 0)) == [0]
 
 
-def test_padding_is_reserved_and_taken_out_again() -> None:
+def test_padding_is_reserved_and_removed_again() -> None:
     checked = Checked()
     wanted = request(10)
     checked.prepare((0, wanted, 54))
@@ -272,7 +272,7 @@ def test_padding_is_reserved_and_taken_out_again() -> None:
     assert isinstance(answer, ContextFullError)
 
 
-def test_an_interrupted_evaluation_leaves_nothing_behind() -> None:
+def test_an_interrupted_evaluation_leaves_no_cells() -> None:
     checked = Checked()
     checked.run(0, request(10))
     checked.prepare((0, request(20), 0))
@@ -284,7 +284,7 @@ OWN_CODE = ("llama/kv_cache.py", "llama/tree_cells.py", "llama/cells.py")
 
 
 def some_operations(checked: Checked) -> None:
-    """Taking over, going back, garbage, the store and compaction."""
+    """Share, roll back, leave garbage, store and compact."""
     checked.run(0, request(34, draft=text(3, 9)))
     checked.run(1, request(36))
     checked.run(0, request(35, draft=text(2, 8)))
@@ -297,8 +297,8 @@ def some_operations(checked: Checked) -> None:
     assert checked.cache.n_compactions > 0
 
 
-def test_an_exception_at_any_line_leaves_no_wrong_note() -> None:
-    """As a signal handler raises it: before every line of the cache's own code, one after the other."""
+def test_an_exception_at_any_line_leaves_a_right_record() -> None:
+    """As a signal handler may raise it: before each line of the cache's code, in one run each."""
     n_lines = n_left = 0
 
     def line(_frame: FrameType, event: str, _argument: object) -> Any:
@@ -333,9 +333,9 @@ def test_an_exception_at_any_line_leaves_no_wrong_note() -> None:
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_operations(seed: int, trees: bool, can_copy: bool, keeps_finished: bool) -> None:
-    """Trees have hardly more branches than one of them needs, so rows take them from each other.
+    """There are hardly more branches than one tree needs, so sequences take them from each other.
 
-    The store has much room, little, or none.
+    The store has much, little or no room.
     """
     rng, stored = np.random.default_rng(seed), (1 << 20, 600, 0)[seed]
     n_trees, options = 0, {"can_copy": can_copy, "keeps_finished": keeps_finished}
@@ -376,17 +376,17 @@ def test_random_operations(seed: int, trees: bool, can_copy: bool, keeps_finishe
 
 
 class NoCells(SimulatedCells):
-    """Cells that cost nothing."""
+    """Cells without cost."""
 
     def __init__(self) -> None:
         super().__init__(0, block=0)
 
 
 @pytest.mark.parametrize("n_shared", [0, 30_000], ids=["nothing in common", "a long prompt in common"])
-def test_bookkeeping_of_32_rows_with_32k_tokens(n_shared: int) -> None:
-    """Each row is compared with its own sequence only: 1 ms a step, where it once was 42 ms.
+def test_bookkeeping_of_32_sequences_with_32k_tokens(n_shared: int) -> None:
+    """Each request is compared with its own sequence only: 1 ms per step; it once took 42 ms.
 
-    The processor's time of the fastest step, so that whatever else the machine does counts little.
+    Processor time of the fastest step, so that other load hardly matters.
     """
     n_sequences, n_tokens = 32, 32_768
     rng = np.random.default_rng(0)
@@ -416,14 +416,14 @@ def test_bookkeeping_of_32_rows_with_32k_tokens(n_shared: int) -> None:
 WIDTH = 3
 
 
-def test_hidden_rows_that_are_kept_are_right_and_reach_far_enough_back() -> None:
-    """Against a dictionary of all rows."""
+def test_kept_hidden_rows_are_right_and_enough() -> None:
+    """Compared with a dictionary of all rows."""
     rng = np.random.default_rng(0)
     kept, right, n = HiddenRows(), dict[int, np.ndarray](), 0
     for _ in range(400):
         n = max(0, n - int(rng.choice([0, 0, 1, 5])))  # rejected
         kept.cut(n)
-        start = n + int(rng.random() < 0.02) * 7  # tokens that were taken over from another sequence
+        start = n + int(rng.random() < 0.02) * 7  # tokens shared with another sequence
         rows = rng.standard_normal((int(rng.choice([1, 4, 17, 512])), WIDTH)).astype(np.float32)
         kept.add(start, rows)
         if start > n:
@@ -451,7 +451,7 @@ def test_the_tail_of_hidden_rows_is_a_copy() -> None:
 
 
 def test_tokens_without_hidden_rows_leave_no_wrong_ones() -> None:
-    """A sequence that is cut, and goes on before its rows are noted: an abort may come in between."""
+    """A sequence is cut and grows before its hidden rows are recorded, as after an abort."""
     sequence = CachedSequence(0)
     sequence.append(np.arange(10, dtype=np.int32), np.arange(10, dtype=np.int32))
     sequence.hidden.add(0, np.zeros((10, WIDTH), dtype=np.float32))

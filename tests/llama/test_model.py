@@ -1,4 +1,4 @@
-"""A real model behaves like a pure function: whatever was asked before, the answer is that of a fresh one."""
+"""A real model behaves like a pure function: earlier requests never change an answer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_cached_answers_are_those_of_a_fresh_model(
     longest: int,
     n_sequences: int,
 ) -> None:
-    """256 cells, so that texts go to the store and back, and cells are moved, all the time."""
+    """Only 256 cells, so that sequences go to the store and back, and cells are moved, all the time."""
     model, other = opened(kind, n_ctx=256, **EXACT), opened(kind, n_ctx=256, **EXACT)
     rng = np.random.default_rng(100 * longest + n_calls)
     rows, n_answers = RandomRows(rng, longest, n_sequences), 0
@@ -57,7 +57,7 @@ def test_cached_answers_are_those_of_a_fresh_model(
         for row in rows.leaving():
             model.release(row)
         batch = rows.batch()
-        if rng.random() < 0.2:  # some are prepared, and evaluated later or never
+        if rng.random() < 0.2:  # some requests are prepared, and evaluated later or never
             model.prepare([(row, wanted, 0) for row, wanted in rows.batch()])
         answers = evaluate(model, batch, int(rng.choice([0, 0, 2])))
         for row, answer in answers.items():
@@ -70,7 +70,7 @@ def test_cached_answers_are_those_of_a_fresh_model(
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "jamba"])
 def test_sequences_longer_than_a_batch(opened: OpenModel, kind: str) -> None:
-    """Several parts per call, scores wanted on both sides of a border, a long beginning in common."""
+    """Several batches per request, logits on both sides of a border, a long common beginning."""
     model, other = opened(kind, LONG, **EXACT), opened(kind, LONG, **EXACT)
     long = [
         (0, request(700)),
@@ -86,16 +86,16 @@ def test_sequences_longer_than_a_batch(opened: OpenModel, kind: str) -> None:
             assert_same(fresh(model, wanted), fresh(other, wanted), TOLERANCE[kind])
 
 
-def test_as_many_texts_draft_as_a_draft_scores_positions(opened: OpenModel) -> None:
-    """A server may run 16 texts at once: the sixteenth drafts, too."""
+def test_as_many_sequences_draft_as_a_draft_model_scores_positions(opened: OpenModel) -> None:
+    """A server may run 16 completions at once: the sixteenth drafts, too."""
     model = opened(n_ctx=64, n_cells=1024, max_scored=DRAFT_SCORED, **EXACT)
     batch = [(row, ForwardRequest(TARGET, tokens(1, 2 + row))) for row in range(DRAFT_SCORED)]
     assert all(isinstance(n, int) for n in model.prepare([(*entry, 0) for entry in batch]))
     assert [len(logits) for logits in model.evaluate(batch)] == [1] * DRAFT_SCORED
 
 
-def test_rows_that_change_places(opened: OpenModel) -> None:
-    """Once, a row counted on what another row had just been made to forget: a wrong text answered."""
+def test_sequences_that_swap_their_requests(opened: OpenModel) -> None:
+    """Once, a sequence shared cells that another had just lost, so the logits were wrong."""
     model, other = opened(**EXACT), opened(**EXACT)
     evaluate(model, [(0, request(80, 1)), (1, request(80, 2))])
     swapped = [(0, request(82, 2)), (1, request(82, 1))]
@@ -103,8 +103,8 @@ def test_rows_that_change_places(opened: OpenModel) -> None:
         assert_same(answer, fresh(other, swapped[row][1]))
 
 
-def test_a_sliding_window_does_not_go_back_to_cells_given_away(opened: OpenModel) -> None:
-    """llama.cpp reuses the cells behind the window: other rows fill them while one row stands still."""
+def test_a_sliding_window_does_not_return_to_reused_cells(opened: OpenModel) -> None:
+    """llama.cpp reuses cells before the window: other sequences fill them while one waits."""
     model, other = opened("gemma3", n_ctx=256, **EXACT), opened("gemma3", n_ctx=256, **EXACT)
     model.forward(request(120))
     for seed in range(1, 6):
@@ -125,19 +125,19 @@ def test_rejected_draft_tokens_leave_no_trace(opened: OpenModel, kind: str, veri
 
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_the_same_request_again(opened: OpenModel, kind: str) -> None:
-    """Everything is cached, and yet there is an answer: once, a model with states had none."""
+    """Everything is cached, and there is still an answer: once, a model with states had none."""
     model, other = opened(kind, **EXACT), opened(kind, **EXACT)
     for row, n in ((0, 40), (0, 40), (0, 30), (0, 30)):
         assert_same(model.forward(request(n), row), fresh(other, request(n)), TOLERANCE[kind])
     model.release(0)
-    for n_logits in (0, 1):  # as a text reads its prompt, and then goes on
+    for n_logits in (0, 1):  # as when a prompt is processed and then continued
         wanted = request(30, n_logits=n_logits)
         answers = evaluate(model, [(1, wanted)])
         assert_same(answers[1], fresh(other, wanted), TOLERANCE[kind])
 
 
 def test_views_are_valid_until_the_next_call(opened: OpenModel) -> None:
-    """No copy is made of V scores: a view that is kept shows the next answer."""
+    """Logits are not copied: a view that is kept shows the next answer."""
     model = opened()
     first = model.forward(request(30, n_logits=3))
     kept = first.copy()
@@ -147,7 +147,7 @@ def test_views_are_valid_until_the_next_call(opened: OpenModel) -> None:
 
 
 def test_the_caller_may_reuse_its_array(opened: OpenModel) -> None:
-    """Once, the cache kept the array instead of the tokens, and took a changed one for read."""
+    """Once, the cache kept the caller's array, so tokens that were changed later counted as cached."""
     model, other = opened(**EXACT), opened(**EXACT)
     buffer = text(30).copy()
     model.forward(ForwardRequest(TARGET, buffer))
@@ -156,11 +156,11 @@ def test_the_caller_may_reuse_its_array(opened: OpenModel) -> None:
 
 
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_rows_that_are_too_long_together(opened: OpenModel, kind: str) -> None:
-    """Each fits alone. Where one does not fit beside the others it is told so, and they go on."""
+def test_sequences_that_are_too_long_together(opened: OpenModel, kind: str) -> None:
+    """Each fits alone. One that does not fit beside the others gets an error; the others continue."""
     model, other = opened(kind, n_ctx=256, **EXACT), opened(kind, n_ctx=256, **EXACT)
     batch = [(row, request(120, row)) for row in range(3)]
-    if kind in ("mamba", "jamba", "lfm2"):  # every row has a context of its own
+    if kind in ("mamba", "jamba", "lfm2"):  # each sequence has its own context
         assert full(model, batch) == []
     else:
         assert full(model, batch) == [2]
@@ -176,7 +176,7 @@ def test_rows_that_are_too_long_together(opened: OpenModel, kind: str) -> None:
 
 @pytest.mark.parametrize("n_scored", [1, 6, 8])
 def test_padding_changes_no_answer(opened: OpenModel, n_scored: int) -> None:
-    """Also where the padding would be more than may be scored."""
+    """Also if the padding is wider than the number of positions that can be scored."""
     model, other = opened(max_scored=8, **EXACT), opened(**EXACT)
     for n in (20, 24, 22):
         wanted = request(n, n_logits=n_scored)
@@ -189,8 +189,10 @@ def evaluate_padded(model: LlamaModel, wanted: ForwardRequest, n_padding: int) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_garbage_between_rows_is_removed(opened: OpenModel, compactions: list[CellTable], kind: str) -> None:
-    """A cache that is far from full."""
+def test_garbage_between_sequences_is_removed(
+    opened: OpenModel, compactions: list[CellTable], kind: str
+) -> None:
+    """Long before the cache is full."""
     model, other = opened(kind, n_cells=2048, **EXACT), opened(kind, **EXACT)
     for n in range(100, 140):
         batch = [(row, request(n, row, draft=text(12, 9))) for row in range(2)]

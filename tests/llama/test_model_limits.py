@@ -1,4 +1,4 @@
-"""What a model refuses, what it is opened with, small contexts, and what it says of itself."""
+"""A model's limits: refused requests, options, small contexts, metadata."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from tiny_models import Recipe
 LONG = Recipe(n_context=2048)
 
 
-def test_more_rows_than_sequences(opened: OpenModel) -> None:
-    """As many rows as positions that a draft scores at once; once, the last of them had no sequence."""
+def test_more_requests_than_sequences(opened: OpenModel) -> None:
+    """As many as a draft model scores positions at once; once, the last of them had no sequence."""
     model = opened(max_scored=4)
     answers = model.prepare([(row, request(5, row), 0) for row in range(5)])
     assert [type(answer) for answer in answers] == [int, int, int, int, ContextFullError]
@@ -86,7 +86,7 @@ def test_return_codes_of_llama_decode(
         (request(5, draft=tokens(-(2**31))), "from 0 to 287"),
     ],
 )
-def test_what_would_abort_the_process_is_refused(
+def test_requests_that_would_abort_the_process_are_refused(
     opened: OpenModel, wanted: ForwardRequest, says: str
 ) -> None:
     model, other = opened(max_scored=8, **EXACT), opened(**EXACT)
@@ -96,14 +96,14 @@ def test_what_would_abort_the_process_is_refused(
     assert_same(model.forward(request(12)), fresh(other, request(12)))
 
 
-def test_a_whole_context_can_be_asked(opened: OpenModel) -> None:
+def test_a_request_may_fill_the_context(opened: OpenModel) -> None:
     model, other = opened(**EXACT), opened(**EXACT)
     assert model.context_size == 512
     assert_same(model.forward(request(512, n_logits=2)), fresh(other, request(512, n_logits=2)))
 
 
 def test_a_closed_model_refuses_everything(opened: OpenModel) -> None:
-    """Each of these read freed memory once."""
+    """Each of these calls once read freed memory."""
     model = opened()
     vocabulary = model.vocabulary
     model.close()
@@ -133,7 +133,7 @@ def test_description_and_metadata(opened: OpenModel) -> None:
 
 
 def test_options_reach_the_context(opened: OpenModel) -> None:
-    """A model gets the context that it was trained for, unless told."""
+    """By default, a model gets the context that it was trained for."""
     long = Recipe(n_context=6000)
     assert opened("llama", long).context_size == 6000
     assert opened("llama", long, n_ctx=1024).context_size == 1024
@@ -147,23 +147,23 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("trained", "per_token", "weights", "room", "size"),
     [
-        (131_072, 32 << 10, GIB // 2, 64 * GIB, 32_768),  # no more than the weights, or a GiB
+        (131_072, 32 << 10, GIB // 2, 64 * GIB, 32_768),  # at most as much as the weights, or 1 GiB
         (131_072, 32 << 10, 5 * GIB, 64 * GIB, 131_072),
         (131_072, 32 << 10, 5 * GIB, 9 * GIB, 32_768),  # an eighth of the memory, doubled from 4096
         (40_000, 1 << 10, GIB, 64 * GIB, 40_000),
-        (131_072, 128 << 10, 5 * GIB, 2 * GIB, 4096),  # the least
+        (131_072, 128 << 10, 5 * GIB, 2 * GIB, 4096),  # the minimum
         (2048, 128 << 10, 5 * GIB, 2 * GIB, 2048),
         (1 << 20, 0.0, GIB, GIB, 1 << 20),
     ],
 )
-def test_a_context_that_nobody_asked_for(
-    trained: int, per_token: float, weights: int, room: int, size: int
-) -> None:
+def test_the_default_context(trained: int, per_token: float, weights: int, room: int, size: int) -> None:
     assert default_context_size(trained, per_token, weights, room) == size
 
 
-def test_every_row_has_a_context_of_one_size(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where less memory is free when the second one begins."""
+def test_the_contexts_of_all_sequences_have_the_same_size(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if less memory is free when the second sequence starts."""
     model = opened("jamba", Recipe(n_context=6000))
     model.forward(request(3), number=0)
     monkeypatch.setattr(resources, "available_bytes", lambda: 2 << 20)
@@ -171,10 +171,10 @@ def test_every_row_has_a_context_of_one_size(opened: OpenModel, monkeypatch: pyt
     assert model.cache_use()[1] == 2 * model.context_size == 12_000
 
 
-def test_a_context_of_its_own_has_room_for_one_text(
+def test_a_context_for_one_sequence_has_no_more_cells(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server for eight texts of 8,192 tokens made eight contexts of 66,048 cells."""
+    """A server for eight sequences of 8,192 tokens made eight contexts of 66,048 cells."""
     sizes: list[int] = []
     make = lib.llama_init_from_model
 
@@ -188,8 +188,8 @@ def test_a_context_of_its_own_has_room_for_one_text(
     assert set(sizes) == {256}
 
 
-def test_cells_for_more_rows_than_one(opened: OpenModel) -> None:
-    """`n_cells` is for all rows together, `n_ctx` for each."""
+def test_cells_for_several_sequences(opened: OpenModel) -> None:
+    """`n_cells` is for all sequences together, `n_ctx` for each."""
     model = opened(n_ctx=256, n_cells=700)
     assert model.context_size == 256
     assert full(model, [(row, request(250, row)) for row in range(4)]) == [3]
@@ -212,10 +212,8 @@ def test_cells_for_more_rows_than_one(opened: OpenModel) -> None:
         ("step35", {}),
     ],
 )
-def test_a_token_takes_as_much_of_the_cache_as_is_expected(
-    opened: OpenModel, kind: str, changes: dict[str, Any]
-) -> None:
-    """llama.cpp itself tells what a token takes, with 12 bytes besides in each of at most two caches."""
+def test_the_size_of_a_token_in_the_cache(opened: OpenModel, kind: str, changes: dict[str, Any]) -> None:
+    """Compared with llama.cpp's own size, which adds 12 bytes in each of at most two caches."""
     model = opened(kind, Recipe(**changes))
     expected = model.weights.kv_bytes_per_token(ModelOptions())
     assert expected <= model.try_memory().bytes_per_token <= expected + 24
@@ -223,7 +221,7 @@ def test_a_token_takes_as_much_of_the_cache_as_is_expected(
 
 @pytest.mark.parametrize("kind", ["llama", "mamba"])
 def test_weights_are_loaded_once_for_several_models(store: ModelStore, kind: str) -> None:
-    """Each has its own KV cache, and closing one does not take the weights from the other."""
+    """Each has its own KV cache, and closing one leaves the weights to the other."""
     path, options = store.path(kind), ModelOptions(threads=1, **EXACT)  # type: ignore[arg-type]
     weights = Weights(path, options)
     first, second = LlamaModel(path, options, weights=weights), LlamaModel(path, options, weights=weights)
@@ -259,7 +257,7 @@ def test_options_are_checked(wrong: dict[str, Any], says: str) -> None:
         ModelOptions(**wrong)
 
 
-def test_a_model_is_not_used_behind_a_fork(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_not_used_after_a_fork(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model, here = opened(), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: here + 1)
     with pytest.raises(ClosedError, match="opened before a fork; open it in the child"):
@@ -276,7 +274,7 @@ def test_a_model_is_not_used_behind_a_fork(opened: OpenModel, monkeypatch: pytes
         ("mamba", {"flash_attention": "off"}, 0),
     ],
 )
-def test_a_prompt_is_read_beside_rounds_where_their_scores_stay_the_same(
+def test_the_width_up_to_which_a_prompt_changes_no_logits_of_rounds(
     opened: OpenModel, kind: str, options: dict[str, Any], expected: int
 ) -> None:
     assert opened(kind, n_ctx=600, **options).max_chunked_prefill == expected
@@ -299,7 +297,7 @@ def test_k_quants_have_the_attention_that_llama_cpp_chooses(
 
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_a_context_of_ten_tokens(store: ModelStore, kind: str) -> None:
-    """It became 256, silently: llama.cpp rounds the number of cells."""
+    """It silently became 256: llama.cpp rounds the number of cells."""
     options = ModelOptions(n_ctx=10, threads=1)
     with open_pair(store.path(kind), store.path(kind), target_options=options, draft_options=options) as pair:
         assert pair.target.context_size == 10
@@ -345,7 +343,7 @@ for n_target, n_draft in [*((n, 64) for n in range(2, 10)), *((64, n) for n in r
 
 @pytest.mark.parametrize("kind", ["lfm2", "jamba", "llama"])
 def test_the_smallest_contexts_of_target_and_draft(store: ModelStore, kind: str) -> None:
-    """2 to 9 tokens ended the process with LFM2: in a process of its own, where that can be seen."""
+    """2 to 9 tokens aborted the process with LFM2, so this runs in a child process."""
     answer = python(SMALLEST, store.path(kind))
     assert (answer.code, answer.stderr) == (0, "")
     assert answer.stdout.splitlines() == [
@@ -356,7 +354,7 @@ def test_the_smallest_contexts_of_target_and_draft(store: ModelStore, kind: str)
 
 @pytest.mark.parametrize("size", [4095, 4096, 200_000])
 def test_long_metadata_is_whole(store: ModelStore, tmp_path: Path, size: int) -> None:
-    """A chat template above 64 KiB lost its end."""
+    """A chat template above 64 KiB was cut off."""
     template = "é" + "x" * (size - 5) + "end"
     assert len(template.encode()) == size
     path = with_template(store.path(), tmp_path / "model.gguf", template)

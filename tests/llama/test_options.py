@@ -1,4 +1,4 @@
-"""What computes a model, of the devices that there are; options with which its logits are exact."""
+"""The choice of devices; options with which logits are exact."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CARDS = tuple(Device(name, "a card", "GPU", 2**30, 2**31) for name in ("CUDA0", 
 INTEGRATED = Device("Vulkan1", "part of a processor", "integrated GPU", 2**30, 2**31)
 
 
-def test_integrated_gpus_count_where_there_are_no_others() -> None:
+def test_integrated_gpus_are_used_if_there_are_no_others() -> None:
     assert gpus_among((CPU, INTEGRATED)) == (INTEGRATED,)
     assert gpus_among((CPU, *CARDS, INTEGRATED)) == CARDS
 
 
-def test_values_are_chosen_so_that_cpus_have_one_kernel_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_options_leave_cpus_one_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "can_offload", lambda: False)
     usual = exact(ModelOptions())
     assert (usual.cache_type_k, usual.cache_type_v, usual.prompt_context) == ("f16", "bf16", False)

@@ -1,4 +1,4 @@
-"""Where two vocabularies first differ, and pairs whose vocabularies differ in length only."""
+"""The first difference of two vocabularies, and pairs whose vocabularies differ only in length."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def model(store: ModelStore, vocabulary: Vocabulary) -> Path:
     [
         (BYTES.renamed(70, "other"), "token 70 is 'D' in the target and 'other' in the draft"),
         (BYTES.renamed(0, "<bos>"), "token 0 is '<s>' in the target and '<bos>' in the draft"),
-        # The last that both have.
+        # The last common token.
         (BYTES.renamed(287, "zzz"), "token 287 is"),
         (BYTES.longer(5).renamed(287, "zzz"), "and 'zzz' in the draft"),
-        # The first of several.
+        # The first of several differences.
         (BYTES.renamed(287, "zzz").renamed(280, "yyy"), "token 280 is 'Ġself' in the target and 'yyy'"),
         # Spellings beyond ASCII are shown, not escaped.
         (BYTES.renamed(70, "über"), "'über' in the draft"),
@@ -60,7 +60,7 @@ def text_of(target: Path, draft: Path) -> Completion:
 
 
 def test_a_draft_may_have_unused_tokens_at_the_end(store: ModelStore) -> None:
-    """It must not draft them: the target does not know them."""
+    """It must not draft them, because the target does not have them."""
     completion = text_of(model(store, BYTES), model(store, PADDED))
     drafted = [token for round_ in completion.rounds for token in round_.draft.tokens.tolist()]
     assert len(drafted) > 30
@@ -68,13 +68,13 @@ def test_a_draft_may_have_unused_tokens_at_the_end(store: ModelStore) -> None:
 
 
 def test_a_target_may_have_unused_tokens_at_the_end(store: ModelStore) -> None:
-    """A random model says them; then the draft cannot read the text, and plain decoding has to go on."""
+    """A random model generates them. The draft model cannot evaluate them, so plain decoding continues."""
     completion = text_of(model(store, PADDED), model(store, BYTES))
     assert max(completion.tokens) >= len(BYTES)
     assert len(completion.tokens) == 60
 
 
-def test_nothing_stays_open_after_a_refusal(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_pair_leaves_nothing_open(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     close = LlamaModel.close
 

@@ -1,4 +1,4 @@
-"""Prefixes on disk: found again bit by bit, in order; nothing else reaches llama.cpp."""
+"""Prefixes on disk: restored bit by bit; damaged and foreign files never reach llama.cpp."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = 1 << 40
 
 
 def filled(model: LlamaModel) -> list[Any]:
-    """Texts that share a beginning, with rejected tokens between them; what the model says of each."""
+    """Evaluate sequences with a common beginning and rejected tokens; return each with its logits."""
     model.forward(request(90), number=0)
     model.forward(request(70, 1, draft=text(6, 5)), number=1)
     model.forward(request(92, draft=text(3, 4)), number=0)
@@ -38,7 +38,7 @@ def filled(model: LlamaModel) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}])
-def test_another_process_would_say_the_same(
+def test_another_process_computes_the_same_logits(
     opened: OpenModel, evaluated: Count, tmp_path: Path, options: dict[str, str]
 ) -> None:
     before, after, told = opened(**options), opened(**options), list[str]()
@@ -103,7 +103,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_file_is_none_and_written_anew(
+def test_a_damaged_file_is_ignored_and_replaced(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
     before, after, folder, told = opened(), opened(), PrefixFolder(tmp_path / "saved", LARGE), list[str]()
@@ -136,13 +136,11 @@ def test_a_damaged_file_is_none_and_written_anew(
     assert told[1:] == [f"loaded {92 + 71 + 90} tokens of prefixes"]
 
 
-def test_what_was_saved_for_another_model_or_way_to_compute_is_not_used(
-    opened: OpenModel, tmp_path: Path
-) -> None:
+def test_prefixes_of_other_models_or_settings_are_not_used(opened: OpenModel, tmp_path: Path) -> None:
     model, other, folder = opened(), opened(cache_type_v="q8_0"), PrefixFolder(tmp_path, LARGE)
     filled(model)
     folder.save([model], pytest.fail)
-    folder.load([other], pytest.fail)  # would tell of what is there
+    folder.load([other], pytest.fail)  # reports what it loads
     assert other.cache_use()[0] == 0
     folder.file_of(model).rename(folder.file_of(other))
     told: list[str] = []
@@ -150,8 +148,8 @@ def test_what_was_saved_for_another_model_or_way_to_compute_is_not_used(
     assert told == [f"ignoring {folder.file_of(other)}: it is damaged"]
 
 
-def test_the_folder_has_a_size(opened: OpenModel, evaluated: Count, tmp_path: Path) -> None:
-    """Of one file the last used prefixes stay; of several files the last written."""
+def test_the_folder_has_a_maximum_size(opened: OpenModel, evaluated: Count, tmp_path: Path) -> None:
+    """In a file, the most recently used prefixes stay; of several files, the most recently written."""
     model, other, told = opened(), opened(cache_type_v="q8_0"), list[str]()
     folder = PrefixFolder(tmp_path, LARGE)
     filled(other)
@@ -172,12 +170,12 @@ def test_the_folder_has_a_size(opened: OpenModel, evaluated: Count, tmp_path: Pa
     assert evaluated.taken() == 1
     later.forward(request(71, 1), 1)
     assert evaluated.taken() == 1
-    later.forward(request(92), 2)  # the text that was used least recently: only 60 tokens are another's, too
+    later.forward(request(92), 2)  # the least recently used sequence: it shares only 60 tokens with another
     assert evaluated.taken() == 32
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "mamba", "jamba", "lfm2"])
-def test_other_kinds_of_memory_are_saved_too(
+def test_states_and_windows_are_saved_too(
     opened: OpenModel, evaluated: Count, tmp_path: Path, kind: str
 ) -> None:
     before, after, folder, told = opened(kind), opened(kind), PrefixFolder(tmp_path, LARGE), list[str]()
@@ -192,7 +190,7 @@ def test_other_kinds_of_memory_are_saved_too(
     assert_same(answer, before.forward(request(44), number=1))
 
 
-def test_a_folder_where_others_can_write_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(LlamaspecError, match="others can write"):
         PrefixFolder(tmp_path, LARGE)
@@ -201,7 +199,7 @@ def test_a_folder_where_others_can_write_is_refused(tmp_path: Path) -> None:
         PrefixFolder(tmp_path / "file", LARGE)
 
 
-def test_what_cannot_be_written_is_one_line(opened: OpenModel, tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_in_one_line(opened: OpenModel, tmp_path: Path) -> None:
     model, told = opened(), list[str]()
     folder = PrefixFolder(tmp_path / "gone", LARGE)
     folder.path.rmdir()

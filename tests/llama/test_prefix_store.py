@@ -1,4 +1,4 @@
-"""The store of finished texts: what is found again, what a text adds, and what is dropped at the limit."""
+"""The prefix store: finding beginnings, adding sequences, dropping them at the limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGE, BLOCK = 1 << 20, 16
 
 
 class Copied:
-    """Stands for the cells: remembers which positions were copied."""
+    """A fake of the cells: records which positions were copied."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
@@ -33,7 +33,7 @@ def found_tokens(found: KnownPrefix) -> TokenArray:
     return np.concatenate([np.empty(0, dtype=np.int32), *(node.tokens for node in found.nodes)])[: found.n]
 
 
-def test_a_growing_conversation_adds_only_what_is_new() -> None:
+def test_a_growing_conversation_adds_only_new_tokens() -> None:
     store = PrefixStore(LARGE)
     assert put(store, text(40)) == [(0, 16), (16, 32), (32, 40)]
     assert put(store, text(60)) == [(40, 56), (56, 60)]
@@ -45,12 +45,12 @@ def test_a_common_beginning_is_stored_once() -> None:
     store = PrefixStore(LARGE)
     put(store, text(40))
     other = np.append(text(34), text(10, 1))
-    assert put(store, other) == [(32, 44)]  # the block in which they part
+    assert put(store, other) == [(32, 44)]  # from the block with the first difference
     assert store.find(text(41)).n == 40
     assert store.find(other).n == 44
 
 
-def test_another_model_finds_nothing_and_shares_the_room() -> None:
+def test_another_model_finds_nothing_and_shares_the_limit() -> None:
     store = PrefixStore(14 * 60)
     other = PrefixStore(limit_of=store)
     put(store, text(40))
@@ -63,8 +63,8 @@ def test_another_model_finds_nothing_and_shares_the_room() -> None:
     assert (store.find(text(40)).n, store.n_bytes) == (0, 14 * 32)
 
 
-def test_the_longest_beginning_is_found_behind_a_shorter_node() -> None:
-    """A turn ended at 10 tokens and went on from there; another text has 16 of its own first block."""
+def test_the_longest_beginning_is_found_below_a_shorter_node() -> None:
+    """A turn ended at 10 tokens and was continued; another sequence has 16 tokens in its first block."""
     store, tokens = PrefixStore(LARGE), text(60)
     put(store, tokens[:10])
     put(store, tokens)
@@ -72,7 +72,7 @@ def test_the_longest_beginning_is_found_behind_a_shorter_node() -> None:
     assert store.find(tokens).n == 60
 
 
-def test_at_the_limit_the_least_recently_used_leaves_go() -> None:
+def test_at_the_limit_the_least_recently_used_leaves_are_dropped() -> None:
     store = PrefixStore(14 * 100)
     for seed in (1, 2, 3):
         put(store, text(32, seed))
@@ -82,30 +82,30 @@ def test_at_the_limit_the_least_recently_used_leaves_go() -> None:
     assert store.n_bytes <= store.limit
 
 
-def test_a_text_larger_than_the_store_leaves_its_beginning() -> None:
+def test_of_a_sequence_larger_than_the_store_the_beginning_stays() -> None:
     store = PrefixStore(14 * 40)
     put(store, text(100))
     assert store.find(text(100)).n == 32
     assert put(PrefixStore(0), text(100)) == []
 
 
-def test_a_copy_that_fails_ends_the_text_there() -> None:
+def test_a_sequence_is_stored_up_to_a_failed_copy() -> None:
     store = PrefixStore(LARGE)
     store.put(text(40), BLOCK, lambda start, end: None if start else np.zeros(1, dtype=np.uint8))
     assert store.find(text(40)).n == 16
 
 
-def test_a_whole_text_serves_at_its_end_and_at_its_checkpoints() -> None:
-    """Where layers keep states, they cannot be cut anywhere else."""
+def test_a_state_can_be_used_at_its_end_and_at_its_checkpoints() -> None:
+    """A state cannot be cut anywhere else."""
     store, state = PrefixStore(LARGE), np.zeros(8, dtype=np.uint8)
     store.put_whole(text(40), state, (Checkpoint(24, state), Checkpoint(12, state)))
     assert [store.find(text(n)).n for n in (11, 12, 30, 40, 50)] == [0, 12, 24, 40, 40]
-    store.put_whole(text(50), state)  # in place of what it goes on from
+    store.put_whole(text(50), state)  # replaces the sequence that it continues
     assert [store.find(text(n)).n for n in (40, 50)] == [0, 50]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_texts_against_a_list(seed: int) -> None:
+def test_random_sequences_compared_with_a_list(seed: int) -> None:
     rng, store, known = np.random.default_rng(seed), PrefixStore(LARGE), list[TokenArray]()
     for _ in range(200):
         base = known[int(rng.integers(len(known)))] if known and rng.random() < 0.8 else text(0)

@@ -1,4 +1,4 @@
-"""Prompts read with the weights as they lie in the file: the same answers, and nothing is read twice."""
+"""Prompts in the prompt context: the same logits, and no token is processed twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG = Recipe(n_context=2048)
 
 @pytest.fixture(autouse=True)
 def f32_counts_as_repacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that answers of both ways can be compared: kernels for quantized weights round differently."""
+    """So that both contexts compute the same logits: kernels for quantized weights round differently."""
     monkeypatch.setattr("llamaspec.llama.prompt_processor.NEVER_REPACKED", frozenset())
 
 
@@ -39,7 +39,7 @@ def processor_of(model: LlamaModel) -> PromptProcessor:
     return model.prompt_processor
 
 
-def test_a_long_prompt_is_read_apart_once(model: LlamaModel, other: LlamaModel, evaluated: Count) -> None:
+def test_a_long_prompt_is_processed_once(model: LlamaModel, other: LlamaModel, evaluated: Count) -> None:
     wanted = request(300)
     answer = evaluate(model, [(0, wanted)])[0]
     assert evaluated.taken() == 300
@@ -50,7 +50,7 @@ def test_a_long_prompt_is_read_apart_once(model: LlamaModel, other: LlamaModel, 
     assert evaluated.taken() == 2
 
 
-def test_a_conversation_goes_on_apart_where_it_has_enough_new_tokens(
+def test_a_conversation_uses_the_prompt_context_if_it_has_enough_new_tokens(
     model: LlamaModel, other: LlamaModel, evaluated: Count
 ) -> None:
     for row, (n, n_new) in enumerate(((200, 200), (230, 30), (400, 170), (700, 300))):
@@ -61,21 +61,21 @@ def test_a_conversation_goes_on_apart_where_it_has_enough_new_tokens(
         model.release(row)
 
 
-@pytest.mark.parametrize(("n", "gain", "is_apart"), [
+@pytest.mark.parametrize(("n", "gain", "in_prompt_context"), [
     (MIN_TOKENS + 1, 2.0, True), (MIN_TOKENS, 2.0, False), (300, 1.05, False),
 ])  # fmt: skip
-def test_the_number_of_new_tokens_and_what_was_measured_decide(
-    model: LlamaModel, n: int, gain: float, is_apart: bool
+def test_the_number_of_new_tokens_and_the_measured_gain_decide(
+    model: LlamaModel, n: int, gain: float, in_prompt_context: bool
 ) -> None:
     processor_of(model).gain = gain
     model.prepare([(0, request(n), 0)])
-    assert model.can_share(0) != is_apart
+    assert model.can_share(0) != in_prompt_context
 
 
 @pytest.mark.parametrize("options", [
     {"prompt_context": False}, {"repack": False}, {"heads": True},
 ])  # fmt: skip
-def test_what_is_never_read_apart(
+def test_models_without_a_prompt_context(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool]
 ) -> None:
     made = opened("llama", LONG, **options)
@@ -84,7 +84,7 @@ def test_what_is_never_read_apart(
     assert opened("llama", LONG).prompt_processor is None  # f32 is not repacked
 
 
-def test_without_room_for_the_second_model_all_is_read_as_usual(
+def test_without_room_for_the_prompt_context_the_main_one_is_used(
     model: LlamaModel, other: LlamaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resources, "available_bytes", lambda: 0)
@@ -92,7 +92,7 @@ def test_without_room_for_the_second_model_all_is_read_as_usual(
     assert_same(answer, fresh(other, request(300)))
 
 
-def test_what_was_read_of_a_cancelled_prompt_is_not_read_again(model: LlamaModel, evaluated: Count) -> None:
+def test_a_cancelled_prompt_is_not_processed_again(model: LlamaModel, evaluated: Count) -> None:
     model.prepare([(0, request(1000), 0)])
     model.evaluate([(0, request(512, n_logits=0))])
     model.release(0)
@@ -101,30 +101,30 @@ def test_what_was_read_of_a_cancelled_prompt_is_not_read_again(model: LlamaModel
     assert evaluated.taken() == 488
 
 
-def test_a_prompt_that_comes_in_parts_is_read_apart_as_a_whole(
+def test_all_parts_of_a_prompt_go_to_the_prompt_context(
     model: LlamaModel, other: LlamaModel, evaluated: Count
 ) -> None:
-    """A text asks for 512 tokens of its prompt at a time: only the first of them were read apart."""
-    apart = 0
+    """Requests come with 512 more tokens each: once, only the first went to the prompt context."""
+    n_processed = 0
     for n in (512, 1024, 1100):
         model.prepare([(0, request(n, n_logits=0), 0)])
-        apart += not model.can_share(0)
+        n_processed += not model.can_share(0)
         evaluate(model, [(0, request(n, n_logits=0))])
-    assert apart == 3
+    assert n_processed == 3
     assert evaluated.taken() == 1100
     assert_same(evaluate(model, [(0, request(1101))])[0], fresh(other, request(1101)))
 
 
-def test_two_prompts_behind_one_beginning_read_it_once(model: LlamaModel, evaluated: Count) -> None:
+def test_a_common_beginning_of_two_prompts_is_processed_once(model: LlamaModel, evaluated: Count) -> None:
     first, second = (np.append(text(600), text(100, seed)) for seed in (1, 2))
     evaluate(model, [(0, ForwardRequest(TARGET, first)), (1, ForwardRequest(TARGET, second))])
     assert evaluated.taken() == 600 + 2 * 100
 
 
-def test_both_ways_are_measured_on_the_first_long_prompt(
+def test_both_contexts_are_measured_on_the_first_long_prompt(
     opened: OpenModel, other: LlamaModel, evaluated: Count
 ) -> None:
-    """Nothing is read twice for it, and short prompts measure nothing."""
+    """No token is processed twice for it, and short prompts measure nothing."""
     made = opened("llama", LONG, **EXACT)
     evaluate(made, [(0, request(4 * PART))])
     made.release(0)
@@ -137,7 +137,7 @@ def test_both_ways_are_measured_on_the_first_long_prompt(
     assert_same(answer, fresh(other, wanted))
 
 
-def test_a_prompt_that_is_cancelled_while_it_is_measured_measures_nothing(opened: OpenModel) -> None:
+def test_a_prompt_that_is_cancelled_during_the_measurement_measures_nothing(opened: OpenModel) -> None:
     made = opened("llama", LONG, **EXACT)
     made.prepare([(0, request(800), 0)])
     assert made.prompt_chunk == PART
@@ -159,7 +159,7 @@ def test_the_gain_is_a_ratio_of_speeds() -> None:
 def test_random_requests(
     model: LlamaModel, other: LlamaModel, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Rows that join, verify drafts, leave and come back, with prompts from 8 new tokens on read apart."""
+    """Sequences join, verify drafts, leave and return; prompts with 8 new tokens go to the prompt context."""
     monkeypatch.setattr(prompt_processor, "MIN_TOKENS", 8)
     rows, n_answers = RandomRows(np.random.default_rng(seed), longest=90, n_sequences=4), 0
     for _ in range(150):

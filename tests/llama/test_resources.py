@@ -1,4 +1,4 @@
-"""The memory and cores of a machine or container; how many threads evaluate beside other programs."""
+"""The memory and cores of a machine or container; the number of threads beside other programs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_cores_of_a_container(tmp_path: Path, files: dict[str, str], quota: 
                 **GROUPS,
                 f"{TOP}a/memory.max": "1000\n",
                 f"{TOP}a/memory.current": "700\n",
-                f"{TOP}a/memory.stat": "anon 300\nfile 400\nshmem 50\n",  # files can be read again
+                f"{TOP}a/memory.stat": "anon 300\nfile 400\nshmem 50\n",  # the page cache counts as free
                 f"{TOP}a/b/memory.max": "2000\n",
                 f"{TOP}a/b/memory.current": "700\n",
             },
@@ -94,20 +94,20 @@ def test_the_memory_of_a_container(tmp_path: Path, files: dict[str, str], room: 
     assert resources.container_room(write(tmp_path, files)) == room
 
 
-def test_all_memory_is_the_containers_where_that_has_less(tmp_path: Path) -> None:
+def test_total_memory_is_that_of_the_container_if_it_has_less(tmp_path: Path) -> None:
     groups = {"proc/self/cgroup": "0::/pod/own", "sys/fs/cgroup/pod/own/memory.max": "max"}
     assert resources.total_bytes(write(tmp_path, groups)) == psutil.virtual_memory().total
     write(tmp_path, {"sys/fs/cgroup/pod/memory.max": "7000"})
     assert resources.total_bytes(tmp_path) == 7000
 
 
-def test_free_memory_is_what_the_system_can_give() -> None:
+def test_free_memory_is_less_than_all_memory() -> None:
     """On macOS, all memory of the machine once counted as free."""
     assert 0 < resources.available_bytes() < psutil.virtual_memory().total
 
 
-def test_cores_where_the_system_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Apple silicon only the fast cores count; older Macs do not name them."""
+def test_cores_of_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Apple Silicon only the performance cores count; older Macs do not report them."""
     answers = {"hw.perflevel0.physicalcpu": "6\n"}
 
     def sysctl(command: list[str], **_: object) -> SimpleNamespace:
@@ -131,7 +131,7 @@ STEP = 0.02  # seconds of an evaluation with all cores to itself
 
 
 class Machine:
-    """Some cores, some other programs that never rest, and evaluations that spin."""
+    """A machine with other programs that never sleep, and evaluations that spin."""
 
     def __init__(
         self, n_cores: int, most: int | None = None, *, spins: float = 1.0, shortest: float = WINDOW
@@ -155,7 +155,7 @@ class Machine:
         self.governor.begin()
         n = self.governor.n_threads
         wanted = n * self.spins + self.n_others
-        share = min(1.0, self.n_cores / wanted)  # of its core that each gets
+        share = min(1.0, self.n_cores / wanted)  # of a core that each thread gets
         self.wall += seconds / share
         self.own += seconds / share * n * self.spins * share
         self.idle += seconds / share * max(self.n_cores - wanted, 0.0)
@@ -166,14 +166,14 @@ class Machine:
         return [self.evaluate(seconds) for _ in range(n)]
 
 
-def test_all_cores_of_a_quiet_machine() -> None:
+def test_an_idle_machine_uses_all_cores() -> None:
     assert set(Machine(4).run()) == {4}
 
 
 @pytest.mark.parametrize(
     ("n_cores", "n_others", "expected"), [(2, 1, 1), (2, 2, 1), (8, 1, 7), (8, 3, 5), (8, 9, 1)]
 )
-def test_others_take_cores_and_give_them_back(n_cores: int, n_others: int, expected: int) -> None:
+def test_threads_follow_the_load_of_other_programs(n_cores: int, n_others: int, expected: int) -> None:
     machine = Machine(n_cores)
     machine.run()
     machine.n_others = n_others
@@ -182,24 +182,24 @@ def test_others_take_cores_and_give_them_back(n_cores: int, n_others: int, expec
     assert machine.run()[-1] == n_cores
 
 
-def test_it_is_noticed_within_two_windows() -> None:
+def test_a_load_is_noticed_within_two_windows() -> None:
     machine = Machine(2)
     machine.run()
     machine.n_others = 1
-    assert machine.run(11)[-1] == 1  # 0.2 seconds of evaluating, and the one after
+    assert machine.run(11)[-1] == 1  # 0.2 seconds of evaluations and the next one
 
 
-def test_what_takes_less_than_half_a_core_does_not_count() -> None:
+def test_a_load_of_less_than_half_a_core_does_not_count() -> None:
     machine = Machine(4)
     machine.n_others = 0.4
     assert set(machine.run()) == {4}
 
 
-def test_threads_that_sleep_while_they_wait_are_not_robbed() -> None:
+def test_threads_that_sleep_while_they_wait_miss_no_time() -> None:
     assert set(Machine(4, spins=0.6).run()) == {4}
 
 
-def test_cores_that_are_idle_anyway_are_not_taken() -> None:
+def test_spare_hardware_threads_are_not_used() -> None:
     """Hardware threads beyond the full-speed cores: 4 of 8."""
     machine = Machine(8, most=4)
     assert set(machine.run()) == {4}
@@ -209,7 +209,7 @@ def test_cores_that_are_idle_anyway_are_not_taken() -> None:
     assert machine.run()[-1] == 4
 
 
-def test_idleness_between_two_texts_says_nothing() -> None:
+def test_idle_time_between_completions_does_not_count() -> None:
     machine = Machine(2)
     machine.n_others = 1
     assert machine.run()[-1] == 1
@@ -220,8 +220,8 @@ def test_idleness_between_two_texts_says_nothing() -> None:
         assert machine.evaluate() == 1
 
 
-def test_a_machine_may_have_become_another_within_a_tenth_of_a_second() -> None:
-    """What was idle while nobody evaluated is not counted as free."""
+def test_after_a_pause_a_new_window_starts() -> None:
+    """Cores that were idle during the pause do not count as free."""
     machine = Machine(2)
     machine.n_others = 1
     assert machine.run()[-1] == 1
@@ -231,14 +231,14 @@ def test_a_machine_may_have_become_another_within_a_tenth_of_a_second() -> None:
     assert machine.n_looks == n_looks + 1
 
 
-def test_short_evaluations_are_looked_at_together() -> None:
+def test_short_evaluations_share_a_window() -> None:
     machine = Machine(2)
     machine.n_others = 1
     assert machine.run(2000, 0.0005)[-1] == 1
     assert machine.n_looks < 40
 
 
-def test_one_core_needs_no_look() -> None:
+def test_one_core_needs_no_measurement() -> None:
     machine = Machine(1)
     machine.n_others = 2
     assert set(machine.run()) == {1}
@@ -246,7 +246,7 @@ def test_one_core_needs_no_look() -> None:
 
 
 class Unsteady(Machine):
-    """One other program, which comes and goes; threads that spin get little done beside it."""
+    """A machine with one other program that comes and goes; beside it, spinning threads are slow."""
 
     def __init__(self, step: float, period: float, n: int | None = None) -> None:
         super().__init__(2)
@@ -278,13 +278,13 @@ class Unsteady(Machine):
 @pytest.mark.parametrize("period", [0.25, 1.0, 3.0])
 @pytest.mark.parametrize("step", [0.04, 0.15, 0.6])
 def test_a_load_that_comes_and_goes(step: float, period: float) -> None:
-    """As long as evaluations take, every choice was the one for the moment before: 0.78 of a fixed number."""
+    """With long evaluations, every choice came too late: 0.78 of the speed of a fixed number."""
     best = max(Unsteady(step, period, n).speed() for n in (1, 2))
     assert Unsteady(step, period).speed() >= 0.9 * best
 
 
-def test_a_short_disturbance_changes_nothing_where_bits_depend_on_the_number() -> None:
-    """One evaluation that was disturbed left a text of a minute with one thread of two."""
+def test_a_short_load_changes_nothing_if_bits_depend_on_the_number() -> None:
+    """After one disturbed evaluation, a completion of a minute had one thread instead of two."""
     machine = Machine(2, shortest=LASTING_WINDOW)
     machine.run(100)
     machine.n_others = 1
@@ -297,8 +297,8 @@ def test_a_short_disturbance_changes_nothing_where_bits_depend_on_the_number() -
     assert machine.run(150)[-1] == 2
 
 
-def test_what_was_missed_is_counted_by_the_threads_that_were_used() -> None:
-    """Another model's evaluations may use another number."""
+def test_missed_time_depends_on_the_threads_that_were_used() -> None:
+    """Evaluations of another model may use another number."""
     machine = Machine(2, shortest=LASTING_WINDOW)
     for _ in range(200):
         machine.governor.begin()
@@ -310,7 +310,7 @@ def test_what_was_missed_is_counted_by_the_threads_that_were_used() -> None:
 
 
 @pytest.mark.parametrize(("flash_attention", "which"), [("on", 1), ("off", 0)])
-def test_flash_attention_follows_only_loads_that_last(
+def test_flash_attention_follows_only_lasting_loads(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch, flash_attention: str, which: int
 ) -> None:
     machines = Machine(4), Machine(4, shortest=LASTING_WINDOW)
@@ -339,7 +339,7 @@ def test_flash_attention_follows_only_loads_that_last(
         ({"flash_attention": "on"}, False),
     ],
 )
-def test_whether_scores_depend_on_the_number_of_threads(
+def test_whether_logits_depend_on_the_number_of_threads(
     opened: OpenModel, options: dict[str, str], is_same: bool
 ) -> None:
     """With flash attention over f16, 512 tokens deep, llama.cpp splits the cache among threads."""

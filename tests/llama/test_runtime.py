@@ -1,4 +1,4 @@
-"""llama.cpp in this process: what is raised in callbacks, the reasons of failures."""
+"""llama.cpp in this process: exceptions of callbacks, reasons of failures."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from patience import PATIENCE
 
 
 def in_a_callback(name: str) -> Any:
-    """What ctypes tells the hook when a callback raises KeyError(name)."""
+    """The argument of the hook when a callback raises KeyError(name)."""
     return SimpleNamespace(exc_value=KeyError(name), err_msg="ignored on calling ctypes callback")
 
 
-def test_what_is_raised_in_a_callback_is_raised_behind_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only that: what else nobody can be told of goes where it always goes, and afterwards all does."""
+def test_an_exception_of_a_callback_is_raised_after_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other unraisable exceptions go to the usual hook, and after the block all of them do."""
     shown: list[object] = []
     usual = shown.append
     monkeypatch.setattr(sys, "unraisablehook", usual)
@@ -38,9 +38,9 @@ def test_what_is_raised_in_a_callback_is_raised_behind_the_call(monkeypatch: pyt
 
 
 def test_blocks_that_overlap_in_two_threads_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models were loaded at once, and the one that ended last put the other's dead hook back.
+    """Two models were loaded at once, and the later one restored the hook of the earlier, which had ended.
 
-    From then on, what any callback of the process raised was lost.
+    From then on, exceptions of all callbacks were lost.
     """
     shown: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", shown.append)
@@ -63,7 +63,7 @@ def test_blocks_that_overlap_in_two_threads_lose_nothing(monkeypatch: pytest.Mon
     assert shown == [later]
 
 
-def test_a_block_inside_another_gets_its_own() -> None:
+def test_a_block_inside_another_gets_its_own_exceptions() -> None:
     usual = sys.unraisablehook
     with pytest.raises(KeyError, match="outer"), runtime.raising_callbacks():  # noqa: PT012
         with pytest.raises(KeyError, match="inner"), runtime.raising_callbacks():
@@ -76,8 +76,8 @@ def _call(function: Callable[[Any], object], argument: object) -> None:
     function(argument)
 
 
-def test_a_hook_that_somebody_sets_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook often calls the one before it: ours may be called after the block, and must not call itself."""
+def test_a_hook_that_is_set_inside_the_block_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a hook often calls the one before it, so ours may be called later, and must not call itself."""
     shown: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", shown.append)
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_a_hook_that_somebody_sets_meanwhile_stays(monkeypatch: pytest.MonkeyPat
 def test_a_failure_is_not_explained_by_an_older_one(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, the oldest of the last eight errors was the reason, whatever it belonged to."""
+    """Once, the reason was the oldest of the last eight errors, even of another failure."""
     model = opened()
     runtime.log.callback(4, b"an error of long ago\n", None)
 

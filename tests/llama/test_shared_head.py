@@ -1,4 +1,4 @@
-"""A head that reads the target's KV cache (Gemma 4's assistant), over the real llama.cpp."""
+"""A head that uses the target's KV cache (Gemma 4's assistant), on the real llama.cpp."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def opened_pair(store: ModelStore, **options: object) -> Iterator[Pair]:
 
 
 def test_rejected_draft_tokens_are_not_seen(store: ModelStore) -> None:
-    """They lie in the target's cache until it is asked again, and the head is asked before."""
+    """They stay in the target's cache until its next request, and the head's request comes first."""
     begin = text(30)
 
     def verifying(n_accepted: int) -> Asking:
@@ -50,7 +50,7 @@ def test_rejected_draft_tokens_are_not_seen(store: ModelStore) -> None:
                 assert_same(answer, right, CLOSE)
 
 
-def test_its_own_hidden_row_is_all_that_it_keeps_of_a_draft_token(store: ModelStore) -> None:
+def test_it_keeps_only_the_hidden_row_of_a_draft_token(store: ModelStore) -> None:
     with opened_pair(store) as pair:
         one, other = (pair.run(reading(text(30), tokens(first, 8)))[2] for first in (5, 6))
         assert np.abs(one - other).max() > 5 * CLOSE
@@ -66,7 +66,9 @@ def test_the_cache_and_the_hidden_row_matter(store: ModelStore) -> None:
             assert all(np.abs(a - b).max() > 5 * CLOSE for a, b in zip(right, other, strict=True))
 
 
-def test_the_text_is_the_targets_own_among_others(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_text_is_the_targets_own_beside_other_completions(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     evaluate, shapes = SharedHead.evaluate, set[tuple[int, int]]()
 
     def seen(self: SharedHead, batch: Any) -> Any:
@@ -84,7 +86,7 @@ def test_the_text_is_the_targets_own_among_others(store: ModelStore, monkeypatch
     assert shapes == {(1, 1)}, "of each row its own scores and its own hidden row"
 
 
-def test_a_text_that_the_target_forgets_in_between_is_prepared_again(store: ModelStore) -> None:
+def test_a_sequence_that_the_target_drops_in_between_is_prepared_again(store: ModelStore) -> None:
     with opened_pair(store) as pair:
         assert pair.heads is not None
         pair.target.forward(ForwardRequest(TARGET, text(19), n_logits=0))
@@ -110,7 +112,7 @@ def test_a_build_that_cannot_compute_it(store: ModelStore, monkeypatch: pytest.M
         open_pair(store.path("gemma4"), store.path("gemma4-assistant"))
 
 
-def test_alone_it_is_no_model(store: ModelStore) -> None:
+def test_it_cannot_be_opened_as_a_model(store: ModelStore) -> None:
     path = store.path("gemma4-assistant")
     with pytest.raises(ModelFileError, match="only a part of a model"):
         open_pair(path, target_options=ModelOptions(threads=1))

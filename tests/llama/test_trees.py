@@ -1,4 +1,4 @@
-"""Trees of draft tokens on the real llama.cpp: each row of logits is that of the same path as a chain."""
+"""Trees of draft tokens on the real llama.cpp: the logits of each path are those of a chain."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def tree(n_text: int, parents: list[int], seed: int = 0) -> ForwardRequest:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_random_trees_of_several_rows(opened: OpenModel, kind: str) -> None:
-    """Cached against fresh, with so few cells that they are moved."""
+def test_random_trees_of_several_sequences(opened: OpenModel, kind: str) -> None:
+    """A used model against a fresh one, with so few cells that they are moved."""
     rng = np.random.default_rng(3)
     model, other = (opened(kind, n_ctx=128, n_cells=256, **EXACT) for _ in range(2))
     rows, n_trees = RandomTrees(rng, longest=70), 0
@@ -40,7 +40,7 @@ def test_random_trees_of_several_rows(opened: OpenModel, kind: str) -> None:
 
 
 def alone(model: object, wanted: ForwardRequest) -> Logits:
-    """Every path by itself."""
+    """Evaluate each path as a chain."""
     rows = []
     for path in paths(wanted):
         model.forget()  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def alone(model: object, wanted: ForwardRequest) -> Logits:
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
 def test_paths_have_the_bits_of_chains(opened: OpenModel, dtype: str) -> None:
-    """Where the kernel is the same at every width, and the values are cached as bf16."""
+    """If the kernel is the same at every width and values are cached as bf16."""
     rng = np.random.default_rng(1)
     model, other = (opened("llama", Recipe(dtype=dtype), n_ctx=512, cache_type_v="bf16") for _ in range(2))
     held = text(240)
@@ -64,8 +64,8 @@ def test_paths_have_the_bits_of_chains(opened: OpenModel, dtype: str) -> None:
         held = np.concatenate([known[int(rng.integers(10))][0], text(1, int(rng.integers(100)))])
 
 
-def test_an_accepted_path_is_not_read_again(opened: OpenModel) -> None:
-    """Also where it is not the first branch; and what was rejected between is not seen."""
+def test_an_accepted_path_is_not_evaluated_again(opened: OpenModel) -> None:
+    """Also if it is not the first branch; rejected tokens have no influence."""
     model = opened(n_ctx=256, **EXACT)
     wanted = tree(40, [-1, 0, 0, -1, 3, 4])
     model.forward(wanted)
@@ -78,7 +78,7 @@ def test_an_accepted_path_is_not_read_again(opened: OpenModel) -> None:
     assert_same(answer, model.forward(behind))
 
 
-def test_a_level_is_read_behind_what_is_known(opened: OpenModel) -> None:
+def test_a_new_level_extends_the_cached_tree(opened: OpenModel) -> None:
     model = opened(n_ctx=256, **EXACT)
     whole = tree(20, [-1, -1, 0, 0, 1])
     assert whole.parents is not None
@@ -93,7 +93,7 @@ def test_a_level_is_read_behind_what_is_known(opened: OpenModel) -> None:
     assert_same(answer, model.forward(whole)[3:])
 
 
-def test_more_branches_than_there_are_sequences_go_one_after_the_other(opened: OpenModel) -> None:
+def test_too_many_branches_for_one_evaluation_are_split(opened: OpenModel) -> None:
     model, other = (opened(n_ctx=1024, **EXACT) for _ in range(2))
     batch = [(row, tree(10 + row, [-1] * 12, row)) for row in range(5)]
     model.prepare([(row, wanted, 0) for row, wanted in batch])
@@ -108,7 +108,7 @@ def test_a_tree_with_too_many_branches_is_refused(opened: OpenModel) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2"])
-def test_states_do_not_branch(opened: OpenModel, kind: str) -> None:
+def test_models_with_states_refuse_trees(opened: OpenModel, kind: str) -> None:
     model = opened(kind)
     assert model.keeps_states
     with pytest.raises(ValueError, match="chains"):
@@ -116,9 +116,7 @@ def test_states_do_not_branch(opened: OpenModel, kind: str) -> None:
     assert model.forward(tree(10, [-1, 0, 1])).shape[0] == 4
 
 
-def test_an_evaluation_that_is_aborted_leaves_no_trace(
-    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_aborted_evaluation_leaves_no_trace(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model = opened(n_ctx=512, **EXACT)
     wanted = tree(100, [-1, 0, -1, 2])
     model.forward(ForwardRequest(TARGET, wanted.tokens[:10]))

@@ -1,4 +1,4 @@
-"""Files that llamaspec has never met are tried in a process of their own; what becomes of it is one line."""
+"""New files are tried in a child process; every failure becomes one error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = ModelOptions(threads=1)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Trials, with an empty cache folder."""
+    """Enable trials, with an empty cache folder."""
     monkeypatch.delenv(trial.TRUST)
     monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The processes that were started."""
+    """The child processes that were started."""
     started: list[subprocess.Popen[bytes]] = []
 
     popen = subprocess.Popen
@@ -55,7 +55,7 @@ def open_and_close(path: Path) -> None:
 
 
 def changed(source: Path, path: Path, change: Callable[[Parts], None]) -> Path:
-    """A copy with other metadata."""
+    """Write a copy with other metadata."""
     parts = take_apart(source)
     change(parts)
     path.write_bytes(put_together(parts))
@@ -63,7 +63,7 @@ def changed(source: Path, path: Path, change: Callable[[Parts], None]) -> Path:
 
 
 def setting(key: str, value: Any) -> Callable[[Parts], None]:
-    """A change of one entry, which is added where there is none."""
+    """Return a change that sets an entry."""
 
     def change(parts: Parts) -> None:
         name = key.encode()
@@ -77,7 +77,7 @@ def setting(key: str, value: Any) -> Callable[[Parts], None]:
     return change
 
 
-# What it costs
+# When a file is tried
 
 
 def test_a_file_is_tried_once(store: ModelStore, cache: Path, trials: list[subprocess.Popen[bytes]]) -> None:
@@ -87,7 +87,7 @@ def test_a_file_is_tried_once(store: ModelStore, cache: Path, trials: list[subpr
     assert [record.stat().st_mode & 0o77 for record in (cache / "tried").parent.glob("tried")] == [0]
 
 
-def test_a_copy_is_known_and_a_changed_file_is_not(
+def test_a_copy_is_not_tried_again_but_a_changed_file_is(
     store: ModelStore, tmp_path: Path, trials: list[subprocess.Popen[bytes]]
 ) -> None:
     path, copy = store.path(), tmp_path / "copy.gguf"
@@ -140,7 +140,7 @@ def test_without_a_cache_folder_every_opening_is_a_trial(
     assert len(trials) == 2
 
 
-# What it finds
+# Damaged files
 
 
 def _twice(parts: Parts) -> None:
@@ -160,7 +160,7 @@ def _no_bytes(parts: Parts) -> None:
 
 
 EPSILON = "llama.attention.layer_norm_rms_epsilon"
-SAID = {  # before llama.cpp is asked
+SAID = {  # before llama.cpp opens the file
     "tokens twice": (_twice, "1 of its 288 tokens are duplicates"),
     "no layers": (setting("llama.block_count", 0), "llama.block_count is 0, not from 1 to 4096"),
     "too many layers": (
@@ -179,7 +179,7 @@ SAID = {  # before llama.cpp is asked
 
 
 @pytest.mark.parametrize("fault", SAID)
-def test_what_a_file_says_is_checked(
+def test_metadata_is_checked(
     store: ModelStore, tmp_path: Path, trials: list[subprocess.Popen[bytes]], fault: str
 ) -> None:
     change, reason = SAID[fault]
@@ -191,10 +191,10 @@ def test_what_a_file_says_is_checked(
 
 
 @pytest.mark.parametrize("fault", ["tokens twice", "no layers", "too many layers", "no number"])
-def test_what_ends_llama_cpp_does_not_end_us(
+def test_a_crash_of_llama_cpp_ends_only_the_child(
     store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """As if nobody had foreseen it."""
+    """Our own checks are off, as for damage that they miss."""
     monkeypatch.setattr(trial, "check_metadata", lambda _path: None)
     path = changed(store.path(), tmp_path / "bad.gguf", SAID[fault][0])
     with pytest.raises(ModelFileError, match=r"bad.gguf crashes llama.cpp \(SIG[A-Z]*\): .*; download"):
@@ -202,8 +202,8 @@ def test_what_ends_llama_cpp_does_not_end_us(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no limit of processor time")
-def test_what_keeps_llama_cpp_busy_is_ended_soon(store: ModelStore, tmp_path: Path) -> None:
-    """It evaluates positions without dimensions and never ends."""
+def test_an_endless_evaluation_is_ended_soon(store: ModelStore, tmp_path: Path) -> None:
+    """llama.cpp evaluates positions without dimensions for ever."""
     change = setting("lfm2.rope.dimension_count", 0)
     path = changed(store.path("lfm2"), tmp_path / "bad.gguf", change)
     before = os.times()
@@ -213,13 +213,13 @@ def test_what_keeps_llama_cpp_busy_is_ended_soon(store: ModelStore, tmp_path: Pa
 
 
 def _large(path: Path) -> Path:
-    """The file, with zeros behind its tensors that take no room on the disk."""
+    """Append zeros that take no room on the disk."""
     os.truncate(path, trial.LARGE_BYTES + 1)
     return path
 
 
-def test_of_a_large_file_the_tensors_are_not_read(store: ModelStore, tmp_path: Path) -> None:
-    """One that lacks a layer: llama.cpp refuses it as soon as it looks for the tensors."""
+def test_the_tensors_of_a_large_file_are_not_read(store: ModelStore, tmp_path: Path) -> None:
+    """The file lacks a layer: llama.cpp would refuse it as soon as it looked for tensors."""
     path = changed(store.path(), tmp_path / "lacks.gguf", setting("llama.block_count", 100))
     with pytest.raises(ModelFileError, match=r"tensor .* not found"):
         trial.ensure_tried(path)
@@ -247,13 +247,13 @@ def test_sentencepiece_without_bytes(store: ModelStore, tmp_path: Path) -> None:
         open_and_close(changed(source, tmp_path / "bad.gguf", _no_bytes))
 
 
-def test_refusals_are_told_as_ever(store: ModelStore, tmp_path: Path) -> None:
+def test_refusals_have_the_usual_message(store: ModelStore, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"llama.cpp cannot load .*cut.gguf: .*; download"):
         open_and_close(truncated(store.path(), tmp_path / "cut.gguf"))
 
 
-def test_a_refusal_of_any_length_is_told(store: ModelStore, tmp_path: Path) -> None:
-    """It filled the pipe once, and the trial waited for its end."""
+def test_a_refusal_may_have_any_length(store: ModelStore, tmp_path: Path) -> None:
+    """Once, a long one filled the pipe, and the trial timed out."""
 
     def change(parts: Parts) -> None:
         parts.entries[0].value = b"x" * 200_000
@@ -263,7 +263,7 @@ def test_a_refusal_of_any_length_is_told(store: ModelStore, tmp_path: Path) -> N
     assert len(str(raised.value)) < 1000
 
 
-def test_a_file_that_wants_too_much_memory(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_needs_too_much_memory(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/proc/self/statm").exists():
         pytest.skip("the system does not bound memory")
     monkeypatch.setattr(trial, "SPARE_BYTES", 1 << 20)
@@ -273,14 +273,14 @@ def test_a_file_that_wants_too_much_memory(store: ModelStore, monkeypatch: pytes
 
 @pytest.fixture
 def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child never answers."""
+    """Make the child never answer."""
     (tmp_path / "hangs.py").write_text("import time\n\n\ndef main():\n    time.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(trial, "run_child", lambda _module, *settings: run_child("hangs", *settings))
 
 
 @pytest.mark.usefixtures("hanging")
-def test_a_file_that_never_ends(
+def test_a_trial_that_never_ends(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch, trials: list[subprocess.Popen[bytes]]
 ) -> None:
     monkeypatch.setattr(trial, "WALL_SECONDS", 0.3)
@@ -308,8 +308,8 @@ trial.main()
 """
 
 
-def test_a_trial_ends_with_who_asked_for_it() -> None:
-    """Also where that process was killed: its end of the pipe closes."""
+def test_a_trial_ends_with_its_parent() -> None:
+    """Also if the parent was killed: its end of the pipe closes."""
     command = [sys.executable, "-c", ENDLESS, "100", str(1 << 40), "0", "1", "x", "\n".join(sys.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
         assert child.stdin is not None
@@ -330,12 +330,12 @@ def test_a_trial_ends_with_who_asked_for_it() -> None:
         (b"", -signal.SIGXCPU, "busy without end"),
     ],
 )
-def test_whatever_the_trial_says_is_one_line(answer: bytes, code: int, says: str) -> None:
+def test_every_failure_of_a_trial_is_one_error(answer: bytes, code: int, says: str) -> None:
     with pytest.raises(ModelFileError, match=says):
         trial.check_outcome(Path("x.gguf"), Outcome(code, answer))
 
 
-def test_what_is_not_the_fault_of_the_file() -> None:
+def test_failures_that_are_not_the_fault_of_the_file() -> None:
     with pytest.raises(MemoryFullError, match="no room"):
         trial.check_outcome(Path("x.gguf"), Outcome(0, b'["MemoryFullError", "no room"]'))
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Text to tokens and back through real tokenizers of both families."""
+"""Text to tokens and back with real tokenizers of both families."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_round_trip_byte_level(byte_level: LlamaVocabulary, text: bytes) -> None
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip_pieces(pieces: LlamaVocabulary, text: bytes) -> None:
-    """Such a vocabulary puts a space before a text."""
+    """Such a vocabulary adds a space before the text."""
     assert joined(pieces, pieces.tokenize(text).tolist()) == b" " + text
 
 
@@ -104,7 +104,7 @@ def test_text_that_is_not_utf8(byte_level: LlamaVocabulary, text: bytes, positio
 
 
 def test_special_tokens(byte_level: LlamaVocabulary) -> None:
-    """Recognised where that is asked for, as chat templates need, and silent in the output."""
+    """Recognized on request, as chat templates need, and without bytes in the output."""
     assert byte_level.tokenize(b"a</s>b", parse_special=True).tolist().count(BYTES.eos) == 1
     plain = byte_level.tokenize(b"a</s>b").tolist()
     assert BYTES.eos not in plain
@@ -116,12 +116,12 @@ def test_special_tokens(byte_level: LlamaVocabulary) -> None:
     assert (byte_level.bos, byte_level.eos, byte_level.size) == (BYTES.bos, BYTES.eos, len(BYTES))
 
 
-def test_no_begin_token_where_the_model_wants_none(opened: OpenModel) -> None:
+def test_no_bos_token_if_the_model_wants_none(opened: OpenModel) -> None:
     model = opened("llama", Recipe(vocabulary=replace(BYTES, adds_bos=False)))
     assert joined(model.vocabulary, model.vocabulary.tokenize(b"x").tolist()) == b"x"
     assert len(model.vocabulary.tokenize(b"x")) == 1
 
 
-def test_which_tokens_end_a_text(byte_level: LlamaVocabulary, pieces: LlamaVocabulary) -> None:
+def test_tokens_that_end_a_completion(byte_level: LlamaVocabulary, pieces: LlamaVocabulary) -> None:
     assert [token for token in range(byte_level.size) if byte_level.is_end(token)] == [BYTES.eos]
     assert [token for token in range(pieces.size) if pieces.is_end(token)] == [PIECES.eos]

@@ -1,4 +1,4 @@
-"""What a request costs: only what the KV cache does not hold, also after rejected draft tokens."""
+"""The cost of a request: only tokens that are not cached are evaluated, also after rejections."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from llamaspec.llama.recurrent import SPACING
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 
-CUT = ("llama", "gemma3")  # memories from which the end can be taken
+CUT = ("llama", "gemma3")  # models whose memory can be cut
 
 
 @pytest.mark.parametrize("kind", CUT)
-def test_what_a_call_costs(opened: OpenModel, evaluated: Count, kind: str) -> None:
+def test_the_number_of_evaluated_positions(opened: OpenModel, evaluated: Count, kind: str) -> None:
     model, costs = opened(kind), []
     for row, wanted in (
-        (0, request(50)),  # everything
-        (0, request(50)),  # asked again: the scored position only
+        (0, request(50)),  # all tokens
+        (0, request(50)),  # again: only the scored position
         (0, request(50, draft=text(54)[50:])),  # the last token and four draft tokens
         (0, request(53)),  # two of them rejected: one position
-        (1, request(53)),  # another row takes over what the first knows
+        (1, request(53)),  # another sequence shares the tokens of the first
         (1, request(20)),
-        (0, request(54)),  # and the first has lost nothing by that
-        (2, request(60, 1)),  # another text
+        (0, request(54)),  # and the first has lost none
+        (2, request(60, 1)),  # other tokens
     ):
         model.forward(wanted, row)
         costs.append(evaluated.taken())
@@ -33,10 +33,10 @@ def test_what_a_call_costs(opened: OpenModel, evaluated: Count, kind: str) -> No
 
 
 @pytest.mark.parametrize(("n", "cost"), [(32, 1), (31, 32)])
-def test_how_long_a_prefix_must_be_to_be_taken_over(
+def test_the_minimum_length_of_a_shared_prefix(
     opened: OpenModel, evaluated: Count, n: int, cost: int
 ) -> None:
-    """A row that is running looks at others only where that pays; one that begins takes what it gets."""
+    """While a prompt is processed, one token is enough; later only a long prefix is shared."""
     model = opened()
     model.forward(request(100), number=0)
     evaluated.taken()
@@ -47,8 +47,8 @@ def test_how_long_a_prefix_must_be_to_be_taken_over(
 
 
 @pytest.mark.parametrize("kind", CUT)
-def test_rows_that_share_a_prompt_read_it_once(opened: OpenModel, evaluated: Count, kind: str) -> None:
-    """Also where its row has ended, and where several rows come at once."""
+def test_a_common_prompt_is_processed_once(opened: OpenModel, evaluated: Count, kind: str) -> None:
+    """Also if its sequence has ended, and if several sequences start at once."""
     model, batch = opened(kind), [(row, request(200, n_logits=0)) for row in range(5)]
     model.forward(request(150), number=9)
     model.release(9)
@@ -61,8 +61,10 @@ def test_rows_that_share_a_prompt_read_it_once(opened: OpenModel, evaluated: Cou
 
 
 @pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2"])
-def test_states_of_several_rows_go_back_side_by_side(opened: OpenModel, evaluated: Count, kind: str) -> None:
-    """Every row has a context of its own; once, several rows read their text again with every round."""
+def test_states_of_several_sequences_roll_back_independently(
+    opened: OpenModel, evaluated: Count, kind: str
+) -> None:
+    """Each sequence has its own context; once, several sequences evaluated all tokens again every round."""
     model = opened(kind)
     for row in range(3):
         model.forward(request(60, row, n_logits=0), row)
@@ -74,7 +76,7 @@ def test_states_of_several_rows_go_back_side_by_side(opened: OpenModel, evaluate
 
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_a_second_turn_costs_only_its_own_tokens(opened: OpenModel, evaluated: Count, kind: str) -> None:
-    """The row of the first turn has ended; its text is found again."""
+    """The sequence of the first turn has ended; its tokens are found again."""
     model = opened(kind)
     model.forward(request(100, n_logits=0), number=0)
     model.forward(request(70, 1), number=1)
@@ -86,8 +88,8 @@ def test_a_second_turn_costs_only_its_own_tokens(opened: OpenModel, evaluated: C
 
 
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_agents_in_turns_read_nothing_twice(opened: OpenModel, evaluated: Count, kind: str) -> None:
-    """Two conversations that grow, and a short request in between: each finds its text in the store."""
+def test_agents_in_turns_process_no_token_twice(opened: OpenModel, evaluated: Count, kind: str) -> None:
+    """Two growing conversations and short requests in between: each finds its tokens in the store."""
     model = opened(kind)
     for turn, row in enumerate(range(0, 12, 3)):
         for agent in (1, 2):
@@ -100,17 +102,17 @@ def test_agents_in_turns_read_nothing_twice(opened: OpenModel, evaluated: Count,
 
 
 @pytest.mark.parametrize(("kind", "back"), [("mamba", 3), ("jamba", 3), ("lfm2", 1)])
-def test_states_go_back_to_a_snapshot(opened: OpenModel, evaluated: Count, kind: str, back: int) -> None:
-    """Where llama.cpp keeps no earlier states, what stood since the last snapshot is read again, no more."""
+def test_states_go_back_to_a_checkpoint(opened: OpenModel, evaluated: Count, kind: str, back: int) -> None:
+    """If llama.cpp keeps no earlier states, only tokens since the last checkpoint are evaluated again."""
     model, costs = opened(kind), []
-    for n in (50, 55, 53, 54):  # a snapshot is taken at 50
+    for n in (50, 55, 53, 54):  # a checkpoint is taken at 50
         model.forward(request(n))
         costs.append(evaluated.taken())
     assert costs == [50, 5, back, 1]
 
 
-def test_a_stored_text_keeps_its_own_checkpoints(opened: OpenModel) -> None:
-    """Once, a row that went on from the same states wrote its own over those in the store."""
+def test_a_stored_sequence_keeps_its_own_checkpoints(opened: OpenModel) -> None:
+    """Once, a sequence that continued from the same states overwrote those in the store."""
     model = opened("mamba")
     for n in (20, 40, 60, 80, 100):
         model.forward(request(n), number=0)
@@ -128,16 +130,16 @@ def test_a_stored_text_keeps_its_own_checkpoints(opened: OpenModel) -> None:
     ("mamba", True, 2 * SPACING), ("mamba", False, SPACING),
     ("jamba", True, 2 * SPACING), ("jamba", False, SPACING),
 ])  # fmt: skip
-def test_what_rejected_draft_tokens_cost(
+def test_the_cost_of_rejected_draft_tokens(
     opened: OpenModel, evaluated: Count, kind: str, verifies: bool, most: int
 ) -> None:
-    """Tokens read again in a round of up to eight draft tokens: a few, however long the text is."""
+    """In rounds of up to eight draft tokens, only a few tokens are evaluated again at any length."""
     model, rng = opened(kind, max_scored=16), np.random.default_rng(2)
     path = text(100)
     model.forward(ForwardRequest(TARGET, path[:-1], 0))
     evaluated.taken()
     for _ in range(60):
-        n_draft, n_new = int(rng.integers(0, 9)), 1  # the last token of the text has not been read yet
+        n_draft, n_new = int(rng.integers(0, 9)), 1  # the last token is not evaluated yet
         draft = rng.integers(2, 288, n_draft).astype(np.int32)
         n_accepted = int(rng.integers(0, n_draft + 1))
         if verifies:
@@ -149,9 +151,7 @@ def test_what_rejected_draft_tokens_cost(
         path = np.concatenate([path, draft[:n_accepted], rng.integers(2, 288, 1).astype(np.int32)])
 
 
-def test_reading_scores_nothing_and_what_is_cached_is_not_read_again(
-    opened: OpenModel, evaluated: Count
-) -> None:
+def test_a_prefill_scores_nothing_and_is_not_repeated(opened: OpenModel, evaluated: Count) -> None:
     model = opened()
     assert evaluate(model, [(0, request(30, n_logits=0))])[0].shape == (0, model.vocabulary_size)
     evaluate(model, [(0, request(30, n_logits=0))])
@@ -162,8 +162,8 @@ def test_reading_scores_nothing_and_what_is_cached_is_not_read_again(
 
 
 @pytest.mark.parametrize("kind", CUT)
-def test_what_is_cached_is_not_evaluated(opened: OpenModel, evaluated: Count, kind: str) -> None:
-    """The answer of `prepare` is what the evaluation saves, whatever was asked before."""
+def test_cached_tokens_are_not_evaluated(opened: OpenModel, evaluated: Count, kind: str) -> None:
+    """An evaluation saves as many tokens as `prepare` returns, after any requests."""
     model, rows = opened(kind, n_ctx=256), RandomRows(np.random.default_rng(1))
     for _ in range(200):
         for row in rows.leaving():

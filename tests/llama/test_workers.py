@@ -1,4 +1,4 @@
-"""Targets whose layers lie on workers: the text, and what is refused. tests/cli/test_rpc.py: lost workers."""
+"""Targets with layers on workers: the same text, and errors. tests/cli/test_rpc.py: lost workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def opened(models: list[Path], options: ModelOptions) -> Pair:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_text_is_the_text_at_home(models: list[Path], worker: Worker, temperature: float) -> None:
+def test_the_text_is_that_of_a_local_target(models: list[Path], worker: Worker, temperature: float) -> None:
     sampling = Sampling(temperature=temperature)
     with opened(models[:1], HOME) as plain:
         expected = plain.stream(PROMPT, sampling=sampling, seed=5, max_tokens=60).run()
@@ -49,7 +49,7 @@ def test_the_text_is_the_text_at_home(models: list[Path], worker: Worker, temper
 
 
 def test_a_worker_is_free_again_when_the_model_is_closed(target_file: Path, worker: Worker) -> None:
-    """Also when opening failed behind the connection."""
+    """Also if opening failed after the connection."""
     with pytest.raises(ModelFileError):
         LlamaModel(target_file.with_name("nothing.gguf"), there(worker))
     for _ in range(2):
@@ -61,8 +61,8 @@ def test_a_device_that_no_worker_has(target_file: Path, worker: Worker) -> None:
         LlamaModel(target_file, replace(there(worker), devices=("RPC1",)))
 
 
-def test_workers_are_no_gpus_of_this_machine() -> None:
-    """llama_supports_gpu_offload says yes in every build with RPC: room and defaults would be wrong."""
+def test_workers_are_not_gpus_of_this_machine() -> None:
+    """llama_supports_gpu_offload returns True in every build with RPC: room and defaults would be wrong."""
     assert runtime.can_offload() == any(device.is_gpu for device in find_devices())
 
 
