@@ -1,8 +1,8 @@
-"""A machine and a text without a model: what a length policy would gain, in microseconds a round.
+"""A simulated machine and text, to measure a length policy without a model, in microseconds a round.
 
-A text is a row of positions; whether the guess at a position stands is drawn beforehand, so that every
-policy meets the same text. The policy sees noisy seconds; the account is kept in expected seconds.
-Knows nothing of tokens. The optimum of a known text comes from dynamic programming: `optimal_rate`.
+For each position of a text, it is drawn beforehand whether a draft token would be accepted, so every policy
+gets the same text. The policy sees noisy seconds; results are in expected seconds. `optimal_rate` computes
+the optimum for a known text by dynamic programming.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ N_WIDTHS = 512
 
 @dataclass(frozen=True)
 class Machine:
-    """What a round costs. Seconds are expected values; the noise comes on top."""
+    """Costs of a round. Seconds are expected values, to which noise is added."""
 
     verify_seconds: Array  # [N_WIDTHS] of width 1, 2, ...
     draft_seconds: float  # one step of the draft
-    catch_up: float = 0.15  # each token that the draft has not read, as a part of a step
-    rest_seconds: float = 0.0003
-    draft_rest_seconds: float = 0.0  # more than that, in a row's round with drafts
-    growth: float = 1.0  # how much dearer the target is at token 512 than at token 0
+    catch_up: float = 0.15  # each token that the draft has not processed, as a share of a step
+    rest_seconds: float = 0.0003  # overhead of a round
+    draft_rest_seconds: float = 0.0  # more overhead, in a round with draft tokens
+    growth: float = 1.0  # cost of an evaluation at token 512, relative to token 0
     jitter: float = 0.0  # standard deviation of the logarithm of a time
-    spikes: float = 0.0  # share of times that take three times as long
-    after_draft: float = 1.0  # how much dearer an evaluation without drafts is directly behind one with some
+    spikes: float = 0.0  # share of evaluations that take three times as long
+    after_draft: float = 1.0  # relative cost of an evaluation without drafts, directly after one with some
 
     def scale(self, position: int) -> float:
-        """How much dearer an evaluation is at this position of the text."""
+        """Return the relative cost of an evaluation at this position."""
         return 1.0 + (self.growth - 1.0) * position / 512
 
     def noise(self, rng: np.random.Generator) -> float:
-        """The factor of one measured time."""
+        """Return the factor of one measured time."""
         factor = float(np.exp(self.jitter * rng.standard_normal()))
         return factor * (3.0 if rng.random() < self.spikes else 1.0)
 
     def curve(self) -> CostCurve:
-        """What an honest probe would have measured."""
+        """Return the curve that an exact probe would measure."""
         widths = tuple(range(1, 18))
         return CostCurve(widths, tuple(self.verify_seconds[: len(widths)].tolist()), self.draft_seconds)
 
@@ -55,9 +55,9 @@ class Machine:
 class Passage:
     """A text, one entry for each position."""
 
-    chances: Array  # chance that the guess stands
-    stands: npt.NDArray[np.bool_]  # whether it does
-    confidences: Array  # what the draft says of itself
+    chances: Array  # chance that a draft token is accepted
+    stands: npt.NDArray[np.bool_]  # whether it is
+    confidences: Array  # of the draft in this token
 
     def __len__(self) -> int:
         return len(self.chances)
@@ -65,40 +65,40 @@ class Passage:
 
 @dataclass(frozen=True)
 class Run:
-    """What a policy did with a passage."""
+    """The rounds of a policy on a passage."""
 
     n_tokens: tuple[int, ...]  # after each round
     seconds: tuple[float, ...]  # after each round
     plain_seconds: tuple[float, ...]  # plain decoding of as many tokens
-    lengths: tuple[int, ...]  # guesses of each round that were verified
-    n_steps: tuple[int, ...]  # steps of the draft in each round
+    lengths: tuple[int, ...]  # verified draft tokens of each round
+    n_steps: tuple[int, ...]  # draft steps of each round
 
     @property
     def to_plain(self) -> float:
-        """Time of the whole run, as a multiple of plain decoding."""
+        """Time of the whole run, relative to plain decoding."""
         return self.seconds[-1] / self.plain_seconds[-1]
 
     def worst_to_plain(self, n_tokens: int) -> float:
-        """The largest multiple of plain decoding at any moment from a number of tokens on."""
+        """Return the largest time relative to plain decoding at any moment after a number of tokens."""
         pairs = zip(self.n_tokens, self.seconds, self.plain_seconds, strict=True)
         return max(seconds / plain for n, seconds, plain in pairs if n >= n_tokens)
 
     def seconds_from(self, n_tokens: int) -> float:
-        """Time spent behind a number of tokens."""
+        """Return the time spent after a number of tokens."""
         return self.seconds[-1] - float(np.interp(n_tokens, self.n_tokens, self.seconds))
 
 
 def play(
     policy: LengthPolicy, machine: Machine, passage: Passage, seed: int = 0, copies: Passage | None = None
 ) -> Run:
-    """Let a policy decode a passage. `copies` are n-gram drafts that cost nothing, preferred to others.
+    """Let a policy decode a passage. `copies` are drafts without steps, which are preferred to others.
 
-    Where they are the passage itself, nobody else drafts.
+    If they are the passage itself, there is no other draft.
     """
-    return play_rows(policy, machine, [passage], seed, copies)
+    return play_together(policy, machine, [passage], seed, copies)
 
 
-def play_rows(
+def play_together(
     policy: LengthPolicy,
     machine: Machine,
     passages: Sequence[Passage],
@@ -106,53 +106,55 @@ def play_rows(
     copies: Passage | None = None,
     n_sequences: int | None = None,
 ) -> Run:
-    """The same for several texts that share every evaluation, and draft in lock-step; the others wait."""
+    """Let a policy decode several passages that share every evaluation, at most `n_sequences` at once."""
     rng = np.random.default_rng(seed)
-    rows, waiting = list[Row](), list(passages)
+    sequences, waiting = list[SimulatedSequence](), list(passages)
     seconds, plain, evaluation, n_drafted = 0.0, 0.0, 0, 0
     run: list[tuple[int, float, float, int, int]] = []
-    while rows or waiting:
-        while waiting and len(rows) < (n_sequences or len(passages)):
-            rows.append(Row(policy.start_sequence(drops=True), waiting.pop(0), copies))
+    while sequences or waiting:
+        while waiting and len(sequences) < (n_sequences or len(passages)):
+            sequences.append(SimulatedSequence(policy.start_sequence(drops=True), waiting.pop(0), copies))
         evaluation += 1
         n_steps = 0
-        while sum(row.step() for row in rows):
+        while sum(each.step() for each in sequences):
             n_steps += 1
-        for row in rows:
-            row.settle()
-        n_before, n_drafted = n_drafted, sum(len(row.draft) for row in rows)
-        width = rows[0].length.width(n_drafted + len(rows))
+        for each in sequences:
+            each.settle()
+        n_before, n_drafted = n_drafted, sum(len(each.draft) for each in sequences)
+        width = sequences[0].length.width(n_drafted + len(sequences))
         assert width is not None
-        scale = machine.scale(max(row.position for row in rows))
-        lag = max((row.lag for row in rows if row.n_steps), default=0)
+        scale = machine.scale(max(each.position for each in sequences))
+        lag = max((each.lag for each in sequences if each.n_steps), default=0)
         drafting = machine.draft_seconds * (n_steps + machine.catch_up * lag) if n_steps else 0.0
         verifying = float(machine.verify_seconds[width - 1]) * scale
         verifying *= machine.after_draft if n_before and not n_drafted else 1.0
         drafting_noise, verifying_noise, overhead_noise = (machine.noise(rng) for _ in range(3))
-        rests = [machine.rest_seconds + machine.draft_rest_seconds * (len(row.draft) > 0) for row in rows]
-        for row, rest in zip(rows, rests, strict=True):
-            n_made = row.verify(
-                Evaluation(width, len(rows), evaluation),
-                draft_seconds=drafting * drafting_noise * row.n_steps / max(n_steps, 1) + 1e-6,
+        rests = [
+            machine.rest_seconds + machine.draft_rest_seconds * (len(each.draft) > 0) for each in sequences
+        ]
+        plain_token = float(machine.verify_seconds[len(sequences) - 1]) / len(sequences)
+        for each, rest in zip(sequences, rests, strict=True):
+            n_made = each.verify(
+                Evaluation(width, len(sequences), evaluation),
+                draft_seconds=drafting * drafting_noise * each.n_steps / max(n_steps, 1) + 1e-6,
                 verify_seconds=verifying * verifying_noise,
                 overhead_seconds=rest * overhead_noise,
             )
             plain += sum(
-                float(machine.verify_seconds[len(rows) - 1]) / len(rows) * machine.scale(row.position - i - 1)
-                + machine.rest_seconds
+                plain_token * machine.scale(each.position - i - 1) + machine.rest_seconds
                 for i in range(n_made)
             )
         seconds += drafting + verifying + sum(rests)
-        run.append((sum(row.position for row in rows), seconds, plain, n_drafted, n_steps))
-        for row in rows:
-            if row.is_over:
-                row.length.close()
-        rows = [row for row in rows if not row.is_over]
+        run.append((sum(each.position for each in sequences), seconds, plain, n_drafted, n_steps))
+        for each in sequences:
+            if each.is_over:
+                each.length.close()
+        sequences = [each for each in sequences if not each.is_over]
     return Run(*zip(*run, strict=True))
 
 
-class Row:
-    """One text of a batch."""
+class SimulatedSequence:
+    """One sequence of a batch."""
 
     def __init__(self, length: SequenceLength, text: Passage, copies: Passage | None) -> None:
         self.length, self.position, self.lag, self.n_steps = length, 0, 0, 0
@@ -160,7 +162,7 @@ class Row:
         if copies is not None:
             self._texts = {Source.NGRAM: copies, **({} if copies is text else self._texts)}
         self._length = len(text)
-        self._open: list[Source] = []  # sources that have not been asked yet, the first being asked
+        self._open: list[Source] = []  # sources in order: the current one, and those not asked yet
         self.draft = Draft()
         self._start()
 
@@ -169,7 +171,7 @@ class Row:
         return self.position >= self._length
 
     def step(self) -> bool:
-        """Draft until the draft model is wanted; answers whether it is."""
+        """Draft until a step of the draft model is needed; return whether one is."""
         while self._open:
             room = self._length - self.position - 1
             if len(self.draft) >= room or not self.length.wants_more(self.draft):
@@ -183,7 +185,7 @@ class Row:
         return False
 
     def settle(self) -> None:
-        """Let the policy say how many are verified."""
+        """Let the policy decide how many draft tokens are verified."""
         n, whole = self.length.n_verified(self.draft), self.draft
         self._n_dropped = len(whole) - n
         self.draft, self._shadow = whole.first(n), None
@@ -192,7 +194,7 @@ class Row:
             self._shadow = whole.confidences[n], float(self._texts[whole.source].stands[at])
 
     def verify(self, evaluation: Evaluation, **measured: Any) -> int:
-        """Take the draft tokens that are right; returns the number of new tokens."""
+        """Accept the draft tokens that are right; return the number of new tokens."""
         n = len(self.draft)
         right = self._texts[self.draft.source].stands[self.position : self.position + n]
         n_accepted = n if right.all() else int(np.argmin(right))
@@ -228,7 +230,7 @@ class Row:
 
 
 def table(seconds: dict[int, float]) -> Array:
-    """A cost for every width, straight lines between the measured ones and beyond the last."""
+    """Return the cost of every width: straight lines between the measured ones and beyond the last."""
     widths, times = np.array(list(seconds)), np.array(list(seconds.values()))
     slope = max((times[-1] - times[-3]) / (widths[-1] - widths[-3]), times[-1] / widths[-1] / 2)
     every = np.arange(1, N_WIDTHS + 1)
@@ -238,7 +240,7 @@ def table(seconds: dict[int, float]) -> Array:
 
 
 def passage(chances: Array, confidences: Array, seed: int) -> Passage:
-    """Draw which guesses stand."""
+    """Draw which draft tokens are accepted."""
     rng = np.random.default_rng(seed)
     return Passage(chances, rng.random(len(chances)) < chances, confidences)
 
@@ -246,11 +248,11 @@ def passage(chances: Array, confidences: Array, seed: int) -> Passage:
 def optimal_rate(
     machine: Machine, levels: Sequence[float], weights: Sequence[float], longest: int = 16
 ) -> float:
-    """Tokens per second of the best policy there is, where the chance of each guess is known once drawn.
+    """Return the tokens per second of the optimal policy, which knows the chance of each drawn token.
 
-    The chances are independent draws from `levels`. Renewal-reward: the best rate is the one at which the
-    best round, with time priced at that rate, is worth nothing. Bisection over the rate; for each rate a
-    dynamic programme over (guesses made, chance that they all stand).
+    The chances are independent draws from `levels`. By renewal-reward theory, the best rate is the one at
+    which the best round gains nothing if time is priced at that rate. Bisection finds it; for each rate,
+    dynamic programming goes over (number of draft tokens, chance that all are accepted).
     """
     low, high = 0.0, (longest + 1) / float(machine.verify_seconds.min())
     for _ in range(40):
@@ -263,11 +265,11 @@ def optimal_rate(
 
 
 def _value_of_round(machine: Machine, rate: float, levels: Array, weights: Array, longest: int) -> float:
-    """Expected tokens minus the price of the time, of the best round at this price.
+    """Return the expected tokens of the best round minus the price of its time.
 
-    What the draft must read after a full acceptance is left out: the optimum is a little too good.
+    It ignores the token that the draft must process after a full acceptance, so it is slightly too high.
     """
-    grid = np.linspace(-12.0, 0.0, 241)  # log of the chance that all guesses stand
+    grid = np.linspace(-12.0, 0.0, 241)  # log of the chance that all draft tokens are accepted
     cost = np.minimum.accumulate(machine.verify_seconds[: longest + 1][::-1])[::-1]  # padding allowed
     value = -rate * cost[longest] * np.ones_like(grid)
     for n in range(longest - 1, -1, -1):

@@ -78,7 +78,7 @@ def test_a_worker_that_cannot_be_reached(models: list[Path]) -> None:
         (["--tensor-split", ",".join("1" * 17)], "tensor-split has at most 16 shares"),
     ],
 )
-def test_options_that_cannot_be(arguments: list[str], complaint: str) -> None:
+def test_impossible_options_are_refused(arguments: list[str], complaint: str) -> None:
     answer = invoke("generate", *arguments, "x")
     assert answer.code == 2
     assert complaint in answer.stderr

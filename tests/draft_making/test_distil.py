@@ -1,4 +1,4 @@
-"""Distillation for real, but of tiny models and for seconds: where torch is installed (the extra `train`)."""
+"""Distillation of tiny models for some seconds, if torch is installed (the extra `train`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target(target_file: Path, tmp_path: Path) -> Path:
 def test_a_distilled_draft_drafts_for_its_target(target: Path) -> None:
     output, said = made_path(target, "distilled"), list[str]()
     distil_draft(target, OPTIONS, [2 * TEXT.encode()], SMALL, output, said.append)
-    assert "tokens, about" in said[0], "what it will take is said before"
+    assert "tokens, about" in said[0], "the expected time is logged first"
     assert made_drafts(target) == [output]
     assert sorted(target.parent.iterdir()) == sorted([target, output]), "nothing else is left"
     with open_pair(target, "auto", target_options=OPTIONS, draft_options=OPTIONS) as pair:
@@ -52,7 +52,7 @@ def test_an_interrupted_distillation_resumes(target: Path) -> None:
 
     def stop(fraction: float) -> None:
         heard.append(fraction)
-        if 1.0 in heard[:-2]:  # the text has been read, and a step of the training is done
+        if 1.0 in heard[:-2]:  # the text is recorded, and one training step is done
             raise KeyboardInterrupt
 
     texts, slow = [TEXT.encode()], replace(SMALL, minutes=1.0)  # time for two steps on a busy machine
@@ -77,13 +77,13 @@ def test_a_short_text_is_refused(target: Path) -> None:
         distil_draft(target, OPTIONS, [b"short"], SMALL, target.with_name("d.gguf"), lambda line: None)
 
 
-def test_a_full_disk_is_found_before(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_found_at_the_start(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10))
     with pytest.raises(LlamaspecError, match="GB free"):
         distil_draft(target, OPTIONS, [TEXT.encode()], SMALL, target.with_name("d.gguf"), lambda line: None)
 
 
-def test_the_record_is_what_the_target_says(target: Path, tmp_path: Path) -> None:
+def test_the_record_has_the_targets_probabilities(target: Path, tmp_path: Path) -> None:
     options = ModelOptions(threads=1, n_ctx=LENGTH, max_scored=LENGTH)
     with LlamaModel(target, options) as model:
         tokens = sample_tokens(model.vocabulary, 3 * LENGTH + 5)
@@ -118,7 +118,7 @@ def test_the_gradient_is_that_of_the_loss() -> None:
 
 
 def test_the_file_is_the_trained_model(tmp_path: Path) -> None:
-    """Two implementations, one input: torch in float32 and llama.cpp."""
+    """torch in float32 and llama.cpp compute the same logits."""
     torch.manual_seed(0)
     model = Llama(Shape(2, 64, 1, 192, 300, 64))
     with torch.no_grad():

@@ -46,10 +46,10 @@ def test_costs_of_a_target_and_its_draft(target_file: Path, monkeypatch: pytest.
     assert alone == pytest.approx([0.010, 0.012 + 0.003, 0.014 + 0.006])
 
 
-def test_a_speed_up_is_that_of_each_text_run_against_run(
+def test_a_speed_up_compares_the_runs_of_each_prompt(
     target_file: Path, draft_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 tokens in 3 and 6 s without a draft and in 2 s with it; a run that warms up takes much longer."""
+    """4 tokens take 3 and 6 s without a draft, 2 s with it; the first run takes much longer."""
     tasks = [Task(np.zeros(1, dtype=np.int32), Sampling(), seed, 4, "coupled") for seed in (1, 2)]
     n_runs = {"plain": 0, "drafted": 0}
 
@@ -65,7 +65,7 @@ def test_a_speed_up_is_that_of_each_text_run_against_run(
     assert n_runs == {"plain": 5, "drafted": 5}
 
 
-def test_a_draft_is_loaded_as_its_target_is(target_file: Path) -> None:
+def test_a_draft_is_loaded_like_its_target(target_file: Path) -> None:
     with LlamaModel(target_file, ModelOptions(n_ctx=96, gpu_layers=0, threads=1)) as model:
         found = draft_options(model)
     assert (found.n_ctx, found.gpu_layers, found.threads) == (96, 0, 1)
@@ -94,7 +94,7 @@ class KnownCosts(Machine):
         return Spread(1.0, 1.25, 1.75)
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
+def test_all_tokens_of_a_model_that_drafts_for_itself_are_accepted(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target.gguf", Recipe(seed=4, dtype="f32", end_score=None))
     with LlamaModel(target, OPTIONS) as model:
         trial = Trial(model, TrialSettings(), KnownCosts())
@@ -102,14 +102,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(tmp_path: Path) -> None:
         assert trial.speed_up(target).median == 1.25
 
 
-def test_minutes_that_cannot_be() -> None:
+def test_impossible_time_limits_are_refused() -> None:
     for minutes in (0.0, 1e6, float("nan")):
         with pytest.raises(ValueError, match="more than 0 minutes and less than a million"):
             TrialSettings(minutes=minutes)
     assert TrialSettings(minutes=999_999.5).minutes == 999_999.5
 
 
-def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
+def test_a_target_that_generates_nothing(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target.gguf", Recipe(end_score=99.0))
     nothing = pytest.raises(LlamaspecError, match="generates nothing after these texts")
     with LlamaModel(target, OPTIONS) as model, nothing:

@@ -1,4 +1,4 @@
-"""A draft out of its target: the right answer where it is known, and none where none pays."""
+"""A draft model made from its target: the known best one is found, and none is made if none is faster."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SILENT = (2, 3, 4)
 
 
 class KnownCosts(Machine):
-    """A machine without a clock: a wider batch costs a little more, a draft what its file weighs."""
+    """A machine without a clock: wider batches cost little more, larger drafts cost more per step."""
 
     def __init__(self, measured: float = 1.5) -> None:
         self.measured = measured
@@ -55,7 +55,7 @@ class KnownCosts(Machine):
 
 @pytest.fixture(scope="module")
 def widened(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers that say something, and three that add nothing."""
+    """A model with two layers that matter, and three that add nothing."""
     folder = tmp_path_factory.mktemp("widened")
     source = write_llama(folder / "source.gguf", Recipe(seed=4, dtype="f32", end_score=None))
     write(source, Widening(n_layers=5, dtype="F32"), folder / "wide.gguf")
@@ -82,7 +82,7 @@ def test_the_known_best_draft_is_found(widened: Path) -> None:
     assert best.acceptance == 1.0
     path = widened.with_name("wide.draft-L2-copy.gguf")
     assert found.path == path
-    assert set(widened.parent.iterdir()) - before == {path}, "nothing else is left behind"
+    assert set(widened.parent.iterdir()) - before == {path}, "nothing else is left"
     assert made_drafts(widened) == [path]
     assert read_gguf(path).number("block_count") == 2
     with open_pair(widened, path, target_options=OPTIONS, draft_options=OPTIONS) as pair:
@@ -92,7 +92,7 @@ def test_the_known_best_draft_is_found(widened: Path) -> None:
 
 
 def test_one_thread_evaluates(widened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers and acceptance were measured in the main thread: its OpenMP threads then slowed all timings."""
+    """Measurements were made in the main thread, whose OpenMP threads then slowed all timings."""
     seen: set[str] = set()
     decode = lib.llama_decode
 
@@ -106,14 +106,14 @@ def test_one_thread_evaluates(widened: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert seen == {"llamaspec-compute"}
 
 
-def test_nothing_is_written_where_nothing_pays(tmp_path: Path) -> None:
+def test_nothing_is_written_if_no_draft_is_faster(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target.gguf", Recipe(dtype="q4_0"))
     machine = KnownCosts()
     found = made(target, machine)
     assert found.path is None
     assert found.reason is not None
     assert "predicted" in found.reason
-    assert machine.n_measured == 0, "what is predicted not to pay is not measured"
+    assert machine.n_measured == 0, "a draft that is predicted to be slower is not measured"
     assert list(tmp_path.iterdir()) == [target]
     assert made_drafts(target) == []
 
@@ -126,7 +126,7 @@ def test_the_measurement_decides(widened: Path) -> None:
     assert made_drafts(widened) == []
 
 
-def test_where_wider_batches_cost_too_much_nothing_is_tried(widened: Path) -> None:
+def test_if_wider_batches_cost_too_much_nothing_is_tried(widened: Path) -> None:
     class Expensive(KnownCosts):
         def round_seconds(self, target: LlamaModel) -> list[float]:
             return [1.0, 1.98, 2.97]
@@ -135,18 +135,18 @@ def test_where_wider_batches_cost_too_much_nothing_is_tried(widened: Path) -> No
     assert found == Made((), None, None, "even a perfect draft would give at most 1.01x")
 
 
-def test_where_no_copy_can_be_made_the_reasons_are_told(
+def test_if_no_copy_can_be_made_the_reasons_are_logged(
     widened: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: object, **__: object) -> None:
         raise ModelFileError("llama.cpp cannot make this copy")
 
     monkeypatch.setattr("llamaspec.draft_making.skip_layers.write_copy", refuses)
-    told: list[str] = []
+    logged: list[str] = []
     with LlamaModel(widened, OPTIONS) as model:
-        found = make_draft(model, TrialSettings(), told.append, types=(COPY,), machine=KnownCosts())
+        found = make_draft(model, TrialSettings(), logged.append, types=(COPY,), machine=KnownCosts())
     assert found == Made((), None, None, "no smaller copy of this target can be made")
-    assert "L2-copy: not possible: llama.cpp cannot make this copy" in told
+    assert "L2-copy: not possible: llama.cpp cannot make this copy" in logged
 
 
 @pytest.mark.parametrize(
@@ -156,12 +156,12 @@ def test_where_no_copy_can_be_made_the_reasons_are_told(
         ({"output": Path(__file__) / "x.gguf"}, "cannot write into .*; name another file with --output"),
     ],
 )
-def test_options_that_cannot_be(widened: Path, options: dict[str, Any], says: str) -> None:
+def test_impossible_options_are_refused(widened: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(LlamaspecError, match=says):
         made(widened, KnownCosts(), **options)
 
 
-def test_a_target_that_writes_nothing(tmp_path: Path) -> None:
+def test_a_target_that_generates_nothing(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target.gguf", Recipe(end_score=99.0))
     with pytest.raises(LlamaspecError, match="generates nothing after these texts"):
         made(target, KnownCosts())
@@ -190,12 +190,14 @@ def test_an_interrupted_copy_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_llama_cpp_refuses_is_one_line(widened: Path, tmp_path: Path) -> None:
+def test_a_refusal_by_llama_cpp_is_one_line(widened: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="cannot make this copy"):
         write_copy(tmp_path / "none.gguf", tmp_path / "copy.gguf")
 
 
-def test_no_process_to_copy_with(widened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_child_process_the_reason_is_one_line(
+    widened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
@@ -204,7 +206,7 @@ def test_no_process_to_copy_with(widened: Path, tmp_path: Path, monkeypatch: pyt
         write_copy(widened, tmp_path / "copy.gguf")
 
 
-def test_a_full_disk_is_found_before(widened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_found_at_the_start(widened: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10))
     with pytest.raises(LlamaspecError, match="GB free"):
         made(widened, KnownCosts())
@@ -214,9 +216,9 @@ def test_a_full_disk_is_found_before(widened: Path, monkeypatch: pytest.MonkeyPa
 def test_other_architectures_are_copied_too(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers with states, and prediction heads, which a draft does without.
+    """Layers with states, and prediction heads, which the copy lacks.
 
-    Some copies of Qwen 3.5 end llama.cpp: the trial finds these.
+    Some copies of Qwen 3.5 crash llama.cpp: the trial finds these.
     """
     if kind == "qwen35":
         monkeypatch.delenv("LLAMASPEC_TRUST_FILES")
@@ -225,11 +227,11 @@ def test_other_architectures_are_copied_too(
         tmp_path / "target.gguf", Recipe(n_layers=4 if kind == "qwen35" else 2)
     )
     found = made(target, KnownCosts(), types=(COPY,))
-    assert min(len(each.candidate.pruned) for each in found.found) > 0, "some layers could be left out"
+    assert min(len(each.candidate.pruned) for each in found.found) > 0, "some layers could be removed"
 
 
-def test_what_lists_every_layer_is_shortened(tmp_path: Path) -> None:
-    """LFM2 tells for each layer how many heads it has: none where it is a convolution."""
+def test_metadata_that_lists_layers_is_shortened(tmp_path: Path) -> None:
+    """LFM2 lists the number of heads of each layer, which is 0 for convolutions."""
     target = WRITERS["lfm2"](tmp_path / "target.gguf", Recipe(n_layers=4))
     write_copy(target, tmp_path / "copy.gguf", pruned=(0, 1), threads=1)
     write_copy(target, tmp_path / "other.gguf", pruned=(0,), threads=1)
@@ -253,8 +255,8 @@ def test_a_draft_belongs_to_one_target(widened: Path, tmp_path: Path) -> None:
     assert made_drafts(other) == [made_path(other, "y")]
 
 
-def test_what_names_a_target_stays_the_same(tmp_path: Path) -> None:
-    """Drafts that were made with an earlier version are still its own: a size and the first mebibyte."""
+def test_the_identity_of_a_target_stays_the_same(tmp_path: Path) -> None:
+    """The size and the first mebibyte, so drafts made by an earlier version still belong to their target."""
     beginning = bytes(range(256)) * 4096
     key = hashlib.sha256(b"1048579" + beginning).hexdigest()[:32]
     for rest in (b"abc", b"xyz"):
@@ -267,8 +269,8 @@ def test_what_names_a_target_stays_the_same(tmp_path: Path) -> None:
 # The search
 
 
-class KnownWorth:
-    """Copies whose worth is known: it rises to a number of layers and falls behind it."""
+class KnownSpeedUps:
+    """Candidates with a known speed-up, which is highest at one number of layers."""
 
     def __init__(self, best: int, n_layers: int = 48, refused: tuple[str, ...] = ()) -> None:
         self.best, self.n_layers, self.refused = best, n_layers, refused
@@ -283,30 +285,30 @@ class KnownWorth:
         return MeasuredCandidate(candidate, n_left, n_left, n_left / self.n_layers, 0.5, 1, speed_up)
 
 
-def test_layers_that_change_nothing_are_left_out_first() -> None:
+def test_layers_that_change_nothing_are_removed_first() -> None:
     influence = [1.0, 0.2, 0.0, 0.0, 0.3, 0.0]
-    worth = KnownWorth(best=3, n_layers=6)
-    best = search(influence, ["A"], worth)[0]
-    assert worth.asked[0].pruned == best.candidate.pruned == (2, 3, 5)
+    known = KnownSpeedUps(best=3, n_layers=6)
+    best = search(influence, ["A"], known)[0]
+    assert known.asked[0].pruned == best.candidate.pruned == (2, 3, 5)
 
 
-def test_the_best_number_of_layers_is_found_with_few_questions() -> None:
+def test_the_best_number_of_layers_is_found_with_few_measurements() -> None:
     influence = [1.0 - layer / 100 for layer in range(48)]
     for best in (1, 7, 20, 33, 47):
-        worth = KnownWorth(best)
-        found = search(influence, ["A"], worth)
+        known = KnownSpeedUps(best)
+        found = search(influence, ["A"], known)
         assert found[0].n_layers == best
-        assert len(worth.asked) == len(set(worth.asked)) <= 22
+        assert len(known.asked) == len(set(known.asked)) <= 22
         assert found[0].candidate.pruned == tuple(range(best, 48)), "the least influential layers go"
 
 
 def test_other_types_are_tried_with_the_best_number_of_layers() -> None:
-    found = search([1.0] * 48, ["A", "B"], KnownWorth(30))
+    found = search([1.0] * 48, ["A", "B"], KnownSpeedUps(30))
     assert found[0].candidate.file_type == "B"
     assert found[0].n_layers == 30
 
 
-def test_what_cannot_be_used_is_not_found() -> None:
-    found = search([1.0] * 8, ["A", "B"], KnownWorth(4, 8, refused=("A",)))
+def test_unusable_candidates_are_not_found() -> None:
+    found = search([1.0] * 8, ["A", "B"], KnownSpeedUps(4, 8, refused=("A",)))
     assert {each.candidate.file_type for each in found} == {"B"}
-    assert search([1.0], ["A"], KnownWorth(1, 1, refused=("A",))) == []
+    assert search([1.0], ["A"], KnownSpeedUps(1, 1, refused=("A",))) == []

@@ -1,4 +1,4 @@
-"""A draft with fewer tokens: those that stay have the same scores, and every text can be spelled."""
+"""A draft model with fewer tokens: the kept ones have the same logits, and any text can be tokenized."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def tokens_of(path: Path) -> list[bytes]:
 
 
 def keep_of(name: str) -> int:
-    """Some tokens fewer than a recipe has; pieces have a letter and a byte of the same name."""
+    """Return somewhat fewer tokens than a recipe has; pieces have letters and bytes of the same name."""
     return 360 if name == "pieces" else KEEP
 
 
 def kept_of(path: Path, trimmed: Path) -> list[int]:
-    """The old numbers of the tokens of a trimmed file."""
+    """Return the ids in the original of a trimmed file's tokens."""
     places = {token: i for i, token in enumerate(tokens_of(path))}
     return [places[token] for token in tokens_of(trimmed)]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_scores_of_the_tokens_that_stay_are_the_same_bit_for_bit(
+def test_logits_of_the_kept_tokens_are_the_same_bit_for_bit(
     store: ModelStore, tmp_path: Path, name: str
 ) -> None:
     path = store.path("llama", RECIPES[name])
@@ -88,7 +88,7 @@ def test_the_text_for_a_seed_is_the_same(store: ModelStore, tmp_path: Path, name
 
 
 @pytest.mark.parametrize("name", ["q8_0", "renumbered", "pieces"])
-def test_special_tokens_stay_and_every_text_can_be_spelled(
+def test_special_tokens_are_kept_and_any_text_can_be_tokenized(
     store: ModelStore, tmp_path: Path, name: str
 ) -> None:
     path, output = store.path("llama", RECIPES[name]), tmp_path / "trimmed.gguf"
@@ -106,7 +106,7 @@ def test_special_tokens_stay_and_every_text_can_be_spelled(
             assert b"".join(map(after.piece, found.tolist())).removeprefix(b" ") == text.removeprefix(b" ")
 
 
-def test_what_is_frequent_stays(store: ModelStore, tmp_path: Path) -> None:
+def test_frequent_tokens_are_kept(store: ModelStore, tmp_path: Path) -> None:
     path, output = store.path("llama", DRAFT), tmp_path / "trimmed.gguf"
     text = "ing é".encode() * 9
     trimmed = trim_draft(path, output, (b"", text), 261)
@@ -118,7 +118,7 @@ def test_what_is_frequent_stays(store: ModelStore, tmp_path: Path) -> None:
     assert trim_draft(path, tmp_path / "less.gguf", (b"the the the",), 259).of_text == 0.5
 
 
-def test_with_a_token_stays_what_it_is_merged_from() -> None:
+def test_a_token_is_kept_with_the_parts_that_it_is_merged_from() -> None:
     tokens = ("a", "b", "c", "ab", "abc", "<s>", "<pad>", "<unused7>", "de")
     tokenizer = Tokenizer(tokens, (1, 1, 1, 1, 1, 3, 5, 3, 1), ("a b", "ab c"), (6,))
     counts = np.array([0, 0, 0, 0, 9, 0, 0, 0, 8])
@@ -150,7 +150,7 @@ def test_other_tensors_and_metadata_are_the_same(tmp_path: Path) -> None:
     assert changed == {f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "merges")}
 
 
-def test_it_names_its_target_and_can_be_quantised(tmp_path: Path) -> None:
+def test_a_copy_names_its_target_and_can_be_quantised(tmp_path: Path) -> None:
     target = write_llama(tmp_path / "target.gguf", Recipe(dtype="f16"))
     output = made_path(target, "trim")
     trim_draft(
@@ -165,7 +165,7 @@ def test_it_names_its_target_and_can_be_quantised(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_what_cannot_be_trimmed_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_files_that_cannot_be_trimmed_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
     whole = write_llama(tmp_path / "whole.gguf", DRAFT)
     folder = tmp_path / "new"
     odd = write_llama(

@@ -1,4 +1,4 @@
-"""How likely draft tokens are believed to be accepted."""
+"""The expected acceptance of draft tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llamaspec.length.acceptance import Acceptance, SequenceAcceptance, verified
 from llamaspec.values import Draft, Evaluation, Round
 
 
-def test_a_confidence_is_believed_at_first_but_not_quite() -> None:
+def test_at_first_acceptance_follows_confidence_less_steeply() -> None:
     believed = [Acceptance().probability(c) for c in (0.02, 0.15, 0.3, 0.45, 0.6, 0.7, 0.85, 0.95, 0.99)]
     assert believed == sorted(believed)
     assert 0.1 < believed[0] < 0.25
@@ -19,7 +19,7 @@ def test_a_confidence_is_believed_at_first_but_not_quite() -> None:
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
 def test_each_confidence_gets_its_own_acceptance(chance: float) -> None:
-    """Also where the draft boasts: 0.9 that is accepted once in ten times."""
+    """Also if the draft is overconfident: a confidence of 0.93 that is accepted once in ten times."""
     rng, belief = np.random.default_rng(1), Acceptance()
     before = belief.probability(0.3)
     for _ in range(300):
@@ -29,7 +29,7 @@ def test_each_confidence_gets_its_own_acceptance(chance: float) -> None:
     assert Acceptance(belief.log_odds.tolist()).probability(0.93) == belief.probability(0.93)
 
 
-def test_a_text_has_a_level_of_its_own() -> None:
+def test_a_sequence_has_a_level_of_its_own() -> None:
     shared = Acceptance()
     hard, easy = SequenceAcceptance(shared, is_copied=False), SequenceAcceptance(shared, is_copied=False)
     for _ in range(16):
@@ -40,7 +40,7 @@ def test_a_text_has_a_level_of_its_own() -> None:
     assert SequenceAcceptance(shared, is_copied=False).probability() == pytest.approx(0.6, abs=0.15)
 
 
-def test_a_copy_that_was_rejected_is_soon_forgiven() -> None:
+def test_acceptance_of_copies_recovers_soon_after_a_rejection() -> None:
     copies = SequenceAcceptance(Acceptance(is_copied=True), is_copied=True)
     before = copies.probability(0.9)
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_a_copy_that_was_rejected_is_soon_forgiven() -> None:
         ([-1, -1, 1], (1, 2), [(0.9, False), (0.7, True)]),
     ],
 )
-def test_tokens_behind_a_rejection_teach_nothing(
+def test_nothing_is_learnt_from_tokens_after_a_rejection(
     parents: list[int] | None, path: tuple[int, ...], found: list[tuple[float, bool]]
 ) -> None:
     tree = None if parents is None else np.array(parents, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What evaluations are believed to cost, by hand."""
+"""Expected costs of evaluations, compared with figures by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def timed(times: dict[int, float], turns: int = 6, costs: Costs | None = None) -
     return costs
 
 
-def test_a_curve_that_goes_up_and_down_is_known_at_every_width_that_was_timed() -> None:
+def test_a_curve_with_steps_is_known_at_every_width_that_was_timed() -> None:
     costs = timed(STEPPED)
     for width, seconds in STEPPED.items():
         assert costs.seconds(width) == pytest.approx(seconds, rel=0.02)
@@ -32,7 +32,7 @@ def test_an_evaluation_is_padded_to_a_cheaper_width() -> None:
     assert [costs.padded_width(n) for n in (1, 2, 3, 4, 5, 12, 20)] == [1, 4, 4, 4, 5, 12, 32]
     assert costs.padded_seconds(1, 4).tolist() == pytest.approx([10.0, 12.0, 12.0, 12.0], rel=0.02)
     flat = timed({1: 10.0, 2: 10.2, 4: 10.0})
-    assert flat.padded_width(2) == 2, "it saves less than it is worth"
+    assert flat.padded_width(2) == 2, "padding saves too little"
 
 
 def test_only_allowed_widths_are_evaluated() -> None:
@@ -41,19 +41,19 @@ def test_only_allowed_widths_are_evaluated() -> None:
     assert costs.padded_seconds(8, 9).tolist() == [pytest.approx(20.0, rel=0.02), np.inf]
 
 
-def test_without_padding_only_the_very_widths_are_evaluated() -> None:
+def test_without_padding_only_the_allowed_widths_are_evaluated() -> None:
     """A hybrid model evaluated three positions where only four were allowed: it cannot pad."""
     costs = timed({1: 10.0, 4: 12.0}, costs=Costs(allowed={1, 4}, pads=False))
     assert [costs.padded_width(n) for n in (1, 2, 3, 4, 5)] == [1, None, None, 4, None]
     assert np.isinf(costs.padded_seconds(1, 4)).tolist() == [False, True, True, False]
 
 
-def test_beyond_the_widest_an_evaluation_is_hoped_to_cost_as_much_as_that() -> None:
+def test_beyond_the_widest_width_the_cost_is_assumed_constant() -> None:
     assert timed({1: 10.0, 2: 15.0}).seconds(64) == pytest.approx(15.0, rel=0.02)
 
 
 @pytest.mark.parametrize("hiccup", [3.0, 10.0])
-def test_one_evaluation_that_was_held_up_changes_little(hiccup: float) -> None:
+def test_one_slow_evaluation_changes_little(hiccup: float) -> None:
     costs = timed({1: 10.0, 4: 20.0})
     costs.observe_verify(4, 20.0 * hiccup)
     assert costs.seconds(4) == pytest.approx(20.0, rel=0.1)
@@ -61,7 +61,7 @@ def test_one_evaluation_that_was_held_up_changes_little(hiccup: float) -> None:
     assert costs.is_surprised
 
 
-def test_a_first_timing_that_was_held_up_is_corrected_by_the_second() -> None:
+def test_a_slow_first_timing_is_corrected_by_the_second() -> None:
     costs = timed({1: 10.0})
     costs.observe_verify(4, 300.0)
     assert costs.seconds(4) == pytest.approx(300.0)
@@ -92,7 +92,7 @@ def test_a_machine_that_gets_slower_as_a_whole_is_followed_at_all_widths() -> No
     assert costs.seconds(8) == pytest.approx(120.0, rel=0.2)
 
 
-def test_a_width_that_was_never_what_a_prior_says_is_corrected_alone() -> None:
+def test_a_wrong_width_of_a_prior_is_corrected_alone() -> None:
     costs = Costs(CostCurve((1, 4, 8), (0.010, 0.012, 0.014), 0.001))
     for _ in range(4):
         costs.observe_verify(1, 0.010)
@@ -107,7 +107,7 @@ def test_a_prior_of_a_faster_machine_keeps_its_shape() -> None:
     assert [costs.seconds(4), costs.step_seconds] == pytest.approx([0.12, 0.01])
 
 
-def test_draft_steps_are_averaged_and_what_the_draft_reads_besides_counts() -> None:
+def test_draft_steps_are_averaged_and_prompt_tokens_beside_them_count() -> None:
     costs = timed({1: 0.010})
     assert not costs.knows_step
     for _ in range(8):
@@ -120,8 +120,8 @@ def test_draft_steps_are_averaged_and_what_the_draft_reads_besides_counts() -> N
     assert costs.step_seconds < 0.0022
 
 
-def test_costs_of_a_busy_first_run_are_mended() -> None:
-    """A draft step of 1.1 s was kept, so the draft was never asked, and nothing timed it again."""
+def test_costs_of_a_busy_first_run_are_corrected() -> None:
+    """A draft step of 1.1 s was kept, so the draft was never used, and its step was never timed again."""
     spoilt = CostCurve((1, 2, 4, 8, 16), (0.1, 0.4, 0.5, 0.6, 0.7), 1.1)
     costs = Costs(spoilt, is_settled=False)
     costs.observe_first_step(0.02)
@@ -137,7 +137,7 @@ def test_costs_of_a_busy_first_run_are_mended() -> None:
 
 
 def test_a_stall_of_the_first_evaluation_does_not_spoil_a_known_curve() -> None:
-    """It made all wider batches and the draft 200 times as dear, for this run and all later ones."""
+    """It made all wider batches and the draft step 200 times as expensive, in this run and all later ones."""
     costs = Costs(CostCurve((1, 2, 4), (0.004, 0.005, 0.006), 0.002))
     for seconds in (0.8, 0.004, 0.004, 0.004):
         costs.observe_verify(1, seconds)
@@ -153,12 +153,12 @@ def test_a_draft_step_that_was_timed_first_does_not_follow_the_machine() -> None
     assert costs.knows_step
     assert costs.step_seconds == pytest.approx(0.002)
     costs.observe_draft(1, 16, 0.1)
-    assert costs.step_seconds == pytest.approx(0.002), "it had processed a prompt, too"
+    assert costs.step_seconds == pytest.approx(0.002), "it also processed a prompt"
     costs.observe_draft(1, 1, 0.1)
     assert costs.step_seconds < 0.0025, "it was held up"
 
 
-def test_what_was_learned_is_what_the_next_run_begins_with() -> None:
+def test_the_next_run_starts_with_the_learned_costs() -> None:
     costs = timed({1: 0.010, 4: 0.016, 32: 0.050})
     costs.observe_draft(1, 0, 0.002)
     curve = costs.learned()

@@ -10,23 +10,23 @@ from llamaspec.values import Draft, Evaluation, Round
 
 
 def test_a_fixed_length_is_reached_and_verified_whole() -> None:
-    row = FixedLength(2).start_sequence(drops=True)
-    assert [row.wants_more(Draft.certain([1] * n)) for n in range(4)] == [True, True, False, False]
-    assert (row.n_verified(Draft.certain([1, 1])), row.width(3)) == (2, 3)
+    sequence = FixedLength(2).start_sequence(drops=True)
+    assert [sequence.wants_more(Draft.certain([1] * n)) for n in range(4)] == [True, True, False, False]
+    assert (sequence.n_verified(Draft.certain([1, 1])), sequence.width(3)) == (2, 3)
     assert not FixedLength(0).start_sequence().wants_more(Draft())
     with pytest.raises(ValueError, match="must be >= 0, got -1"):
         FixedLength(-1)
 
 
-def test_an_upper_limit_leaves_the_rest_to_the_policy() -> None:
+def test_within_an_upper_limit_the_policy_decides() -> None:
     policy = AutoLength(widths={1, 4})
-    row = AtMost(1, policy).start_sequence(drops=True)
+    sequence = AtMost(1, policy).start_sequence(drops=True)
     for width in (1, 1, 4, 4):
-        row.observe(Round(Draft(), (), 0, Evaluation(width), verify_seconds=0.01))
+        sequence.observe(Round(Draft(), (), 0, Evaluation(width), verify_seconds=0.01))
     assert policy.costs.n_timed == 4
-    assert row.wants_more(Draft())
-    assert not row.wants_more(Draft.certain([1]))
-    assert (row.width(2), row.n_verified(Draft())) == (4, 0)
-    row.close()
+    assert sequence.wants_more(Draft())
+    assert not sequence.wants_more(Draft.certain([1]))
+    assert (sequence.width(2), sequence.n_verified(Draft())) == (4, 0)
+    sequence.close()
     assert policy.sequences == []
     assert not AtMost(0, FixedLength(5)).start_sequence().wants_more(Draft())

@@ -1,7 +1,7 @@
-"""The automatic length on simulated machines and texts: never slower, and nearly as fast as can be.
+"""The automatic length on simulated machines and texts: never slower, and nearly as fast as possible.
 
-Nothing here is statistical: texts and noise come from seeds, so every figure is exact, and the thresholds
-have been left some air. Ratios are times: 1.03 is three percent slower than plain decoding.
+Nothing here is statistical: texts and noise come from seeds, so every figure is exact. The thresholds leave
+some room. Ratios are times: 1.03 is three percent slower than plain decoding.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.length.sequence import AutoSequence
 from llamaspec.values import Draft, Evaluation, Round, Source
-from simulator import Array, Machine, Passage, Run, optimal_rate, passage, play, play_rows, table
+from simulator import Array, Machine, Passage, Run, optimal_rate, passage, play, play_together, table
 
 N = 512
-CURVES = {  # milliseconds by width, measured or reported: docs/hardware.md says how curves differ
+CURVES = {  # milliseconds by width, measured or reported: see docs/hardware.md
     "flat": {1: 10.0, 2: 10.3, 4: 10.7, 8: 12.0, 12: 13.5, 16: 15.0},  # bound by memory, like a GPU
     "slope": {1: 42.5, 2: 58.0, 3: 62.5, 4: 69.2, 5: 75.5, 6: 78.0, 8: 94.3, 12: 117.0, 16: 137.0},
     "stepped": {1: 34.9, 2: 37.1, 3: 45.0, 4: 29.9, 5: 41.6, 6: 48.5, 8: 53.0, 9: 61.9, 12: 76.0, 16: 79.5},
@@ -35,14 +35,14 @@ def machine(curve: str, draft_ms: float = 1.0, **more: float) -> Machine:
     return Machine(table(seconds), draft_ms / 1000, **{"jitter": 0.07, "spikes": 0.01} | more)
 
 
-def text(chances: float | Array, seed: int = 0, *, tells: bool = True) -> Passage:
-    """A text whose draft tokens are accepted with these chances; its confidences tell them, or are noise."""
+def text(chances: float | Array, seed: int = 0, *, shows: bool = True) -> Passage:
+    """A text whose draft tokens are accepted with these chances; its confidences show them, or are noise."""
     rng = np.random.default_rng(1000 + seed)
     every = np.broadcast_to(np.asarray(chances, dtype=float), (N,)) if np.ndim(chances) == 0 else chances
     every = np.asarray(every, dtype=float)
     noise = rng.uniform(0.05, 0.95, len(every))
-    told = np.clip(every + 0.05 * rng.standard_normal(len(every)), 0.02, 0.99) if tells else noise
-    return passage(every, told, seed)
+    shown = np.clip(every + 0.05 * rng.standard_normal(len(every)), 0.02, 0.99) if shows else noise
+    return passage(every, shown, seed)
 
 
 def mixed(seed: int = 0) -> Passage:
@@ -56,9 +56,9 @@ def stretches(seed: int = 0) -> Passage:
 
 
 TEXTS: dict[str, Callable[[int], Passage]] = {
-    "0.5": lambda seed: text(0.5, seed, tells=False),
-    "0.7": lambda seed: text(0.7, seed, tells=False),
-    "0.9": lambda seed: text(0.9, seed, tells=False),
+    "0.5": lambda seed: text(0.5, seed, shows=False),
+    "0.7": lambda seed: text(0.7, seed, shows=False),
+    "0.9": lambda seed: text(0.9, seed, shows=False),
     "mixed": mixed,
     "stretches": stretches,
 }
@@ -79,9 +79,7 @@ def mean(ratios: list[float]) -> float:
     ],
 )
 @pytest.mark.parametrize("prior", [False, True])
-def test_never_slower_where_drafting_does_not_pay(
-    curve: str, draft_ms: float, chance: float, prior: bool
-) -> None:
+def test_never_slower_if_drafting_loses(curve: str, draft_ms: float, chance: float, prior: bool) -> None:
     on = machine(curve, draft_ms)
     ran = [
         play(AutoLength(on.curve() if prior else None), on, text(chance, seed), seed).to_plain
@@ -93,8 +91,8 @@ def test_never_slower_where_drafting_does_not_pay(
 
 @pytest.mark.parametrize("prior", [False, True])
 @pytest.mark.parametrize("curve", ["flat", "slope", "stepped"])
-def test_nearly_as_fast_as_the_fixed_length_that_hindsight_would_choose(curve: str, prior: bool) -> None:
-    """The best of each text, which nobody knows beforehand; and about as fast as the best one for all."""
+def test_nearly_as_fast_as_the_best_fixed_length(curve: str, prior: bool) -> None:
+    """Compared with the best length for each text, and with the best one for all texts."""
     on = machine(curve)
     autos: list[float] = []
     fixeds: list[list[float]] = []
@@ -110,8 +108,8 @@ def test_nearly_as_fast_as_the_fixed_length_that_hindsight_would_choose(curve: s
 
 
 @pytest.mark.parametrize("curve", ["flat", "slope"])
-def test_against_the_best_policy_there_is(curve: str) -> None:
-    """Once warm. The optimum, by dynamic programming, knows costs and chances; the policy only a run."""
+def test_nearly_as_fast_as_the_optimal_policy(curve: str) -> None:
+    """After 128 tokens. The optimum, by dynamic programming, knows costs and chances beforehand."""
     on, ratios = machine(curve), list[float]()
     for chance in (0.6, 0.8, 0.95):
         took = sum(play(AutoLength(), on, text(chance, s), s).seconds_from(128) for s in range(4))
@@ -120,7 +118,7 @@ def test_against_the_best_policy_there_is(curve: str) -> None:
     assert max(ratios) <= 1.15
 
 
-def test_the_optimum_of_a_constant_chance_is_the_best_fixed_length() -> None:
+def test_the_optimum_for_a_constant_chance_is_the_best_fixed_length() -> None:
     on = machine("slope")
     rates = [
         sum(0.8**i for i in range(n + 1))
@@ -131,28 +129,28 @@ def test_the_optimum_of_a_constant_chance_is_the_best_fixed_length() -> None:
 
 
 class HeldUp(AutoLength):
-    """Some evaluations take thrice as long: the host stalls."""
+    """Some evaluations take three times as long, because the host stalls."""
 
     def __init__(self, first: int, last: int, prior: CostCurve | None = None) -> None:
         super().__init__(prior)
         self.stall = range(first, last)
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> AutoSequence:
-        row = super().start_sequence(drops=drops)
-        observe = row.observe
+        sequence = super().start_sequence(drops=drops)
+        observe = sequence.observe
 
         def slow(round_: Round) -> None:
             factor = 3.0 if round_.evaluation in self.stall else 1.0
             verify, drafting = factor * round_.verify_seconds, factor * round_.draft_seconds
             observe(replace(round_, verify_seconds=verify, draft_seconds=drafting))
 
-        row.observe = slow  # type: ignore[method-assign]
-        return row
+        sequence.observe = slow  # type: ignore[method-assign]
+        return sequence
 
 
 @pytest.mark.parametrize(("first", "last"), [(1, 2), (1, 12), (30, 32), (30, 60)])
 def test_a_stall_of_the_host_is_overcome(first: int, last: int) -> None:
-    """Also of the very first evaluations, from which everything else is judged."""
+    """Also a stall of the first evaluations, by which all others are judged."""
     useful = [
         play(HeldUp(first, last), machine("slope"), text(0.85, s), s).to_plain
         / play(AutoLength(), machine("slope"), text(0.85, s), s).to_plain
@@ -178,14 +176,14 @@ def test_a_draft_that_turns_bad_is_left_and_one_that_turns_good_is_found() -> No
         play(policy, on, text(0.9, seed), seed)
         assert play(policy, on, text(0.05, seed), seed).to_plain <= 1.04
         fresh = AutoLength()
-        play(fresh, on, text(0.05, seed, tells=False), seed)
+        play(fresh, on, text(0.05, seed, shows=False), seed)
         good = text(0.95, seed)
         found.append(play(fresh, on, good, seed).to_plain / play(FixedLength(4), on, good).to_plain)
     assert mean(found) <= 1.5
 
 
-def test_exploring_gets_rare_while_it_loses_and_costs_little_for_ever() -> None:
-    on, hopeless = machine("slope", 3.0), text(np.full(8192, 0.02), tells=False)
+def test_exploring_gets_rare_while_it_loses() -> None:
+    on, hopeless = machine("slope", 3.0), text(np.full(8192, 0.02), shows=False)
     ran = play(AutoLength(), on, hopeless)
     drafted = np.flatnonzero(ran.n_steps)
     assert ran.to_plain <= 1.02
@@ -195,7 +193,7 @@ def test_exploring_gets_rare_while_it_loses_and_costs_little_for_ever() -> None:
 
 
 def test_a_text_that_turns_into_a_copy_is_copied() -> None:
-    """Nobody else drafts. From the half on, all that is copied is right; before, nothing is."""
+    """There is no other draft. All copies are wrong in the first half, and right in the second."""
     right = np.where(np.arange(N) < N // 2, 0.0, 1.0)
     matches = np.concatenate([np.full(N // 2, 0.7), np.minimum(0.7 + 0.02 * np.arange(N // 2), 0.98)])
     copies = Passage(right, right.astype(bool), matches)
@@ -206,9 +204,9 @@ def test_a_text_that_turns_into_a_copy_is_copied() -> None:
     assert ran.seconds_from(N // 2 + 16) < 0.5 * float(on.verify_seconds[0]) * (N // 2 - 16)
 
 
-def test_copies_that_cannot_win_are_looked_at_and_not_verified() -> None:
-    """That costs little, and tells whether they would have been accepted."""
-    copies = text(0.5, tells=False)
+def test_copies_that_cannot_win_are_not_verified() -> None:
+    """That costs little, and shows whether they would have been accepted."""
+    copies = text(0.5, shows=False)
     ran = play(
         AutoLength(sources={Source.NGRAM}), machine("steep", jitter=0.0, spikes=0.0), copies, copies=copies
     )
@@ -218,40 +216,43 @@ def test_copies_that_cannot_win_are_looked_at_and_not_verified() -> None:
 
 @pytest.mark.parametrize("curve", ["flat", "slope", "steep"])
 @pytest.mark.parametrize("n_sequences", [2, 5])
-def test_several_texts_share_every_evaluation(curve: str, n_sequences: int) -> None:
-    """As they fill the batch, drafts vanish."""
+def test_several_sequences_share_every_evaluation(curve: str, n_sequences: int) -> None:
+    """As they fill the batch, drafts get shorter."""
     on, texts = machine(curve), [mixed(seed) for seed in range(n_sequences)]
-    shared = play_rows(AutoLength(), on, texts)
-    fixed = [play_rows(FixedLength(n), on, texts).to_plain for n in (0, 1, 2, 4)]
+    shared = play_together(AutoLength(), on, texts)
+    fixed = [play_together(FixedLength(n), on, texts).to_plain for n in (0, 1, 2, 4)]
     assert shared.to_plain <= 1.03
     assert shared.to_plain <= 1.05 * min(fixed)
 
 
-def test_texts_that_come_and_go_leave_nothing_behind() -> None:
+def test_sequences_that_come_and_go_leave_nothing() -> None:
     policy = AutoLength()
-    play_rows(policy, machine("flat"), [mixed(seed) for seed in range(7)], n_sequences=3)
+    play_together(policy, machine("flat"), [mixed(seed) for seed in range(7)], n_sequences=3)
     assert policy.sequences == []
 
 
-def one_round(row: AutoSequence, on: Machine, confidence: float, evaluation: int) -> tuple[int, int]:
-    """Drafts of one confidence, all accepted; how many were drafted and verified."""
+def one_round(sequence: AutoSequence, on: Machine, confidence: float, evaluation: int) -> tuple[int, int]:
+    """Run a round whose draft tokens have one confidence and are accepted.
+
+    Returns how many tokens are drafted, and how many of them are verified.
+    """
     made = Draft()
-    while row.wants_more(made):
+    while sequence.wants_more(made):
         made = Draft(np.zeros(len(made) + 1, np.int32), (), (confidence,) * (len(made) + 1))
-    n = row.n_verified(made)
+    n = sequence.n_verified(made)
     seconds = float(on.verify_seconds[n])
     round_ = Round(
         made.first(n), tuple(range(n)), 0, Evaluation(n + 1, 1, evaluation), verify_seconds=seconds
     )
     steps = {"n_draft_steps": len(made), "draft_seconds": len(made) * on.draft_seconds}
-    row.observe(replace(round_, n_dropped=len(made) - n, **steps))  # type: ignore[arg-type]
+    sequence.observe(replace(round_, n_dropped=len(made) - n, **steps))  # type: ignore[arg-type]
     return len(made), n
 
 
 @pytest.mark.parametrize("curve", ["flat", "steep"])
-def test_where_the_rule_drops_nothing_a_draft_is_verified_whole_or_not_at_all(curve: str) -> None:
-    on, row = machine(curve), AutoLength(machine(curve).curve()).start_sequence(drops=False)
-    found = [one_round(row, on, 0.1 + 0.8 * (i % 2), i) for i in range(80)]
+def test_if_the_rule_drops_nothing_a_draft_is_verified_whole_or_not_at_all(curve: str) -> None:
+    on, sequence = machine(curve), AutoLength(machine(curve).curve()).start_sequence(drops=False)
+    found = [one_round(sequence, on, 0.1 + 0.8 * (i % 2), i) for i in range(80)]
     assert all(n in (0, made) for made, n in found)
     assert any(made > 1 for made, _ in found) == (curve == "flat")
 
@@ -260,11 +261,13 @@ def test_an_unsure_draft_is_cut_before_verification() -> None:
     on = machine("slope", jitter=0.0, spikes=0.0)
     policy = AutoLength(on.curve())
     play(policy, on, mixed())
-    row = policy.start_sequence(drops=True)
-    row.observe(Round(Draft(), (), 0, Evaluation(1, 1, 1000), verify_seconds=float(on.verify_seconds[0])))
+    sequence = policy.start_sequence(drops=True)
+    sequence.observe(
+        Round(Draft(), (), 0, Evaluation(1, 1, 1000), verify_seconds=float(on.verify_seconds[0]))
+    )
     made = Draft(np.zeros(10, np.int32), (), (0.97, 0.97, *[0.02] * 8))
-    assert row.wants_more(made.first(0))
-    assert 2 <= row.n_verified(made) <= 4
+    assert sequence.wants_more(made.first(0))
+    assert 2 <= sequence.n_verified(made) <= 4
 
 
 def test_only_allowed_widths_are_evaluated() -> None:
@@ -276,50 +279,52 @@ def test_only_allowed_widths_are_evaluated() -> None:
 
 
 @pytest.mark.parametrize("widths", [{1}, {1, 3}, {1, 2, 4, 8}])
-def test_more_texts_than_may_be_evaluated_together(widths: set[int]) -> None:
-    """No width for all was infinitely dear, and infinite seconds were subtracted from each other."""
+def test_more_sequences_than_may_be_evaluated_together(widths: set[int]) -> None:
+    """With no width for all, the seconds were infinite, and were subtracted from each other."""
     on = machine("flat", jitter=0.0, spikes=0.0)
     policy, groups = AutoLength(on.curve(), widths), set[tuple[int, int]]()
-    rows = [policy.start_sequence(drops=True) for _ in range(6)]
-    for row in rows:
-        row.reading.start_prompt(400)
-    made = dict.fromkeys(rows, Draft())
+    sequences = [policy.start_sequence(drops=True) for _ in range(6)]
+    for sequence in sequences:
+        sequence.reading.start_prompt(400)
+    made = dict.fromkeys(sequences, Draft())
     for evaluation in range(60):
-        for row in rows:
-            while row.wants_more(made[row]):
-                n = len(made[row]) + 1
-                made[row] = Draft(np.zeros(n, np.int32), (), (0.9,) * n)
-        needed = np.cumsum([len(made[row]) + 1 for row in rows]).tolist()
-        fits = [(n + 1, width) for n in range(6) if (width := rows[0].width(needed[n])) is not None]
-        n, width = fits[-1]  # as the scheduler does: as many as there is a width for
+        for sequence in sequences:
+            while sequence.wants_more(made[sequence]):
+                n = len(made[sequence]) + 1
+                made[sequence] = Draft(np.zeros(n, np.int32), (), (0.9,) * n)
+        needed = np.cumsum([len(made[sequence]) + 1 for sequence in sequences]).tolist()
+        fits = [(n + 1, width) for n in range(6) if (width := sequences[0].width(needed[n])) is not None]
+        n, width = fits[-1]  # like the scheduler: as many as there is a width for
         groups.add((n, width))
-        for row in rows[:n]:
+        for sequence in sequences[:n]:
             seconds = float(on.verify_seconds[width - 1])
-            row.observe(Round(made[row], (), 0, Evaluation(width, n, evaluation), verify_seconds=seconds))
-            assert row.reading.unused is None or isfinite(row.reading.unused.saved_seconds)
-            made[row] = Draft()
-        rows = [*rows[n:], *rows[:n]]
+            sequence.observe(
+                Round(made[sequence], (), 0, Evaluation(width, n, evaluation), verify_seconds=seconds)
+            )
+            assert sequence.reading.unused is None or isfinite(sequence.reading.unused.saved_seconds)
+            made[sequence] = Draft()
+        sequences = [*sequences[n:], *sequences[:n]]
     assert {width for _, width in groups} <= widths
     assert (min(6, max(widths)), max(widths)) in groups
 
 
 def test_plain_decoding_is_timed_at_allowed_widths_only() -> None:
-    """Two of three texts were evaluated together, which --exact does not allow, to time them unpadded."""
+    """Two of three sequences were evaluated together to time them unpadded, which --exact does not allow."""
     policy, on = AutoLength(machine("flat").curve(), {1, 3, 6}), machine("flat")
-    rows = [policy.start_sequence() for _ in range(3)]
+    sequences = [policy.start_sequence() for _ in range(3)]
     for evaluation in range(3):
-        for row in rows:
-            row.observe(
+        for sequence in sequences:
+            sequence.observe(
                 Round(
                     Draft(), (), 0, Evaluation(3, 3, evaluation), verify_seconds=float(on.verify_seconds[2])
                 )
             )
     policy.plain.n_since = 1000
-    assert not any(row.wants_more(Draft()) for row in rows)
-    assert [rows[0].width(n) for n in (1, 2, 3)] == [1, 3, 3]
+    assert not any(sequence.wants_more(Draft()) for sequence in sequences)
+    assert [sequences[0].width(n) for n in (1, 2, 3)] == [1, 3, 3]
 
 
-def test_a_run_begins_with_what_the_last_one_has_learnt() -> None:
+def test_a_run_starts_with_what_the_last_one_learnt() -> None:
     on, policy = machine("slope"), AutoLength()
     play(policy, on, text(0.9))
     learnt = policy.experience()
@@ -330,19 +335,19 @@ def test_a_run_begins_with_what_the_last_one_has_learnt() -> None:
     assert sum(again.n_steps) <= 1
 
 
-def test_wide_copies_are_found_where_wide_evaluations_are_cheap() -> None:
+def test_long_copies_are_made_if_wide_evaluations_are_cheap() -> None:
     """Costs are known at every power of two, and need not rise."""
     widths = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     curve = CostCurve(widths, (10.0, 16.0, 30.0, 60.0, 40.0, 45.0, 50.0, 60.0, 80.0, 160.0), 0.0)
-    row = AutoLength(curve, longest=511, sources={Source.NGRAM}).start_sequence(drops=True)
+    sequence = AutoLength(curve, longest=511, sources={Source.NGRAM}).start_sequence(drops=True)
     for i in range(3):
-        row.observe(Round(Draft(), (), 0, Evaluation(1, 1, i), verify_seconds=10.0))
+        sequence.observe(Round(Draft(), (), 0, Evaluation(1, 1, i), verify_seconds=10.0))
     made = Draft(source=Source.NGRAM, ahead=(0.99,) * 511)
     n = 0
-    while row.wants_more(made):
+    while sequence.wants_more(made):
         n += 1
         made = Draft(np.zeros(n, np.int32), (), (0.99,) * n, Source.NGRAM, ahead=(0.99,) * (511 - n))
-    assert 14 <= n <= 16  # at first; doubled with each copy that is accepted as a whole
+    assert 14 <= n <= 16  # at first; each copy that is accepted as a whole doubles it
 
 
 @pytest.mark.parametrize(
@@ -354,7 +359,7 @@ def test_wide_copies_are_found_where_wide_evaluations_are_cheap() -> None:
         (lambda: LearnedPrior(log_odds=(float("nan"),) * 10), "must be finite"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Callable[[], object], match: str) -> None:
+def test_impossible_arguments_are_refused(make: Callable[[], object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
 
@@ -366,93 +371,94 @@ def test_the_same_rounds_give_the_same_decisions() -> None:
     assert run() == run()
 
 
-def copying(row: AutoSequence, n_matched: int) -> int:
-    """How many tokens are copied behind a match of so many."""
+def copying(sequence: AutoSequence, n_matched: int) -> int:
+    """Return how many tokens are copied after a match of `n_matched` tokens."""
     ahead = tuple(i / (i + 1.0) for i in range(n_matched, n_matched + 511))
     n = 0
-    while row.wants_more(Draft(np.zeros(n, np.int32), (), ahead[:n], Source.NGRAM, ahead=ahead[n:])):
+    while sequence.wants_more(Draft(np.zeros(n, np.int32), (), ahead[:n], Source.NGRAM, ahead=ahead[n:])):
         n += 1
     return n
 
 
-def copied(row: AutoSequence, n: int, n_accepted: int, evaluation: int, seconds: float) -> None:
-    """A round with a copy of `n` tokens."""
+def copied(sequence: AutoSequence, n: int, n_accepted: int, evaluation: int, seconds: float) -> None:
+    """Observe a round with a copy of `n` tokens."""
     draft = Draft(np.zeros(n, np.int32), (), (0.99,) * n, Source.NGRAM)
-    row.observe(
+    sequence.observe(
         Round(draft, tuple(range(n_accepted)), 0, Evaluation(n + 1, 1, evaluation), verify_seconds=seconds)
     )
 
 
 def test_copies_double_while_they_are_accepted() -> None:
-    """A position costs 0.1 of a plain token; copies were never wrong."""
+    """A position costs 0.1 of a plain token, and all copies are right."""
     widths = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     curve = CostCurve(widths, tuple(1.0 + 0.1 * (width - 1) for width in widths), 0.0)
     sure = LearnedPrior(curve, copy_log_odds=(20.0,) * 12)
-    row = AutoLength(sure, sources={Source.NGRAM}).start_sequence(drops=True)
+    sequence = AutoLength(sure, sources={Source.NGRAM}).start_sequence(drops=True)
     for i, n in enumerate((16, 32, 64, 128)):
-        assert 0.5 * n < copying(row, 400) <= n
-        copied(row, n, n, i, 1.0 + 0.1 * n)
-    copied(row, 256, 0, 9, 26.6)
-    assert 14 <= copying(row, 400) <= 16
+        assert 0.5 * n < copying(sequence, 400) <= n
+        copied(sequence, n, n, i, 1.0 + 0.1 * n)
+    copied(sequence, 256, 0, 9, 26.6)
+    assert 14 <= copying(sequence, 400) <= 16
 
 
 def test_long_copies_that_were_rejected_do_not_end_copying() -> None:
     """A copy of 205 tokens costs 103 plain tokens; 21 of them are accepted."""
     widths = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     curve = CostCurve(widths, (1.0, 1.9, 3.6, 7.2, 11.4, 22.0, 36.0, 60.0, 130.0), 0.0)
-    row = AutoLength(LearnedPrior(curve), sources={Source.NGRAM}).start_sequence(drops=True)
+    sequence = AutoLength(LearnedPrior(curve), sources={Source.NGRAM}).start_sequence(drops=True)
     for i in range(3):
-        row.observe(Round(Draft(), (), 0, Evaluation(1, 1, i), verify_seconds=1.0))
+        sequence.observe(Round(Draft(), (), 0, Evaluation(1, 1, i), verify_seconds=1.0))
     for i, (n, n_accepted) in enumerate(((16, 16), (35, 35), (62, 62), (62, 62), (205, 21), (205, 21))):
-        copied(row, n, n_accepted, 3 + i, float(np.interp(n + 1, widths, curve.verify_seconds)))
-    assert copying(row, 100) >= 8
+        copied(sequence, n, n_accepted, 3 + i, float(np.interp(n + 1, widths, curve.verify_seconds)))
+    assert copying(sequence, 100) >= 8
 
 
 @pytest.mark.parametrize(("beyond", "expected"), [(0.1, 114), (0.01, 511)])
-def test_a_copy_is_as_wide_as_is_cheap_per_token(beyond: float, expected: int) -> None:
-    """Where a position costs the same at every width, a wider copy wins little."""
+def test_a_copy_is_as_long_as_is_cheap_per_token(beyond: float, expected: int) -> None:
+    """If each position costs the same, a longer copy gains little."""
     widths = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
     seconds = tuple(1.0 + 0.1 * min(w - 1, 63) + beyond * max(w - 64, 0) for w in widths)
-    row = AutoLength(CostCurve(widths, seconds, 0.0), sources={Source.NGRAM}).start_sequence(drops=True)
+    sequence = AutoLength(CostCurve(widths, seconds, 0.0), sources={Source.NGRAM}).start_sequence(drops=True)
     for i, n in enumerate((16, 32, 64, 128, 256)):
-        copied(row, n, n, i, float(np.interp(n + 1, widths, seconds)))
-    assert copying(row, 400) == expected
+        copied(sequence, n, n, i, float(np.interp(n + 1, widths, seconds)))
+    assert copying(sequence, 400) == expected
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0001, 256), (0.002, 250), (0.02, 64)])
-def test_a_copy_does_not_keep_other_texts_waiting(seconds: float, expected: int) -> None:
-    """For half a second at most, or for 64 positions; alone it is as wide as pays."""
+def test_a_copy_does_not_keep_other_sequences_waiting(seconds: float, expected: int) -> None:
+    """It takes at most half a second, or 64 positions. Alone, it is as long as is fastest."""
     widths = (1, 2, 4, 8, 16, 512)
     curve = CostCurve(widths, tuple(1.0 + (width - 1) * seconds for width in widths), 0.0)
     policy = AutoLength(LearnedPrior(curve, copy_log_odds=(20.0,) * 12), sources={Source.NGRAM})
-    row, other = (policy.start_sequence(drops=True) for _ in range(2))
+    sequence, other = (policy.start_sequence(drops=True) for _ in range(2))
     for i, n in enumerate((16, 32, 64, 128)):
-        copied(row, n, n, i, 1.0 + n * seconds)
-    beside = copying(row, 511)
+        copied(sequence, n, n, i, 1.0 + n * seconds)
+    beside = copying(sequence, 511)
     assert 0.8 * expected <= beside <= expected
     other.close()
-    copied(row, beside, beside, 9, 1.0 + beside * seconds)
-    assert copying(row, 511) >= 1.5 * beside
+    copied(sequence, beside, beside, 9, 1.0 + beside * seconds)
+    assert copying(sequence, 511) >= 1.5 * beside
 
 
-def test_texts_that_had_to_be_short_say_nothing_of_how_long_texts_are() -> None:
-    """An editor's completions had put the drafts of chats to sleep."""
+def test_completions_with_a_short_limit_do_not_change_the_usual_length() -> None:
+    """An editor's short completions put the drafts of chats to sleep."""
     policy = AutoLength()
     usual = policy.usual_length
     for n, max_tokens in ((30, 30), (5, 30), (400, None), (2, 4000)):
-        row = policy.start_sequence(drops=True, max_tokens=max_tokens)
+        sequence = policy.start_sequence(drops=True, max_tokens=max_tokens)
         for i in range(n):
-            row.observe(Round(Draft(), (), 0, Evaluation(1, 1, i), verify_seconds=0.1))
-        row.close()
+            sequence.observe(Round(Draft(), (), 0, Evaluation(1, 1, i), verify_seconds=0.1))
+        sequence.close()
         changed, usual = policy.usual_length != usual, policy.usual_length
         assert changed == (max_tokens != 30)
 
 
 @pytest.mark.parametrize(("n_unread", "wakes"), [(1000, True), (3000, False)])
 def test_a_draft_counts_on_half_of_the_usual_length(n_unread: int, wakes: bool) -> None:
-    """It had read 750 tokens beside an answer of 42, which took twice as long as without a draft.
+    """It processed 750 tokens beside an answer of 42, which took twice as long as without a draft.
 
-    Drafts save about 200 plain tokens of 256; reading 3,000 takes 150, reading 1,000 takes 50.
+    Drafts save the time of about 200 plain tokens of 256. Processing 3,000 tokens takes the time of 150 plain
+    tokens, processing 1,000 takes that of 50.
     """
     curve = CostCurve((1, 2, 4, 8, 16), (1.0, 1.1, 1.1, 1.1, 1.1), 0.05, 0.05)
     text = AutoLength(LearnedPrior(curve, log_odds=(3.0,) * 10)).start_sequence(drops=True, max_tokens=4000)
@@ -465,8 +471,8 @@ def test_a_draft_counts_on_half_of_the_usual_length(n_unread: int, wakes: bool) 
     assert (i < 20) == wakes
 
 
-def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before_some_tokens() -> None:
-    """Reading a token costs 0.05 of a plain one; drafts save half of the time."""
+def test_a_long_prompt_is_processed_by_the_draft_after_some_tokens_if_that_saves_time() -> None:
+    """Processing a prompt token costs 0.05 of a plain token; drafts save half of the time."""
     curve = CostCurve((1, 2, 4, 8, 16), (1.0, 1.1, 1.1, 1.1, 1.1), 0.05, 0.05)
     policy, nothing = AutoLength(LearnedPrior(curve, log_odds=(3.0,) * 10)), Draft(source=Source.MODEL)
     short = policy.start_sequence(drops=True, max_tokens=200)
@@ -490,8 +496,8 @@ def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before
         if long.wants_more(nothing):
             break
         long.observe(Round(nothing, (), 0, Evaluation(1, 1, i), verify_seconds=1.0))
-    assert i == 6  # 20 plain tokens of reading, a quarter of which it waits
-    assert long.reading.n_to_read == 64  # a plain round is as long as reading 20: not worth an evaluation
+    assert i == 6  # the prompt takes as long as 20 plain tokens; it waits for a quarter of that
+    assert long.reading.n_to_read == 64  # the minimum, although a plain round takes as long as 20
     assert not long.wants_more(Draft.certain([1]))
     copies = policy.start_sequence(drops=True, max_tokens=500)
     copies.reading.start_prompt(400)
@@ -500,12 +506,12 @@ def test_a_long_prompt_is_read_by_the_draft_where_that_saves_more_and_not_before
         copied(copies, 15, 15, 20 + i, 1.3)
 
 
-def test_part_of_a_prompt_tells_what_wide_evaluations_cost_once_a_plain_one_was_timed() -> None:
+def test_prompt_chunks_show_the_cost_of_wide_evaluations_after_a_plain_one_was_timed() -> None:
     policy = AutoLength(sources={Source.NGRAM})
-    row = policy.start_sequence(drops=True)
-    row.reading.observe_prompt(512, 8.0)
+    sequence = policy.start_sequence(drops=True)
+    sequence.reading.observe_prompt(512, 8.0)
     assert policy.costs.widest_timed() == 1
-    row.observe(Round(Draft(), (), 0, Evaluation(1), verify_seconds=0.1))
+    sequence.observe(Round(Draft(), (), 0, Evaluation(1), verify_seconds=0.1))
     assert policy.costs.widest_timed() == 512
     assert policy.costs.seconds(512) == pytest.approx(8.0)
     assert policy.costs.seconds(64) == pytest.approx(0.1 + 63 / 511 * 7.9, rel=0.01)
