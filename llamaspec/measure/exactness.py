@@ -13,7 +13,7 @@ prompt change with drafts, with the cache, and with other sequences. Only `--exa
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -119,7 +119,7 @@ class Audit:
     compares_texts: bool  # whether plain decoding with the same seed must give the same tokens
     first_difference: int | None  # index of the first different token; None if equal, or not compared
     largest_logit_difference: dict[int, float]  # width -> largest difference from width 1
-    n_changed: Mapping[str, int] = field(default_factory=dict)  # situation -> tokens, see `count_changes`
+    n_changed: Mapping[str, int] = field(default_factory=dict)  # situation -> tokens, see `changes`
     n_compared: int = 0  # tokens in each situation
 
     @property
@@ -151,8 +151,11 @@ def run_audit(pair: Pair, task: Task, policy: LengthPolicy, report: Progress) ->
     forks = pair.run(_forks(pair, task, drafted))
     report(0.6)
     long = _after_long_prompt(pair, task)
-    n_changed = count_changes(pair, long, policy) if task.repeats and long.max_tokens > 0 else {}
-    report(0.9)
+    n_changed: dict[str, int] = {}
+    if task.repeats and long.max_tokens > 0:
+        for done, (situation, n) in enumerate(changes(pair, long, policy), 1):
+            n_changed[situation] = n
+            report(0.6 + 0.08 * done)
     return Audit(
         n_tokens=len(drafted.tokens),
         forks=forks,
@@ -164,8 +167,8 @@ def run_audit(pair: Pair, task: Task, policy: LengthPolicy, report: Progress) ->
     )
 
 
-def count_changes(pair: Pair, task: Task, policy: LengthPolicy) -> dict[str, int]:
-    """Return by situation how many tokens have another log-probability than in plain decoding.
+def changes(pair: Pair, task: Task, policy: LengthPolicy) -> Iterator[tuple[str, int]]:
+    """Yield situations, and how many tokens have another log-probability there than in plain decoding.
 
     The situations are: with drafts, after a cached prompt, after a cached completion, beside other sequences.
     """
@@ -179,21 +182,21 @@ def count_changes(pair: Pair, task: Task, policy: LengthPolicy) -> dict[str, int
         return sum(mine != right for mine, right in zip_longest(found, alone))
 
     pair.forget()
-    alone, n_changed = written(task, None), dict[str, int]()
+    alone = written(task, None)
     pair.forget()
-    n_changed["with draft tokens"] = differing(written(task))
+    yield "with draft tokens", differing(written(task))
     pair.forget()
     written(replace(task, prompt=task.prompt[: 2 * len(task.prompt) // 3 + 1], max_tokens=2))
-    n_changed["behind a cached prompt"] = differing(written(task))
-    n_changed["behind its own cached text"] = differing(written(task))
+    yield "behind a cached prompt", differing(written(task))
+    yield "behind its own cached text", differing(written(task))
     pair.forget()
     others = [
         replace(task, prompt=np.roll(task.prompt, 7 * i), seed=task.seed + i) for i in range(1, N_BESIDE + 1)
     ]
     with ThreadPoolExecutor(1 + N_BESIDE) as threads:
         running = [threads.submit(written, each) for each in (*others, task)]
-        n_changed[f"beside {N_BESIDE} other texts"] = differing(running[-1].result())
-    return n_changed
+        n_changed = differing(running[-1].result())
+    yield f"beside {N_BESIDE} other texts", n_changed
 
 
 def _after_long_prompt(pair: Pair, task: Task) -> Task:

@@ -134,8 +134,7 @@ def verdict(curve: CostCurve) -> str:
         needed = break_even_range(seconds)
         return f"on this machine, drafting with this pair is faster above an acceptance of {needed}"
     if len(seconds) < CONCLUSIVE_WIDTH:
-        n_timed = sum(width <= DENSE for width in curve.widths)
-        return f"break-even acceptance unknown: only {n_timed} batch sizes timed, up to {len(seconds)}"
+        return f"break-even acceptance unknown: batch sizes were timed only up to {len(seconds)}"
     return (
         "on this machine, drafting with this pair is slower at any acceptance, so plain decoding and copies "
         "are used"
@@ -190,7 +189,7 @@ def pair_verdict(pair: Models, prior: LearnedPrior | None = None) -> str | None:
     best = best_length(seconds, acceptance)
     gain = f"about {best.speed_up:.1f} times as fast as without a draft"
     gain = "no faster" if best.speed_up < 1 + SAME else gain
-    return f"{said}; with {acceptance:.0%}, as observed, it is {gain} (computed from measured times)"
+    return f"{said}; at the observed {acceptance:.0%}, it is {gain} (computed from measured times)"
 
 
 def _gains_in_words(speed_ups: Mapping[str, float]) -> str:

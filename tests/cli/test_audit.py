@@ -54,7 +54,7 @@ def test_changed_log_probabilities_are_judged(
 ) -> None:
     """It said "40 of 40 differ" and ended with 0."""
     changed = {"behind a cached prompt": 4}
-    monkeypatch.setattr("llamaspec.measure.exactness.count_changes", lambda *_: changed)
+    monkeypatch.setattr("llamaspec.measure.exactness.changes", lambda *_: changed.items())
     answer = invoke("audit", *naming([*demo_files]), *options, "-n", "4", "--threads", "1")
     assert answer.code == code
     assert says in answer.stdout

@@ -33,7 +33,7 @@ def test_what_the_curve_says() -> None:
     assert [saturation_width(curve) for curve in (STEEP, FLAT)] == [1, 4]
     wide = CostCurve((*STEEP.widths, 8, 9), (*STEEP.verify_seconds, 8.4, 9.4), 0.05)
     assert "slower at any acceptance" in verdict(wide)
-    assert verdict(STEEP).endswith("unknown: only 3 batch sizes timed, up to 4")
+    assert verdict(STEEP).endswith("unknown: batch sizes were timed only up to 4")
     assert verdict(FLAT).endswith("faster above an acceptance of 2 to 18%")  # 1 + a > 1.1, 7 % less and more
 
 

@@ -30,7 +30,7 @@ def pair(target_file: Path, own_cache: None) -> DraftPlan:
     ("prior", "said"),
     [
         (LearnedPrior(CHEAP, KNOWN, n_learnt=32), "about 1.7 times as fast as without a draft (computed"),
-        (LearnedPrior(CHEAP, POOR, n_learnt=32), "with 1%, as observed, it is no faster (computed"),
+        (LearnedPrior(CHEAP, POOR, n_learnt=32), "at the observed 1%, it is no faster (computed"),
         (LearnedPrior(CHEAP, POOR, n_learnt=31), None),  # the first draft tokens may be unlucky
         (
             LearnedPrior(DEAR, KNOWN),
