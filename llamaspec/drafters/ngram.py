@@ -33,7 +33,6 @@ NEAR = 8  # tokens of the source that a text may skip, for each token behind the
 FAR = 48  # lost tokens after which the text is looked for everywhere
 LONGEST_REPLACED = 8  # tokens of a replacement
 STAYED = 0.5  # times that a text is taken to have stayed with its source, at every place
-HOPELESS = 0.005  # chance below which nothing more is copied
 UNSURE, MUCH = 1.0, 64  # strength of a replacement that was not proposed yet; of a passage, at most
 
 
@@ -122,7 +121,7 @@ class Alignment:
         i, strength = self.at, self.strength
         if self.lost:  # as many are taken to be replaced
             i += len(self.lost)
-        tokens, strengths, chance = list[int](), list[float](), 1.0
+        tokens, strengths = list[int](), list[float]()
         replaced: tuple[int, ...]
         written: tuple[int, ...]
         if self._open is not None:
@@ -131,7 +130,7 @@ class Alignment:
             strengths += [strength + k for k in range(len(tokens))]
         begin = max(i - 2, 0)
         near = source[begin : i + n].tolist()  # as a list, because each token is looked at
-        while len(tokens) < n and i < begin + len(near) and chance > HOPELESS:
+        while len(tokens) < n and i < begin + len(near):
             replaced = written = (near[i - begin],)
             replacement = self._replacement(source, i) if replaced[0] in self._replacements else None
             if replacement is None:
@@ -144,8 +143,6 @@ class Alignment:
             for token in written:
                 strengths.append(min(strength + len(tokens), most))
                 tokens.append(token)
-                if len(tokens) > 1:  # the first is tried in any case
-                    chance *= strengths[-1] / (strengths[-1] + 1.0)
         return np.array(tokens[:n], np.int32), np.array(strengths[:n], np.float64)
 
     def _replacement(self, source: TokenArray, i: int) -> Replacement | None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from llamaspec.length.costs import Costs
 from llamaspec.values import CHUNK, Round, UnusedDraft
 
-LITTLE = 64  # tokens: the draft model processes so few at once, without a decision
-SHORT = 8  # plain tokens: a prompt that takes the draft model longer is processed in chunks
-WAIT = 4  # the decision waits until the target has generated for a fourth of the prompt's time,
-PACE = 8  # but for at most 2 * PACE tokens; also the tokens over which the pace is averaged
+LITTLE = 64  # tokens: a prompt this short is processed at once, without a decision
+SHORT = 8  # plain tokens: a prompt that takes longer is processed in chunks
+PACE = 8  # tokens over which the target's pace is averaged
+WAIT = 4  # plain decoding comes first, for a fourth of the prompt's time, but at most 2 * PACE tokens
 
 
 class DraftPrompt:
@@ -38,10 +38,10 @@ class DraftPrompt:
         self.unused = UnusedDraft(self.seconds, 0.0)
 
     def wakes(self, plain: float, rate: float, n_written: int, n_left: float) -> bool:
-        """Whether the draft model should process the prompt now; `unused` says why not.
+        """Decide whether the draft model processes the prompt now; if not, `unused` says why.
 
-        `plain` is in seconds per token, `rate` in tokens per second with drafts. The first tokens decide
-        nothing: if they are copies, no draft is wanted.
+        `plain` is in seconds per token without drafts, `rate` in tokens per second with drafts. The decision
+        waits for some tokens: if they are copied, the draft model is not needed.
         """
         pace = plain if self._pace is None else min(self._pace, plain)
         saved = max(pace - 1.0 / rate, 0.0) * n_left
