@@ -1,4 +1,4 @@
-# One verb per task; each sets up what it needs. `make` alone lists them.
+# One verb per task, which installs what it needs. `make` alone lists the verbs.
 #
 #   CMAKE_ARGS="-DGGML_CUDA=on" make run      build llama.cpp for another backend (rebuilds if that is new)
 #   make run PYTHON=python3.12                another Python than the system's `python3`
@@ -12,8 +12,8 @@ ARGS ?=
 # because a target this small repeats itself.
 RUN_ARGS := --draft-length 4 --show-drafts --repeat-penalty 1.1 -t 0.3 --seed 3 -n 30
 
-# Only the library itself, without what crashes; the file says more.
-# What the user asks for comes last, so it wins.
+# Build only the library, without the parts that crash; the CMake file explains. The user's options come last, so
+# they take precedence.
 BUILD_OPTIONS := -DLLAVA_BUILD=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_cpp_build.cmake'
 CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
 export CMAKE_BUILD_PARALLEL_LEVEL PROMPT
@@ -29,15 +29,15 @@ PROJECT_READY := $(VENV)/.project-ready
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make run     write text with the embedded pair  (PROMPT='...' ARGS='-n 100')"
+	@echo "make run     generate text with the embedded pair  (PROMPT='...' ARGS='-n 100')"
 	@echo "make test    run the tests                      (ARGS='-k name')"
-	@echo "make test-fresh  the same with a new seed        (SEED=7 repeats one)"
-	@echo "make coverage   the tests, and which lines and branches they miss"
-	@echo "make check   style, types, layers, docs in step with the commands"
+	@echo "make test-fresh  the same in another order, with other examples  (SEED=7 repeats one)"
+	@echo "make coverage   the tests, and the lines and branches that they miss"
+	@echo "make check   style, types, layers, and whether the docs match the commands"
 	@echo "make bench   whole requests, with drafts and without (ARGS='--help')"
-	@echo "make demo    does drafting pay here? three quantisations of a target of real cost"
-	@echo "make docs    write docs/commands.md and the results in docs/benchmarks.md anew; a site in build/site"
-	@echo "make format  lay the code out as make check wants it"
+	@echo "make demo    is drafting faster here? three quantisations of a target of real cost"
+	@echo "make docs    write docs/commands.md and the results in docs/benchmarks.md, and a site into build/site"
+	@echo "make format  format the code"
 	@echo "make clean   remove the virtual environment and all caches"
 
 run: $(PROJECT_READY)
@@ -46,12 +46,12 @@ run: $(PROJECT_READY)
 test: $(PROJECT_READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# Another order and other examples than last time; the first line says which, to repeat it. Part of a release.
+# Part of a release. The first line of the output is the seed that repeats the run.
 test-fresh: $(PROJECT_READY)
 	seed=$${SEED:-$$($(BIN)/python -c 'import secrets; print(secrets.randbits(31))')}; echo "SEED=$$seed"; \
 	$(BIN)/python -m pytest -n 2 --randomly-seed=$$seed --hypothesis-profile=fresh --hypothesis-seed=$$seed $(ARGS)
 
-# Slower than `make test`, and not part of what must pass.
+# Slower than `make test`, and not part of .ci/run.
 coverage: $(PROJECT_READY)
 	rm -rf build/coverage
 	$(BIN)/python -m coverage run -m pytest $(ARGS); \
@@ -67,7 +67,7 @@ check: $(PROJECT_READY)
 bench: $(PROJECT_READY)
 	$(BIN)/llamaspec bench $(ARGS)
 
-# The claim, seen on a target of real cost: the embedded one, widened to 0.55 billion parameters.
+# The target is the embedded one, widened to 0.55 billion parameters.
 demo: $(PROJECT_READY)
 	$(BIN)/python scripts/demo.py $(ARGS)
 
@@ -91,9 +91,8 @@ $(PYTHON_READY):
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	@touch $@
 
-# Without the cache, because pip takes a build for one backend for a build for another.
-# The stamp keeps the CMAKE_ARGS of the build; calls without CMAKE_ARGS are content with any build, and use
-# its CMAKE_ARGS again where the file of our own settings has changed since.
+# pip's cache does not distinguish builds for different backends, so it is off. The stamp contains the CMAKE_ARGS of
+# the build. Without CMAKE_ARGS, any build will do, and a newer CMake file is built with the CMAKE_ARGS of the stamp.
 ifneq ($(strip $(CMAKE_ARGS)),)
 ifneq ($(strip $(CMAKE_ARGS)),$(strip $(shell cat $(LLAMA_CPP_READY) 2>/dev/null)))
 $(LLAMA_CPP_READY): rebuild

@@ -1,4 +1,4 @@
-"""Chance whose branches are walked, and small models whose law is known: what tests of the rules share."""
+"""Random streams that walk every branch of chance, and small models with a known distribution of texts."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ SAMPLINGS = {
 }
 WARM = Sampling(temperature=1.7, top_k=None, top_p=None, min_p=None)
 WHOLE: dict[str, Length] = {**{f"K={k}": Length(k) for k in range(4)}, "until a token": UntilToken(1)}
-LENGTHS = WHOLE | {  # what is verified is settled before the first token is drawn
+LENGTHS = WHOLE | {  # decide what is verified before the first draft token is drawn
     "every second": Partly(2, every_second),
     "until a token, behind even texts": Partly(3, behind_even, token=1),
 }
-DROPPING: dict[str, Length] = {  # it may depend on what was drawn: for rules that `drops`
+DROPPING: dict[str, Length] = {  # the decision depends on draft tokens, for rules that `drops`
     "what is sure": Partly(3, sure),
     "all but the last": Partly(3, all_but_last),
     "until a token, without it": Partly(3, all_but_last, token=1),
@@ -99,7 +99,7 @@ def cascade_drafter(
     helper: Drafter | None = None,
     names: Sequence[str] = (DRAFT, SECOND, THIRD),
 ) -> CascadeDrafter:
-    """A draft with a draft of its own, one for each length; the last has `helper`, or else a model."""
+    """Return a cascade with one stage for each length; the last stage's helper is `helper`, or a model."""
     own, (length, *others) = CascadeStreams(streams), lengths
     if others:
         helper = cascade_drafter(
@@ -135,7 +135,7 @@ CHAINS: dict[str, MakeDrafter] = {
 
 @dataclass
 class Grown:
-    """A model's trees, always of one shape."""
+    """A drafter whose model grows trees of one shape."""
 
     drafter: TreeDrafter
 
@@ -164,14 +164,14 @@ TREES: dict[str, MakeDrafter] = {"tree": lambda *_: Branching()} | {
 
 
 class RepeatedDrawError(Exception):
-    """Two draws had the same random number."""
+    """Two draws used the same random number."""
 
 
 class WalkingStreams:
-    """Takes the branches that `path` names, the first where it names none, and notes how many there were.
+    """Takes the branches of `path`, then the first of each draw, and counts the branches of every draw.
 
-    What is drawn for the same (stream, position, attempt) has the same random number, so it is not
-    independent: a second draw is refused.
+    Draws with the same (stream, position, attempt) have the same random number, so they are not independent.
+    A second such draw raises an error.
     """
 
     def __init__(self, path: list[int]) -> None:
@@ -209,7 +209,7 @@ class WalkingStreams:
 
 
 class TableStreams:
-    """Noise from a table: one vector for each position, the same for draft and target."""
+    """Noise from a table: a vector for each position, the same for draft and target."""
 
     def __init__(self, noise: dict[int, tuple[float, ...]]) -> None:
         self.noise = noise
@@ -230,15 +230,15 @@ class TableStreams:
 
 
 def noise_tables() -> Iterator[dict[int, tuple[float, ...]]]:
-    """All combinations of a few noise vectors at every position that can be drawn."""
+    """Yield all combinations of a few noise vectors at the positions of a text."""
     vectors: list[tuple[float, ...]] = [(0.0, 0.0, 0.0), (2.0, -1.0, 0.3), (-1.0, 0.5, 1.5)]
     for choice in itertools.product(vectors, repeat=N_TOKENS):
-        unverified = [vectors[0]] * 2 * N_TOKENS  # of tokens that are drafted beyond the text
+        unverified = [vectors[0]] * 2 * N_TOKENS  # for draft tokens after the end of the text
         yield dict(enumerate((*choice, *unverified), 1))
 
 
 def branches(run: Callable[[RandomStreams], Answer]) -> Iterator[tuple[Answer, float]]:
-    """What `run` answers in every branch of chance, and how probable the branch is."""
+    """Yield the result of `run` in every branch of chance, with the probability of the branch."""
     path: list[int] = []
     while True:
         streams = WalkingStreams(path)
@@ -252,7 +252,7 @@ def branches(run: Callable[[RandomStreams], Answer]) -> Iterator[tuple[Answer, f
 
 
 def walk(run: Callable[[RandomStreams], tuple[int, ...]]) -> Law:
-    """The law of what `run` answers."""
+    """Return the distribution of the result of `run`."""
     law: Law = {}
     for answer, probability in branches(run):
         law[answer] = law.get(answer, 0.0) + probability
@@ -260,7 +260,7 @@ def walk(run: Callable[[RandomStreams], tuple[int, ...]]) -> Law:
 
 
 def mean(run: Callable[[RandomStreams], float]) -> float:
-    """What `run` answers on average."""
+    """Return the mean of the result of `run`."""
     return sum(answer * probability for answer, probability in branches(run))
 
 
@@ -274,7 +274,7 @@ def rounds(
     n_tokens: int = N_TOKENS,
     constraint: SequenceConstraint | None = None,
 ) -> list[Round]:
-    """What the loop makes of a prompt, without a scheduler."""
+    """Run the loop on a prompt without a scheduler; return its rounds."""
     row = length.start_sequence(drops=rule.drops)
     config = Speculation(
         PROMPT, n_tokens, models[TARGET].context_size, rule, sampling, streams, constraint, drafter, row
@@ -284,12 +284,12 @@ def rounds(
 
 
 def text(made: list[Round]) -> tuple[int, ...]:
-    """The tokens that rounds add."""
+    """Return the tokens of rounds."""
     return tuple(int(token) for round_ in made for token in round_.tokens)
 
 
 def plain_law(target: FakeModel, sampling: Sampling, constraint: SequenceConstraint | None = None) -> Law:
-    """By multiplying the target's own distributions, without any loop."""
+    """Multiply the target's own distributions, without the loop."""
     law: Law = {}
     for sequence in itertools.product(range(target.vocabulary_size), repeat=N_TOKENS):
         probability, path = 1.0, PROMPT
@@ -299,7 +299,7 @@ def plain_law(target: FakeModel, sampling: Sampling, constraint: SequenceConstra
             scores = target.after(path)
             allowed = None if constraint is None else constraint.allowed(generated)
             if allowed is not None and not len(allowed):
-                allowed = None  # behind the end, where nothing is kept
+                allowed = None  # after the end, where the text does not matter
             probability *= distribution(scores, sampling, seen, allowed).probability(token)
             path = np.append(path, np.int32(token))
         if probability:

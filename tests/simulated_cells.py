@@ -1,7 +1,7 @@
-"""llama.cpp's cells as a table: who holds which, at which position, and where new ones are put.
+"""llama.cpp's KV cache as a table of cells, with their owners and positions.
 
-Written from llama-kv-cache.cpp (`find_slot`, `apply_ubatch`, `seq_rm`, `seq_cp`, `state_read`). The content
-of a cell is the sequence of tokens up to it: what its keys and values depend on.
+It follows llama-kv-cache.cpp (`find_slot`, `apply_ubatch`, `seq_rm`, `seq_cp`, `state_read`). The content of
+a cell is the tokens up to it, on which its keys and values depend.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.prefix_store import Bytes, PrefixStore
 from llamaspec.values import ForwardRequest
 
-CARRIER = 1000  # a sequence for what is copied
-Content = tuple[int, ...]  # the tokens up to and with that of the cell
+CARRIER = 1000  # the sequence of cells that are being copied
+Content = tuple[int, ...]  # the tokens up to and including the cell's
 
 
 @dataclass
@@ -36,7 +36,7 @@ class SimulatedCells(Cells):
     ----------
     size : int
     block : int
-        Positions that are copied at once; 0 = none can be copied.
+        Positions of one copy; 0 = cells cannot be copied.
     """
 
     def __init__(self, size: int, block: int = 16) -> None:
@@ -47,7 +47,7 @@ class SimulatedCells(Cells):
         self._copies: list[list[tuple[int, Content]]] = []
 
     def of(self, sequence: int) -> list[int]:
-        """The cells that a sequence holds, by position."""
+        """Return the cells of a sequence, in the order of positions."""
         held = [i for i, cell in enumerate(self.cells) if sequence in cell.owners]
         return sorted(held, key=lambda i: self.cells[i].position)
 
@@ -56,7 +56,7 @@ class SimulatedCells(Cells):
         return sum(bool(cell.owners) for cell in self.cells)
 
     def evaluate(self, segment: Segment) -> None:
-        """Put positions into cells, as an evaluation does."""
+        """Put the positions of a segment into cells, as an evaluation does."""
         positions = range(segment.start, segment.start + len(segment.tokens))
         places = positions if segment.positions is None else segment.positions.tolist()
         owners = segment.owners or [(segment.seq_id,)] * len(segment.tokens)
@@ -124,7 +124,7 @@ class SimulatedCells(Cells):
 
 
 class Checked:
-    """A cache over simulated cells; everything is checked after every operation."""
+    """A KV cache over simulated cells that checks everything after every operation."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class Checked:
         self.check()
 
     def interrupt(self, row: int, wanted: ForwardRequest, *, reached_llama: bool) -> None:
-        """Begin to evaluate one request; what reached llama.cpp's cells is never noted."""
+        """Begin an evaluation that fails: the cache never notes what it put into llama.cpp's cells."""
         segment = self.cache.segment(row, wanted, [row])
         self.cache.begin(1)
         if reached_llama:
@@ -192,15 +192,15 @@ class Checked:
         return n_cached
 
     def check(self) -> None:
-        """Noted cells are the simulated ones, ascend with positions, and hold the right content."""
+        """Check that noted cells are the simulated ones, ascend with positions, and have their content."""
         for held in self.cache.running.values():
             cells, text = self.cells.of(held.seq_id)[: held.n], tuple(held.tokens[: held.n].tolist())
             assert cells == held.cells[: held.n].tolist()
             assert [self.cells.cells[i].content for i in cells] == [text[: i + 1] for i in range(held.n)]
         full = [cell for cell in self.cells.cells if cell.owners]
-        assert full == self.cells.cells[: self.cache.n_used]  # new cells follow behind all others
+        assert full == self.cells.cells[: self.cache.n_used]  # new cells come after all others
         numbers = {number for cell in full for number in cell.owners} - {self.garbage}
-        for number in numbers:  # texts, finished or not, with the branches of their trees behind
+        for number in numbers:  # running and finished sequences, and branches of trees
             cells = self.cells.of(number)
             assert cells == sorted(cells)
             contents = [self.cells.cells[i].content for i in cells]

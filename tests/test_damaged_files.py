@@ -1,4 +1,4 @@
-"""All files that llamaspec keeps, damaged at random: each is none, told in one line, and written anew."""
+"""Files that llamaspec keeps, damaged at random: each is ignored, reported in one line, and overwritten."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WHOLE = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A kind of file: how it is written, and what it says is wrong with one; None where nothing is."""
+    """A kind of file: how to write it, and how to read it; `fault` returns the error of reading, or None."""
 
     path: Path
     write: Callable[[], object]
@@ -111,7 +111,7 @@ def _use_catalog() -> None:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container with a key in it."""
+    """Yield every container with each of its keys."""
     keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     for key in list(keys):
         yield value, key
@@ -119,7 +119,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def damaged(content: bytes, rng: random.Random, *, is_yaml: bool) -> bytes:
-    """A damaged copy: other bytes, or other values in its structure."""
+    """Return a damaged copy, with other bytes or with other values in its structure."""
     how = rng.randrange(5)
     if how == 0:
         return rng.choice(WHOLE)
@@ -146,7 +146,7 @@ def damaged(content: bytes, rng: random.Random, *, is_yaml: bool) -> bytes:
 
 
 def check(stored: Stored) -> str | None:
-    """Read a file, whatever lies there."""
+    """Read a file; return its fault, which must be one short line."""
     fault = stored.fault()
     assert fault is None or ("\n" not in fault and len(fault) < 1000), fault
     return fault

@@ -1,4 +1,4 @@
-"""Weights that are not numbers: a target says which file, a draft falls silent, the doctor finds both."""
+"""Weights that are not numbers: a target names its file, a draft stops drafting, and doctor finds both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = {"not a number": float("nan"), "infinite": float("inf")}
 
 
 def spoilt(source: Path, path: Path, value: float) -> Path:
-    """A copy whose last norm has a weight that is no number."""
+    """Write a copy whose last norm has a weight that is not a number."""
     parts = take_apart(source)
     at = next(tensor.offset for tensor in parts.tensors if tensor.name == b"output_norm.weight")
     parts.data = parts.data[:at] + struct.pack("<f", value) + parts.data[at + 4 :]
@@ -39,7 +39,7 @@ def test_a_target_names_its_file(bad: Path) -> None:
 
 
 def test_later_requests_fail_alike(bad: Path) -> None:
-    """Nothing that is no number is left in the KV cache for others."""
+    """The KV cache keeps nothing that is not a number."""
     with open_pair(bad, target_options=CPU) as pair:
         for _ in range(2):
             with pytest.raises(ScoresError, match=r"bad\.gguf"):

@@ -1,4 +1,4 @@
-"""Damaged model files, a part of what scripts/fuzz_gguf.py tries: none may end this process."""
+"""Some damaged model files of scripts/fuzz_gguf.py: none may end this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from patience import PATIENCE
 from tiny_models import WRITERS, Recipe
 from tiny_vocabulary import sentencepiece_vocabulary
 
-SEEDS = range(40)  # of each of these, one file of each kind in turn
+SEEDS = range(40)  # one file for each seed, of each kind in turn
 SCRIPT = Path(__file__).parent.parent / "scripts" / "fuzz_gguf.py"
 
 
@@ -27,7 +27,7 @@ def _trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bases(store: ModelStore) -> list[Path]:
-    """Sound files of all kinds."""
+    """Return sound files of all kinds."""
     kinds = [store.path(kind, Recipe(dtype="q8_0")) for kind in sorted(WRITERS)]
     return [*kinds, store.path("llama", Recipe(vocabulary=sentencepiece_vocabulary()))]
 

@@ -1,7 +1,8 @@
-"""The package that people install: what is in it, and that it runs with what it requires and nothing else.
+"""The package that users install: its files, and that it runs with its requirements and nothing else.
 
-The environments hold the wheel and what its metadata requires, directly or through others. For
-the tests' own Python these are links to what runs the tests; other Pythons fetch them, all but llama.cpp.
+Each environment contains the wheel and the requirements of its metadata, direct and indirect. For the Python
+of the tests they are links to the installed packages. For other Pythons pip downloads them, except
+llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import httpx
 import pytest
 from packaging.requirements import Requirement
 
-from command import Answer, environment, invoke
+from command import Answer, answer_of, environment, invoke, python
 from patience import PATIENCE
 from serving import process
 
@@ -70,7 +71,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def required(requirements: Iterable[str], extra: str = "") -> Iterator[str]:
-    """The distributions that satisfy requirements, with what these require in turn."""
+    """Yield the distributions that requirements need, directly and indirectly."""
     waiting, seen = [(Requirement(text), extra) for text in requirements], set[tuple[str, str]]()
     while waiting:
         requirement, extra = waiting.pop()
@@ -86,7 +87,7 @@ def required(requirements: Iterable[str], extra: str = "") -> Iterator[str]:
 
 
 class Environment:
-    """A virtual environment without anything in it."""
+    """An empty virtual environment."""
 
     def __init__(self, folder: Path, python: str = sys.executable) -> None:
         subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
@@ -94,7 +95,7 @@ class Environment:
         self.packages = next(folder.glob("lib/python3.*/site-packages"))
 
     def link(self, names: Iterable[str]) -> None:
-        """Put distributions there that are installed here."""
+        """Link distributions that are installed for the tests."""
         for name in names:
             found = distribution(name)
             for top in {
@@ -105,15 +106,12 @@ class Environment:
                     link.symlink_to(str(found.locate_file(top)))
 
     def pip(self, *arguments: str | Path) -> None:
-        """Run pip for this environment; it fails with what pip says."""
-        done = subprocess.run(
-            [sys.executable, "-m", "pip", "--python", self.folder, *arguments],
-            capture_output=True, text=True, check=False, timeout=PATIENCE,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        """Run pip for this environment."""
+        answer = answer_of([sys.executable, "-m", "pip", "--python", self.folder, *arguments])
+        assert answer.code == 0, answer
 
     def run(self, *command: str) -> Answer:
-        """Run a program that was installed there."""
+        """Run a program of this environment."""
         done = subprocess.run(
             [self.folder / "bin" / command[0], *command[1:]],
             cwd=self.folder, env=environment({"PYTHONDONTWRITEBYTECODE": "1"}),
@@ -148,7 +146,7 @@ def test_an_empty_environment_answers_its_first_prompt(
 
 
 def interpreters() -> list[str]:
-    """The oldest and the newest Python here that may run llamaspec, next to the one that runs the tests."""
+    """Return the oldest and the newest Python here that can run llamaspec, except the tests' own."""
     found = {}
     for minor in range(10, 20):
         name = f"python3.{minor}"
@@ -171,20 +169,8 @@ def interpreters() -> list[str]:
 def test_another_python_answers_its_first_prompt(
     wheel: Path, demo_files: tuple[Path, Path], tmp_path: Path, python: str
 ) -> None:
-    fetch = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--retries",
-        "0",
-        "click",
-        "-d",
-        str(tmp_path),
-    ]
-    if subprocess.run(fetch, capture_output=True, check=False, timeout=PATIENCE).returncode != 0:
+    options = ["--quiet", "--no-deps", "--retries", "0", "-d", str(tmp_path)]
+    if answer_of([sys.executable, "-m", "pip", "download", *options, "click"]).code != 0:
         pytest.skip("no package index can be reached")
     there = Environment(tmp_path / "environment", python)
     there.link(["llama-cpp-python"])  # calls a library of C: the same files for every Python
@@ -201,13 +187,9 @@ def test_the_installed_package_finds_the_list_of_models(unpacked: Path, tmp_path
 
 
 def names(package: Path, folder: Path) -> list[str]:
-    """The models that a package found in a folder knows."""
-    done = subprocess.run(
-        [sys.executable, "-c", NAMES],
-        cwd=folder, env=environment({"PYTHONPATH": str(package), "LLAMASPEC_CONFIG": str(folder)}),
-        capture_output=True, text=True, check=True, timeout=PATIENCE,
-    )  # fmt: skip
-    return done.stdout.split()
+    """Return the names in the list of models of a package in a folder."""
+    code = f"import os; os.chdir({str(folder)!r}); {NAMES}"
+    return python(code, env={"PYTHONPATH": str(package), "LLAMASPEC_CONFIG": str(folder)}).stdout.split()
 
 
 def test_the_wheel_has_every_file_of_the_package_and_the_licence(wheel: Path, unpacked: Path) -> None:

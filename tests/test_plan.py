@@ -1,4 +1,4 @@
-"""Names and options become a plan once; whatever opens models only follows it."""
+"""Names and options become a plan once; everything that opens models follows the plan."""
 
 from __future__ import annotations
 

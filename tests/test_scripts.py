@@ -1,4 +1,4 @@
-"""What the scripts compute themselves."""
+"""The report of scripts/demo.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script that loads servers: what clients send at once, and how servers are compared."""
+"""The script that loads servers: its concurrent requests, and its comparison of servers."""
 
 from __future__ import annotations
 
@@ -76,19 +76,8 @@ def test_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_load, "own_arms", own_arms)
     target = tmp_path / "t.gguf"
     target.touch()
-    options = [
-        "--target",
-        target,
-        "--llama-server",
-        program,
-        "-r",
-        "2",
-        "-c",
-        "2",
-        "--spec-type",
-        "ngram-mod",
-    ]
-    answer = CliRunner().invoke(serve_load.main, [*map(str, options)])
+    options = ["--target", str(target), "--llama-server", str(program), "--spec-type", "ngram-mod"]
+    answer = CliRunner().invoke(serve_load.main, [*options, "-r", "2", "-c", "2"])
     assert answer.exit_code == 0, answer.output
     assert given == ["--target", str(target), "--n-ctx", "8192", "--ctx-per-request", "4096"]
     found = json.loads(answer.stdout)["found"]

@@ -1,4 +1,4 @@
-"""A widened model is the same function: logits against the source's, on tiny models."""
+"""A widened model is the same function: its logits are those of the source."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ def test_the_scores_are_those_of_the_source(recipe: Recipe, widening: Widening, 
         tokens = narrow.tokenize(TEXT)
         assert wider.tokenize(TEXT) == tokens
         expected, found = narrow.logits(tokens), wider.logits(tokens)
-    # The source's quantised kernels round the activations, the wide floats do not.
+    # Quantised kernels round the activations of the source; float kernels do not round those of the wide
+    # model.
     tolerance = 0.5 if recipe.dtype == "q8_0" else 0.05
     assert np.abs(found - expected).max() < tolerance
     assert np.abs(found - expected).mean() < tolerance / 5
 
 
 def test_the_numbers_of_a_quantised_source_are_kept_to_the_bit(tmp_path: Path) -> None:
-    """Repeating is all that happens to a matrix, so even its blocks come back when it is quantised again."""
+    """Widening only repeats a matrix, so quantising again gives the same blocks."""
     source = write_llama(tmp_path / "source.gguf", Recipe(dtype="q8_0"))
     quantized = quantize(widened(source, Widening(1, dtype="F32")), "Q8_0")
     with PlainLlama(source) as one, PlainLlama(quantized) as two:

@@ -1,10 +1,10 @@
-"""Random models of every memory kind, written in milliseconds, so that tests meet the real llama.cpp.
+"""Random models with every kind of memory, written in milliseconds, so that tests use the real llama.cpp.
 
-The one idea: weights are a function of (seed, tensor name). The same recipe gives the same bytes; with noise
-it gives a draft that agrees with its target as often as a test wants; with fewer layers, the first of them.
-Unit 0 of the hidden state is the same for every context; only the end token's score reads it.
+Weights are a function of (seed, tensor name). So the same recipe gives the same bytes. Noise gives a draft
+that agrees with its target as often as a test wants, and fewer layers give the first layers of the same
+model. Unit 0 of the hidden state is the same for every context, and only the end token's score depends on it.
 
-It does not know llamaspec. test_tiny_models.py proves that llama.cpp loads and runs every kind.
+This module does not know llamaspec. test_tiny_models.py shows that llama.cpp loads and runs every kind.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Keys = dict[str, int | float | bool | list[int]]
 CONV, STATE, RANK = 4, 16, 4  # sizes of a Mamba layer
 LATENT, ROPE = 32, 16  # sizes of latent attention
 NEVER = -30.0
-HIDDEN_SHARE = 0.02  # how much of the hidden row a prediction head takes in
-STATE_SHARE = 0.03  # how much the first layer of Qwen 3.5 adds, of which its prediction head knows nothing
+HIDDEN_SHARE = 0.02  # share of the hidden row in the input of a prediction head
+STATE_SHARE = 0.03  # share of the first layer of Qwen 3.5, which its prediction head does not have
 WINDOW = 16  # positions that a sliding-window layer sees
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
@@ -40,10 +40,10 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that determines a file."""
+    """All parameters of a file."""
 
     seed: int = 0
-    noise: float = 0.0  # share of fresh noise in every matrix: 0 = the model of `seed` itself
+    noise: float = 0.0  # share of noise in every matrix; 0 = the model of `seed` itself
     n_layers: int = 2
     width: int = 64
     n_heads: int = 2
@@ -53,19 +53,17 @@ class Recipe:
     n_context: int = 512
     vocabulary: Vocabulary = BYTES
     dtype: str = "f32"  # of the matrices: f32, f16, q8_0 or q4_0
-    end_score: float | None = None  # roughly the end token's score in every context; None: it never comes
+    end_score: float | None = None  # about the end token's score in every context; None = it never comes
     tensors_per_file: int = 0  # split into several files; 0 = one file
     spread: float = 3.0  # standard deviation of the other tokens' scores; 3 gives about 2.5 nats
-    shuffled: int | None = None  # seed of other numbers for the same tokens
-    tied: bool = (
-        False  # no output matrix: the embedding serves (llama only; end_score is then without effect)
-    )
+    shuffled: int | None = None  # seed of a permutation of the token ids
+    tied: bool = False  # the embedding is the output matrix (llama only; `end_score` has no effect)
 
     def draft(self, noise: float = 0.03, **changes: int | str) -> Recipe:
-        """A model that often drafts what this one says.
+        """Return the recipe of a draft for this model.
 
-        Greedy choices agree on about 0.9 of the positions at noise 0.01, 0.75 at 0.03, 0.6 at 0.06,
-        0.4 at 0.1, 0.1 at 0.3: a random model has no reason to be robust.
+        Greedy choices agree at about 0.9 of the positions at noise 0.01, 0.75 at 0.03, 0.6 at 0.06, 0.4 at
+        0.1 and 0.1 at 0.3.
         """
         return replace(self, noise=noise, **changes)  # type: ignore[arg-type]
 
@@ -87,7 +85,7 @@ class _Weights:
         return np.random.default_rng(key).standard_normal(shape, dtype=np.float32)
 
     def normal(self, name: str, shape: Sequence[int], deviation: float) -> Array:
-        """Draw a tensor; the noise keeps its deviation."""
+        """Draw a tensor; noise does not change its deviation."""
         noise = self.recipe.noise
         values = self._draw(name, shape, 0)
         if noise:
@@ -102,11 +100,11 @@ class _Weights:
         return self.normal(f"{name}.weight", (n_out, n_in), gain / np.sqrt(n_in))
 
     def into_residual(self, name: str, n_in: int, gain: float = 1.0) -> None:
-        """Draw a matrix whose output is added to the hidden state, but never to its unit 0."""
+        """Draw a matrix whose output is added to the hidden state, except to unit 0."""
         self.matrix(name, self.recipe.width, n_in, gain)[0] = 0
 
     def constant(self, name: str, shape: Sequence[int] | int, value: float = 1.0) -> None:
-        """A tensor that is the same for every seed, such as the weight of a norm."""
+        """Add a tensor that is the same for every seed, such as the weight of a norm."""
         self.tensors[name] = np.full(shape, value, dtype=np.float32)
 
 
@@ -265,7 +263,7 @@ def write_step35(
     Parameters
     ----------
     hidden_share : float
-        How much a head takes of the hidden row. With nothing of it, it computes what the model computes.
+        Share of the hidden row in the input of a head. With 0, a head computes what the model computes.
     """
     recipe = replace(recipe or Recipe(), n_layers=1)
     weights = _Weights(recipe)
@@ -300,7 +298,7 @@ def write_gemma4(path: Path, recipe: Recipe | None = None) -> Path:
 
 
 def write_gemma4_assistant(path: Path, recipe: Recipe | None = None) -> Path:
-    """A prediction head for the Gemma 4 of this recipe, whose KV cache it reads: random, so seldom right."""
+    """A random prediction head for the Gemma 4 of this recipe, whose KV cache it reads: seldom right."""
     big = recipe or Recipe()
     recipe = replace(big, width=32)
     weights = _Weights(recipe)
@@ -361,14 +359,14 @@ def write_vocabulary_only(path: Path, recipe: Recipe | None = None, *, architect
 
 
 def truncated(source: Path, path: Path, n_bytes: int | None = None) -> Path:
-    """The first `n_bytes` of a file; half of it unless told."""
+    """Write the first `n_bytes` of a file, or its first half."""
     content = source.read_bytes()
     path.write_bytes(content[: len(content) // 2 if n_bytes is None else n_bytes])
     return path
 
 
 def without_tensors(source: Path, path: Path, part: str) -> Path:
-    """The same file without the tensors that have this in their names."""
+    """Write a copy without the tensors whose names contain `part`."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
     for name, entry in reader.fields.items():
@@ -439,7 +437,7 @@ def _feed_forward(weights: _Weights, layer: int) -> None:
 
 
 def _same_size(weights: _Weights) -> None:
-    """Give all rows of the embedding the same size: a norm then only scales them."""
+    """Give all rows of the embedding the same size, so that a norm only scales them."""
     embedding = weights.tensors["token_embd.weight"]
     embedding *= np.float32(0.5) / np.sqrt(np.square(embedding).mean(axis=1, keepdims=True))
 
@@ -568,7 +566,7 @@ def _write(path: Path, architecture: str, weights: _Weights, keys: Keys) -> Path
 
 
 def _type_of(name: str, tensor: Array, dtype: str) -> gguf.GGMLQuantizationType:
-    """Vectors, convolutions and rows that are no whole blocks stay float, as llama.cpp wants them."""
+    """Return a tensor's type: vectors, convolutions and rows without whole blocks must be float."""
     if tensor.ndim < 2 or not name.endswith(".weight") or "conv" in name.rsplit(".", 2)[1]:
         return TYPES["f32"]
     if name.startswith(("position_embd", "token_types")) or tensor.shape[-1] % 32:
