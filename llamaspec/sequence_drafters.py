@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llamaspec.drafters.cascade import CascadeDrafter
-from llamaspec.drafters.common_vocabulary import CommonTokens
+from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
-from llamaspec.drafters.model import ModelDrafter, TreeDrafter
+from llamaspec.drafters.model import DeferredPrompt, ModelDrafter, TreeDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
 from llamaspec.engine.speculate import Speculation
 from llamaspec.length.policy import AutoLength
@@ -115,8 +115,9 @@ class SequenceDrafters:
             return self._asking(self.heads, config, MTP, source=Source.MTP, longest=self.heads.longest)
         draft, length, settings = self.drafts[0], config.length, dict[str, Any]()
         if (reading := length.reading) is not None:
-            settings |= {"reading": reading, "n_cached": draft.n_cached}
+            settings["deferred"] = DeferredPrompt(reading, draft.n_cached)
         has_trees = isinstance(length, TreeLength) and config.rule.name == Coupled.name
+        has_trees = has_trees and self.common is None and config.constraint is None
         if has_trees and not (self.target.keeps_states or draft.keeps_states):  # a state has one branch
             settings |= {"kind": TreeDrafter, "trees": length}
         return self._asking(draft, config, **settings)
@@ -143,16 +144,6 @@ class SequenceDrafters:
         kind: type[ModelDrafter] = ModelDrafter,
         **settings: Any,
     ) -> ModelDrafter:
-        return kind(
-            asked.vocabulary_size,
-            asked.context_size,
-            config.sampling,
-            config.rule,
-            config.streams,
-            n_tokens=self.target.vocabulary_size,
-            model=name,
-            tokens=self.common,
-            n_prompt=len(config.prompt),
-            constraint=config.constraint,
-            **settings,
-        )
+        tokens = self.common or SameTokens(asked.vocabulary_size, self.target.vocabulary_size)
+        size, sampler = asked.context_size, config.sampler
+        return kind(tokens, size, sampler, config.rule, config.streams, model=name, **settings)

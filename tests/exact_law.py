@@ -25,6 +25,7 @@ from fakes import (
 )
 from fixed_tree import FixedTree
 from llamaspec.drafters.cascade import CascadeDrafter
+from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
 from llamaspec.drafters.model import ModelDrafter, TreeDrafter
 from llamaspec.drafters.ngram import NgramDrafter
@@ -40,6 +41,7 @@ from llamaspec.protocols import (
 )
 from llamaspec.sampling.filters import Floats, Sampling, distribution
 from llamaspec.sampling.random_streams import CascadeStreams
+from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, NO_DRAFT, TARGET, Distribution, Draft, Round, TokenArray
 
 N_TOKENS = 3
@@ -73,6 +75,10 @@ DROPPING: dict[str, Length] = {  # the decision depends on draft tokens, for rul
 }
 
 
+def same_tokens(draft: FakeModel) -> SameTokens:
+    return SameTokens(draft.vocabulary_size, draft.vocabulary_size)
+
+
 def model_drafter(
     models: Models,
     sampling: Sampling,
@@ -82,10 +88,8 @@ def model_drafter(
     name: str = DRAFT,
 ) -> ModelDrafter:
     draft = models[name]
-    return ModelDrafter(
-        draft.vocabulary_size, draft.context_size, sampling, rule, streams,
-        n_prompt=len(PROMPT), constraint=constraint, model=name,
-    )  # fmt: skip
+    tokens, sampler = same_tokens(draft), Sampler(sampling, len(PROMPT), constraint)
+    return ModelDrafter(tokens, draft.context_size, sampler, rule, streams, model=name)
 
 
 def cascade_drafter(
@@ -150,11 +154,8 @@ def grown(
     models: Models, widths: tuple[int, ...], sampling: Sampling, rule: Rule, streams: RandomStreams
 ) -> Grown:
     draft = models[DRAFT]
-    drafter = TreeDrafter(
-        draft.vocabulary_size, 4 * draft.context_size, sampling, rule, streams,
-        n_prompt=len(PROMPT), trees=FixedTree(widths),
-    )  # fmt: skip
-    return Grown(drafter)
+    size, sampler, trees = 4 * draft.context_size, Sampler(sampling, len(PROMPT)), FixedTree(widths)
+    return Grown(TreeDrafter(same_tokens(draft), size, sampler, rule, streams, trees=trees))
 
 
 SHAPES = ((1, 1, 1), (2,), (3, 1), (2, 2), (1, 3, 2))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fakes import CountingUp, FakeModel, Length, tokens
+from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import TextStream
@@ -17,6 +18,7 @@ from llamaspec.protocols import Drafter
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, TARGET, Logits, TokenArray
 from stepped import Stepped
 
@@ -59,7 +61,8 @@ def draft(**settings: object) -> FakeModel:
 
 
 def model_drafter(model: FakeModel, seed: int, rule: str = "coupled") -> ModelDrafter:
-    return ModelDrafter(model.vocabulary_size, model.context_size, PLAIN, RULES[rule], SeededStreams(seed))
+    same = SameTokens(model.vocabulary_size, model.vocabulary_size)
+    return ModelDrafter(same, model.context_size, Sampler(PLAIN), RULES[rule], SeededStreams(seed))
 
 
 def stream(

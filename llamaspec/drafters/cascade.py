@@ -1,8 +1,9 @@
-"""A draft model that has a draft of its own: the same draft and verify, one level down.
+"""A draft model that has a draft of its own: speculative decoding, one level down.
 
-A helper drafts for the draft model, which verifies by the same rule, so its draft tokens keep their
-distribution; under the coupled rule they are the tokens that it would draft alone. A separate length policy
-decides how much the helper drafts. The helper may be a cascade, too. tests/drafters/test_cascade.py.
+A helper drafts for the draft model, and the draft model verifies by the same rule. So its draft tokens keep
+their distribution; under the coupled rule they are the tokens that it would draft without a helper. A
+separate length policy chooses how much the helper drafts. The helper may be a cascade, too.
+tests/drafters/test_cascade.py.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from llamaspec.values import Draft, ForwardRequest, Round, Source, TokenArray
 
 @dataclass(slots=True)
 class CascadeDrafter:
-    """Draft tokens from a model that verifies the drafts of a helper."""
+    """Draft tokens from a model that verifies the drafts of a helper; both have the target's vocabulary."""
 
-    model: ModelDrafter  # as it would draft alone
-    helper: Drafter  # drafts for it, with the randomness of `streams`
-    length: SequenceLength  # how much the helper drafts
-    streams: CascadeStreams  # made from the model's own
-    max_scored: int | None = None  # positions of one evaluation that the model scores
+    model: ModelDrafter  # drafts for the target
+    helper: Drafter  # drafts for the model, with `streams`
+    length: SequenceLength  # chooses how much the helper drafts
+    streams: CascadeStreams  # derived from the streams of the model
+    max_scored: int | None = None  # positions that the model can score in one evaluation; None = any number
 
     @property
     def fault(self) -> str | None:
-        """The error that stopped the model or its helper."""
+        """The error after which the model or its helper is not used again."""
         return fault_of(self.model, self.helper)
 
     def prepare(self, context: TokenArray) -> Preparing:
-        """Process a prompt in the model and its helper."""
+        """Let the model and its helper process a prompt."""
         yield from self.model.prepare(context)
         if self.model.fault is None:
-            yield from preparing(self.helper, self.model.known(context))
+            yield from preparing(self.helper, self.model.tokens.translate(context))
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """Draft until the policy wants no more."""
         model, draft = self.model, Draft(source=Source.STAGE)
         self.streams.start = len(context)
-        context = model.known(context)
-        sampler = Sampler(model.sampling, model.n_prompt, model.constraint, model.n_drawn)
+        context = model.tokens.translate(context)
+        sampler = replace(model.sampler, n_tokens=model.tokens.n_drawable)
         while model.fault is None and length.wants_more(draft):
             path = np.concatenate((context, draft.tokens))
             allowed = sampler.allowed(path)
@@ -70,7 +71,7 @@ class CascadeDrafter:
             self.helper.close()
 
     def _longer(self, draft: Draft, path: TokenArray, sampler: Sampler, wanted: SequenceLength) -> Drafting:
-        """Extend a draft by one round of the model and its helper, as far as more is wanted."""
+        """Extend a draft by one round of the model and its helper, while `wanted` wants more."""
         model, shown = self.model, self.model.window(path)
         limit = min(model.context_size - len(shown), (self.max_scored or model.context_size) - 1)
         asked = _HelperLength(limit, self.length, wanted, draft)
@@ -78,7 +79,7 @@ class CascadeDrafter:
         made = made.first(limit)
         helped = made.first(max(self.length.n_verified(made), 0))
         forward = yield ForwardRequest(model.model, shown, draft=helped.tokens, parents=helped.parents)
-        logits = forward.logits[:, : model.n_drawn]
+        logits = forward.logits[:, : sampler.n_tokens]
         p = LogitsTarget(logits, path, helped, sampler)
         verification = model.rule.verify(helped, p, self.streams, len(path))
         round_ = replace(
@@ -98,7 +99,7 @@ class CascadeDrafter:
 
 
 def used(round_: Round, n: int) -> Round:
-    """A round of which only `n` tokens were used: the others count as rejected, since they saved nothing."""
+    """Return a round of which only `n` tokens were used: the others count as rejected, they saved no time."""
     if n >= len(round_.tokens):
         return round_
     n_accepted = max(n - 1, 0)
@@ -107,13 +108,13 @@ def used(round_: Round, n: int) -> Round:
 
 @dataclass(slots=True, eq=False)
 class _HelperLength(SequenceAtMost):
-    """The helper's length, limited by the length that is wanted of the draft itself."""
+    """The helper's length, which must also be wanted by the policy of the draft that the helper extends."""
 
-    wanted: SequenceLength  # how long the draft is wanted
-    draft: Draft  # as far as it is drawn
+    wanted: SequenceLength  # the policy of the draft
+    draft: Draft  # drawn so far
 
     def wants_more(self, draft: Draft) -> bool:
-        """Whether the model could use one more token; it adds the token after them itself."""
+        """Whether one more token is wanted, besides the one that the model adds itself."""
         if len(draft) >= self.limit or not self.sequence.wants_more(draft):
             return False
         tokens = np.concatenate((self.draft.tokens, draft.tokens, np.zeros(1, np.int32)))

@@ -1,6 +1,6 @@
-"""Drafters without a model: no draft, the tokens that a constraint forces, and the first of several drafters.
+"""Drafters without a model: no draft, the tokens that a constraint forces, and a choice among drafters.
 
-The methods of drafters may be plain functions or coroutines; `drafting` and `preparing` handle both.
+The methods of a drafter may be plain functions or coroutines; `drafting` and `preparing` run both.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Result = TypeVar("Result")
 
 
 def drafting(drafter: Drafter, context: TokenArray, length: SequenceLength) -> Drafting:
-    """The draft of a drafter."""
+    """Let a drafter draft; return its draft."""
     proposed = drafter.propose(context, length)
     return proposed if isinstance(proposed, Draft) else (yield from proposed)
 
 
 def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
-    """A drafter's preparation for a prompt."""
+    """Let a drafter process a prompt."""
     prepared = drafter.prepare(context)
     if prepared is not None:
         yield from prepared
@@ -40,7 +40,7 @@ def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
 def metered(
     asking: Generator[ForwardRequest, Forward, Result],
 ) -> Generator[ForwardRequest, Forward, tuple[Result, list[tuple[ForwardRequest, float]]]]:
-    """Run a coroutine; return its result, and its evaluations with the seconds of each."""
+    """Run a coroutine; return its result and its requests with the seconds of each."""
     spent: list[tuple[ForwardRequest, float]] = []
     try:
         request = next(asking)
@@ -57,7 +57,7 @@ def metered(
 
 
 def fault_of(*drafters: Drafter) -> str | None:
-    """The first error that made one of these drafters stop using its model."""
+    """Return the first error after which one of these drafters stopped using its model."""
     faults = (drafter.fault for drafter in drafters if isinstance(drafter, Failing))
     return next((fault for fault in faults if fault is not None), None)
 
@@ -66,25 +66,25 @@ class NoDrafter:
     """No draft: plain decoding."""
 
     def prepare(self, context: TokenArray) -> None:
-        """Needs no preparation."""
+        """Do nothing."""
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
-        """No tokens."""
+        """Return an empty draft."""
         return NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedDrafter:
-    """Drafts tokens that a constraint leaves no alternative to, such as the keys of a JSON object."""
+    """Drafts the only tokens that a constraint allows, such as the keys of a JSON object."""
 
     constraint: SequenceConstraint
     n_prompt: int  # tokens before the first that was generated
 
     def prepare(self, context: TokenArray) -> None:
-        """Needs no preparation."""
+        """Do nothing."""
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
-        """The forced tokens, while the policy wants more."""
+        """Draft the forced tokens while the policy wants more."""
         draft = Draft(source=Source.GRAMMAR)
         if length.wants_more(draft):
             for token in self.constraint.forced(context[self.n_prompt :]).tolist():
@@ -102,16 +102,16 @@ class FallbackDrafter:
 
     @property
     def fault(self) -> str | None:
-        """The first error that made one of them stop using its model."""
+        """The first error after which one of the drafters stopped using its model."""
         return fault_of(*self.drafters)
 
     def prepare(self, context: TokenArray) -> Preparing:
-        """Prepare every drafter for a prompt."""
+        """Let every drafter process a prompt."""
         for drafter in self.drafters:
             yield from preparing(drafter, context)
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
-        """The first draft that is not empty."""
+        """Return the first draft that is not empty."""
         for drafter in self.drafters:
             draft = yield from drafting(drafter, context, length)
             if len(draft):

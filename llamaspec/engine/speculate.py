@@ -71,6 +71,11 @@ class Speculation:
         """Maximum length of the sequence, in tokens."""
         return min(len(self.prompt) + self.max_tokens, self.context_size)
 
+    @property
+    def sampler(self) -> Sampler:
+        """How the tokens of the completion are drawn."""
+        return Sampler(self.sampling, len(self.prompt), self.constraint)
+
     def close(self) -> None:
         """End the sequence. May be called more than once."""
         self.length.close()
@@ -88,7 +93,7 @@ def speculate(config: Speculation) -> Speculating:
     Round
         To be sent the same round with its seconds. Each adds at least one token.
     """
-    tokens, sampler = config.prompt, Sampler(config.sampling, len(config.prompt), config.constraint)
+    tokens, sampler = config.prompt, config.sampler
     while len(tokens) < config.limit:
         round_ = yield from _next_round(tokens, config, sampler)
         tokens = np.concatenate((tokens, round_.tokens))

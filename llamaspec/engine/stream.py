@@ -1,6 +1,6 @@
 """Generation as an iterator, for `for` and `async for`: a prompt in, pieces of text out.
 
-A reader may stop at any time and keeps what was generated until then. tests/engine/test_stream.py.
+A reader may stop at any time and keeps what it has read. tests/engine/test_stream.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llamaspec.engine.thread import ComputeThread
 from llamaspec.sampling.constraint import TimedConstraint
 from llamaspec.values import Round
 
-Progress = Callable[[int, int], None]  # (tokens read, tokens to read)
+Progress = Callable[[int, int], None]  # (prompt tokens processed, prompt tokens to process)
 
 
 class TextStream:
@@ -31,10 +31,8 @@ class TextStream:
 
     Attributes
     ----------
-    rounds : list of Round
-        The rounds so far.
     is_over : bool
-        Whether generation has ended; pieces may be left to read.
+        Whether generation has ended; there may still be pieces to read.
     """
 
     def __init__(
@@ -46,16 +44,12 @@ class TextStream:
         *,
         is_interactive: bool = False,
     ) -> None:
-        self.rounds: list[Round] = []
         self.is_over = False
         self._speculation, self._text, self._thread = speculation, text, thread
         self._on_prefill, self._is_interactive = on_prefill, is_interactive
-        self._sequence: RunningSequence[TextEvent] | None = None  # once it has started
-        self._pieces: deque[Piece] = deque()  # generated, and not handed out
-        self._shown: list[str] = []
-        self._tokens: list[int] = []  # end-of-text token included
-        self._prefilled = Prefilled(0, 0, 0, 0.0)
-        self._stop_reason = StopReason.INTERRUPT
+        self._sequence: RunningSequence[TextEvent] | None = None  # None before the start
+        self._pieces: deque[Piece] = deque()  # generated, but not read yet
+        self._received = _Received(speculation, text)
         self._is_closed = False
 
     def __iter__(self) -> Iterator[Piece]:
@@ -67,9 +61,7 @@ class TextStream:
         if self._is_closed or not self._pieces:
             raise StopIteration
         piece = self._pieces.popleft()
-        self._shown.append(piece.text)
-        if self._stop_reason is StopReason.INTERRUPT:  # else the piece is text that was held back
-            self._tokens.append(piece.token)
+        self._received.add(piece)
         return piece
 
     def __aiter__(self) -> AsyncIterator[Piece]:
@@ -92,12 +84,12 @@ class TextStream:
     def begin(self, notify: Callable[[], object] | None = None) -> None:
         """Start generating without waiting. May be called more than once.
 
-        The compute thread calls `notify` whenever `ready` may have something new.
+        The compute thread calls `notify` if `ready` may have new pieces.
         """
         self._begun(notify).notify = notify
 
     def ready(self) -> list[Piece]:
-        """The pieces that exist by now; starts generating, and does not wait.
+        """Return the pieces that exist now. Starts generating, but does not wait.
 
         Raises the error that ended the completion.
         """
@@ -107,7 +99,7 @@ class TextStream:
         return pieces
 
     def next_ready(self) -> Piece | None:
-        """The next of these pieces, or None. Later ones count as not generated until asked for."""
+        """Return the first of these pieces, or None. Pieces that are not read are not in `completion`."""
         sequence = self._begun()
         while not self._is_closed:
             if self._pieces:
@@ -116,6 +108,11 @@ class TextStream:
                 break
             self._take_event()
         return None
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The rounds so far."""
+        return self._received.rounds
 
     @property
     def is_swapped_out(self) -> bool:
@@ -129,7 +126,7 @@ class TextStream:
         return self.completion
 
     def close(self) -> None:
-        """Stop generating, from any thread. Returns at once; a running evaluation is aborted."""
+        """Stop generating, from any thread. Aborts a running evaluation, and does not wait for its end."""
         self.is_over = self._is_closed = True
         if self._sequence is None:
             self._speculation.close()
@@ -142,22 +139,8 @@ class TextStream:
 
     @property
     def completion(self) -> Completion:
-        """The completion so far: what was handed out."""
-        tokens, speculation = tuple(self._tokens), self._speculation
-        constraint, reading = speculation.constraint, speculation.length.reading
-        return Completion(
-            text="".join(self._shown),
-            tokens=tokens[:-1] if tokens and self._text.is_end(tokens[-1]) else tokens,
-            n_prompt_tokens=len(speculation.prompt),
-            stop_reason=self._stop_reason,
-            rounds=tuple(self.rounds),
-            summary=summarize(self.rounds, len(tokens)),
-            prefill_seconds=self._prefilled.seconds,
-            n_cached=self._prefilled.n_cached,
-            unused_draft=None if reading is None else reading.unused,
-            draft_fault=fault_of(speculation.drafter),
-            mask_seconds=constraint.seconds if isinstance(constraint, TimedConstraint) else 0.0,
-        )
+        """The completion as far as it was read."""
+        return self._received.completion
 
     def _begun(self, notify: Callable[[], object] | None = None) -> RunningSequence[TextEvent]:
         if self._sequence is None:
@@ -178,7 +161,7 @@ class TextStream:
         """Wait for the next event and apply it."""
         sequence = self._begun()
         try:
-            self._take_in(self._thread.next_event(sequence))
+            self._apply(self._thread.next_event(sequence))
         except BaseException as error:
             self.is_over = True
             self._thread.cancel(sequence)
@@ -188,16 +171,54 @@ class TextStream:
                         pass
             raise
 
-    def _take_in(self, event: TextEvent | None) -> None:
+    def _apply(self, event: TextEvent | None) -> None:
+        received = self._received
         if isinstance(event, Prefilled):
-            self._prefilled = event
+            received.prefilled = event
             if self._on_prefill is not None and event.n_to_read:
                 self._on_prefill(event.n_read, event.n_to_read)
             return
         self.is_over = not isinstance(event, Written)
         if isinstance(event, Written):
-            self.rounds.append(event.round)
+            received.rounds.append(event.round)
             self._pieces.extend(event.pieces)
         elif isinstance(event, Ended):
-            self._stop_reason = event.reason
+            received.stop_reason = event.reason
             self._pieces.extend(event.pieces)
+
+
+class _Received:
+    """The part of a completion that the reader of its stream has received."""
+
+    def __init__(self, speculation: Speculation, text: Detokenizer) -> None:
+        self.rounds: list[Round] = []
+        self.prefilled = Prefilled(0, 0, 0, 0.0)
+        self.stop_reason = StopReason.INTERRUPT  # until the completion ends
+        self._speculation, self._text = speculation, text
+        self._shown: list[str] = []
+        self._tokens: list[int] = []  # end-of-text token included
+
+    def add(self, piece: Piece) -> None:
+        """Add a piece that was read."""
+        self._shown.append(piece.text)
+        if self.stop_reason is StopReason.INTERRUPT:  # else the piece is text that was held back
+            self._tokens.append(piece.token)
+
+    @property
+    def completion(self) -> Completion:
+        """The completion as far as it was read."""
+        tokens, speculation = tuple(self._tokens), self._speculation
+        constraint, reading = speculation.constraint, speculation.length.reading
+        return Completion(
+            text="".join(self._shown),
+            tokens=tokens[:-1] if tokens and self._text.is_end(tokens[-1]) else tokens,
+            n_prompt_tokens=len(speculation.prompt),
+            stop_reason=self.stop_reason,
+            rounds=tuple(self.rounds),
+            summary=summarize(self.rounds, len(tokens)),
+            prefill_seconds=self.prefilled.seconds,
+            n_cached=self.prefilled.n_cached,
+            unused_draft=None if reading is None else reading.unused,
+            draft_fault=fault_of(speculation.drafter),
+            mask_seconds=constraint.seconds if isinstance(constraint, TimedConstraint) else 0.0,
+        )

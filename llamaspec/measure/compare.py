@@ -261,7 +261,7 @@ def run_compare(
         return way(replace(tasks[which], seed=tasks[which].seed + n_before))
 
     def draft_alone(task: Task) -> Completion:
-        prompt = task.prompt if pair.common is None else pair.common.read(task.prompt)
+        prompt = task.prompt if pair.common is None else pair.common.translate(task.prompt)
         return replace(task, prompt=prompt).run_plain(alone)
 
     ways: dict[str, Callable[[Task], Completion]] = {"target alone": lambda task: task.run_plain(pair)}

@@ -24,18 +24,18 @@ def test_tokens_are_the_same_by_their_text_and_ends_by_what_they_are() -> None:
     made = CommonTokens(TARGET, DRAFT)
     assert made.to_draft.tolist() == [NONE, 2, 5, 4, NONE, 3, 0]
     assert made.is_common.tolist() == [False, True, True, True, False, True, True]
-    assert made.among(tokens(0, 2, 4, 6)).tolist() == [2, 6]
+    assert made.drawable(tokens(0, 2, 4, 6)).tolist() == [2, 6]
 
 
 def test_a_text_is_read_token_by_token() -> None:
     """What only the target has is spelled by the longest tokens that the draft has."""
     made = CommonTokens(TARGET, DRAFT)
     for _ in range(2):  # learnt, and known
-        assert made.read(tokens(0, 2, 4, 6, 1)).tolist() == [7, 5, 5, 4, 0, 2]
-        assert made.read(tokens(4)).tolist() == [7, 5, 4]
-        assert made.spelled(tokens(4, 4, 3)).tolist() == [5, 4, 5, 4, 4]
-    assert made.spelled(tokens()).tolist() == []
-    assert made.read(tokens(2, 3)).tolist() == [7, 5, 4]
+        assert made.translate(tokens(0, 2, 4, 6, 1)).tolist() == [7, 5, 5, 4, 0, 2]
+        assert made.translate(tokens(4)).tolist() == [7, 5, 4]
+        assert made.translate_each(tokens(4, 4, 3)).tolist() == [5, 4, 5, 4, 4]
+    assert made.translate_each(tokens()).tolist() == []
+    assert made.translate(tokens(2, 3)).tolist() == [7, 5, 4]
 
 
 @pytest.mark.parametrize(
@@ -50,18 +50,18 @@ def test_a_text_is_read_token_by_token() -> None:
 def test_a_token_that_the_draft_lacks(pieces: list[bytes], text: bytes, expected: list[bytes]) -> None:
     made = CommonTokens(FakeVocabulary([text, b"e"]), FakeVocabulary([*pieces, b"e"]))
     spelling = [*pieces, b"e"]
-    assert [spelling[token] for token in made.spelled(tokens(0)).tolist()] == expected
+    assert [spelling[token] for token in made.translate_each(tokens(0)).tolist()] == expected
 
 
 def test_a_special_token_that_the_draft_lacks_is_read_as_text() -> None:
     made = CommonTokens(TARGET, FakeVocabulary([b"<", b">", b"t", b"oo", b"l", b"a", b"b", b"c"]))
     assert spelled(TARGET, tokens(5)) == b"<tool>"
-    assert made.spelled(tokens(5)).tolist() == [0, 2, 3, 4, 1]
+    assert made.translate_each(tokens(5)).tolist() == [0, 2, 3, 4, 1]
 
 
 def test_a_draft_without_a_beginning() -> None:
     made = CommonTokens(TARGET, FakeVocabulary([b"b", b"a", b"c"]))
-    assert made.read(tokens(0, 2, 3)).tolist() == [1, 0]
+    assert made.translate(tokens(0, 2, 3)).tolist() == [1, 0]
 
 
 def test_scores_have_the_targets_numbers() -> None:
@@ -87,8 +87,8 @@ def test_too_little_in_common_is_refused() -> None:
 
 def test_same_numbers_with_more_of_them() -> None:
     shorter, longer = SameTokens(3, 5), SameTokens(5, 3)
-    assert shorter.read(tokens(1, 4, 2)).tolist() == [1, 0, 2]
-    assert longer.read(tokens(1, 2)).tolist() == [1, 2]
+    assert shorter.translate(tokens(1, 4, 2)).tolist() == [1, 0, 2]
+    assert longer.translate(tokens(1, 2)).tolist() == [1, 2]
     assert shorter.scores(np.ones(3, np.float32)).tolist() == [1, 1, 1, -np.inf, -np.inf]
     assert longer.scores(np.arange(5, dtype=np.float32)).tolist() == [0, 1, 2]
-    assert shorter.among(tokens(1, 2, 3, 4)).tolist() == [1, 2]
+    assert shorter.drawable(tokens(1, 2, 3, 4)).tolist() == [1, 2]

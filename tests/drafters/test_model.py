@@ -9,6 +9,7 @@ import pytest
 
 from fake_constraint import Steps
 from fakes import FakeModel, Length, tokens
+from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.errors import (
     ContextFullError,
@@ -22,6 +23,7 @@ from llamaspec.protocols import Drafting
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, MTP, TARGET, Draft, Evaluation, Forward, ForwardRequest, Source
 from stepped import Stepped
 from texts import PLAIN, draft, stream, target
@@ -30,9 +32,8 @@ GREEDY = Sampling(temperature=0)
 
 
 def drafter(vocabulary_size: int = 5, context_size: int = 100, n_tokens: int | None = None) -> ModelDrafter:
-    return ModelDrafter(
-        vocabulary_size, context_size, GREEDY, RULES["coupled"], SeededStreams(0), n_tokens=n_tokens
-    )
+    same = SameTokens(vocabulary_size, n_tokens or vocabulary_size)
+    return ModelDrafter(same, context_size, Sampler(GREEDY), RULES["coupled"], SeededStreams(0))
 
 
 def asked(coroutine: Drafting, model: FakeModel) -> tuple[list[ForwardRequest], Draft]:
@@ -61,7 +62,7 @@ def test_one_evaluation_for_each_draft_token() -> None:
 
 def test_a_token_without_a_choice_costs_no_evaluation() -> None:
     """Behind a 0 only a 2 is allowed."""
-    bound = replace(drafter(3), constraint=Steps(), n_prompt=1)
+    bound = replace(drafter(3), sampler=Sampler(GREEDY, 1, Steps()))
     requests, made = asked(bound.propose(tokens(1, 0), Length(3)), FakeModel())
     assert [request.tokens.tolist()[:3] for request in requests] == [[1, 0, 2]] * len(requests)
     assert made.tokens.tolist()[0] == 2
@@ -170,7 +171,7 @@ def test_only_tokens_of_the_target_are_drafted() -> None:
 
 def test_confidence_is_of_the_draft() -> None:
     model = FakeModel(vocabulary_size=5, context_size=100)
-    own = ModelDrafter(5, 100, PLAIN, RULES["rejection"], SeededStreams(0))
+    own = ModelDrafter(SameTokens(5, 5), 100, Sampler(PLAIN), RULES["rejection"], SeededStreams(0))
     _, made = asked(own.propose(tokens(1, 2), Length(3)), model)
     for token, q, confidence in zip(made.tokens.tolist(), made.distributions, made.confidences, strict=True):
         assert confidence == q.probability(token)

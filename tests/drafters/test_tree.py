@@ -7,6 +7,7 @@ import pytest
 
 from fakes import FakeModel, Length, answer_alone, tokens
 from fixed_tree import FixedTree
+from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.model import TreeDrafter
 from llamaspec.errors import ContextFullError, EvaluationError, LlamaspecError, MemoryFullError, ScoresError
 from llamaspec.length.tree import (
@@ -21,6 +22,7 @@ from llamaspec.length.tree import (
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, Draft, Evaluation, Forward, ForwardRequest, Source
 
 MODEL = FakeModel(seed=3, vocabulary_size=30, context_size=256)
@@ -38,7 +40,8 @@ class NoTree(Length):
 def tree_drafter(
     length: TreeLength, sampling: Sampling = WARM, seed: int = 0, context_size: int = 256
 ) -> TreeDrafter:
-    return TreeDrafter(30, context_size, sampling, RULES["coupled"], SeededStreams(seed), trees=length)
+    rule, streams = RULES["coupled"], SeededStreams(seed)
+    return TreeDrafter(SameTokens(30, 30), context_size, Sampler(sampling), rule, streams, trees=length)
 
 
 def drafted(

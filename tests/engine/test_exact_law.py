@@ -33,6 +33,7 @@ from exact_law import (
     walk,
 )
 from fakes import Branching, FakeModel, Length
+from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.errors import ScoresError
@@ -40,6 +41,7 @@ from llamaspec.protocols import RandomStreams, Rule, Stream, TargetDistributions
 from llamaspec.sampling.acceptance_rules import RULES, Block, Rejection
 from llamaspec.sampling.filters import Floats
 from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import (
     DRAFT,
     TARGET,
@@ -262,7 +264,7 @@ def test_another_vocabulary_is_drafted_within_the_targets() -> None:
     for rule in ("rejection", "block"):
 
         def run(streams: RandomStreams, rule: Rule = RULES[rule]) -> tuple[int, ...]:
-            drafter = ModelDrafter(4, 64, chain, rule, streams, n_tokens=3)
+            drafter = ModelDrafter(SameTokens(4, 3), 64, Sampler(chain), rule, streams)
             return text(rounds(models, drafter, Length(2), rule, chain, streams))
 
         assert distance(walk(run), plain_law(models[TARGET], chain)) < 1e-12

@@ -22,6 +22,7 @@ from llamaspec.errors import EvaluationAbortedError, EvaluationError, MemoryFull
 from llamaspec.protocols import SequenceLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.random_streams import SeededStreams
+from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, TARGET, Draft, Forward, ForwardRequest, TokenArray
 from stepped import Stepped
 from texts import PLAIN, Letters, V, alone, draft, model_drafter, stream, target
@@ -301,7 +302,7 @@ def constrained(
     streams = inject.into("streams", SeededStreams(seed))
     rule = inject.into("rule", RULES["coupled"])
     asking = model_drafter(models[DRAFT], seed)
-    asking.constraint, asking.n_prompt, asking.streams, asking.rule = constraint, 2, streams, rule
+    asking.sampler, asking.streams, asking.rule = Sampler(PLAIN, 2, constraint), streams, rule
     drafters = (ForcedDrafter(constraint, 2), inject.into("drafter", Sometimes(V)), asking)
     length = inject.into("length", Length(2))
     speculation = Speculation(

@@ -30,6 +30,7 @@ from llamaspec.drafters.model import ModelDrafter
 from llamaspec.protocols import Drafter, RandomStreams, Rule, SequenceConstraint
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
+from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, TARGET, Round
 from vocabularies import FakeVocabulary
 
@@ -41,9 +42,7 @@ CONSTRAINT = Steps()
 def drafter(
     sampling: Sampling, rule: Rule, streams: RandomStreams, constraint: SequenceConstraint | None = None
 ) -> Drafter:
-    return ModelDrafter(
-        4, 64, sampling, rule, streams, n_tokens=3, tokens=COMMON, n_prompt=len(PROMPT), constraint=constraint
-    )
+    return ModelDrafter(COMMON, 64, Sampler(sampling, len(PROMPT), constraint), rule, streams)
 
 
 @pytest.mark.parametrize("length", list(LENGTHS))

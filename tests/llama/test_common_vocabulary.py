@@ -116,6 +116,6 @@ def test_a_text_keeps_its_bytes(store: ModelStore, text: str) -> None:
     files = store.path("llama", TARGET), store.path("llama", Recipe(vocabulary=PIECES))
     with LlamaModel(files[0], ONE_THREAD) as bytes_, LlamaModel(files[1], ONE_THREAD) as pieces:
         for target, draft in ((bytes_.vocabulary, pieces.vocabulary), (pieces.vocabulary, bytes_.vocabulary)):
-            read = CommonTokens(target, draft).read(target.tokenize(text.encode()))
+            read = CommonTokens(target, draft).translate(target.tokenize(text.encode()))
             assert read[0] == draft.bos
             assert spelled(draft, read[1:]).lstrip(b" ") == text.encode().lstrip(b" ")
