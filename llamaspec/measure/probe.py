@@ -240,7 +240,7 @@ def draft_step(pair: Pair, context: TokenArray, n_steps: int) -> Measurement[flo
 
 def time_draft_step(pair: Pair) -> float:
     """Return the seconds of a draft step, the faster of two timings; this takes five draft steps."""
-    tokens = sample_tokens(pair.target.vocabulary, 2)
+    tokens = sample_tokens(pair.target.vocabulary, 2)  # the first may be a start token
     pair.run(draft_step(pair, tokens, 1))  # loads the weights from the disk
     return min(pair.run(draft_step(pair, tokens, 2)) for _ in range(2))
 
@@ -272,7 +272,7 @@ def compare_widths(
 
 
 def _difference(tokens: TokenArray, depth: int, width: int, alone: Logits) -> Measurement[float]:
-    """Return the largest difference of one width from the logits `alone` [n, V], in consecutive batches."""
+    """Return the largest difference of one width, which alone fills the KV cache, from logits [n, V]."""
     largest = 0.0
     yield ForwardRequest(TARGET, tokens[:depth], n_logits=0)
     for first in range(0, len(alone), width):

@@ -146,12 +146,12 @@ def test_arms_take_turns_with_the_same_prompts() -> None:
 
 
 def test_the_rest_of_a_refused_conversation_is_left_out() -> None:
-    recorder, told = Recorder(refused="more"), list[str]()
+    recorder, lines = Recorder(refused="more"), list[str]()
     talk = BenchTask("talk", "g", turns=(Turn("hello"), Turn("more"), Turn("end")))
     tasks = [talk, BenchTask("ask", "g", ("why",))]
-    samples = [*ask_all({PLAIN: recorder.arm(PLAIN, "one")}, tasks, {}, 1, told.append)]
+    samples = [*ask_all({PLAIN: recorder.arm(PLAIN, "one")}, tasks, {}, 1, lines.append)]
     assert [request[0].prompt for request in samples] == ["talk, turn 1", "ask"]
-    assert [line for line in told if "left out" in line] == [
+    assert [line for line in lines if "left out" in line] == [
         "talk, turn 2 is left out: plain refused it: too long"
     ]
 

@@ -84,6 +84,6 @@ def test_memory_that_a_pair_can_use(
 
 def test_the_expected_effect_of_drafts() -> None:
     with_card = replace(MACHINE, devices=(CARD, CPU), can_offload=True)
-    told = [expectation(each) for each in (None, MACHINE, with_card, replace(with_card, system="darwin"))]
-    for text, begins in zip(told, ("whether", "on CPUs", "on GPUs", "on Metal"), strict=True):
+    sentences = [expectation(each) for each in (None, MACHINE, with_card, replace(with_card, system="darwin"))]
+    for text, begins in zip(sentences, ("whether", "on CPUs", "on GPUs", "on Metal"), strict=True):
         assert text.startswith(begins)

@@ -139,12 +139,12 @@ def test_without_the_long_context_no_width_is_called_exact() -> None:
 @pytest.mark.parametrize("first", [0.1, 0.2, 0.3])
 def test_a_left_out_context_leaves_its_time_to_the_other(first: float) -> None:
     """A target of 7 billion parameters was measured for half of the time only, once at each of 8 widths."""
-    model, told = SlowModel(first, first / 3), list[float]()
-    found = measure(pair_of(model), FULL, told.append)
+    model, fractions = SlowModel(first, first / 3), list[float]()
+    found = measure(pair_of(model), FULL, fractions.append)
     assert found.left_out_depths == (1024,)
     assert model.now > 0.8 * FULL.seconds
     assert {*range(1, 18), 24} <= {row.width for row in found.widths}
-    assert told == sorted(told)
+    assert fractions == sorted(fractions)
 
 
 def test_widths_must_be_identical_in_long_contexts_too() -> None:
@@ -215,9 +215,9 @@ def test_a_slow_target_processes_no_long_context_twice(more: float, depths: list
 
 
 def test_progress_is_shown_and_never_looks_finished_too_early() -> None:
-    told: list[float] = []
-    in_turns(SlowModel(), SlowModel(), 64, 128, report=told.append)
-    assert told == pytest.approx([64 / 129, 128 / 129])
+    fractions: list[float] = []
+    in_turns(SlowModel(), SlowModel(), 64, 128, report=fractions.append)
+    assert fractions == pytest.approx([64 / 129, 128 / 129])
 
 
 def test_faster_means_by_more_than_the_times_vary() -> None:

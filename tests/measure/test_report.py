@@ -75,8 +75,8 @@ def pair(target_file: Path, draft_file: Path, own_cache: None) -> DraftPlan:
 
 
 def test_a_report_holds_figures_and_no_names(report: Report, target_file: Path, tmp_path: Path) -> None:
-    told = json.dumps(report.as_json())
-    assert not any(secret in told for secret in (SECRET, str(target_file), str(tmp_path)))
+    content = json.dumps(report.as_json())
+    assert not any(secret in content for secret in (SECRET, str(target_file), str(tmp_path)))
     assert report.settings.options == "--target ... --threads 1 --cache-type-k q8_0"
     arms = report.groups["chat and code"]
     assert [*arms] == ["plain", "auto", "--draft ... -k 4", "--draft ... -k 4 (3)"]
@@ -84,7 +84,7 @@ def test_a_report_holds_figures_and_no_names(report: Report, target_file: Path, 
     assert [each.differs_at for each in report.samples] == [None, None, 0, None]
     assert report.curve == CostCurve((1, 2, 4), (0.02, 0.03, 0.05), 0.004)
     path = tmp_path / "r.json"
-    path.write_text(told)
+    path.write_text(content)
     assert read_report(path) == report
 
 
@@ -134,8 +134,8 @@ def test_with_llama_server_everything_is_compared_with_it(beside_the_peer: Repor
     assert first == [
         "`plain`", "`auto`", f"`{PEER_PLAIN}`", f"`{MOD} (best type)`", f"`{SIMPLE}`", f"`{PEER_BEST}`",
     ]  # fmt: skip
-    told = "whole 1.25, worst 1.25 (`edit`), decoding 1.29, first 1.00, total 1.25"
-    assert lines[at + 11] == f"`auto` next to `{MOD}`: {told}."
+    content = "whole 1.25, worst 1.25 (`edit`), decoding 1.29, first 1.00, total 1.25"
+    assert lines[at + 11] == f"`auto` next to `{MOD}`: {content}."
 
 
 def test_answers_are_compared_if_both_arms_draw_alike(beside_the_peer: Report, report: Report) -> None:
@@ -154,10 +154,10 @@ HARM = ("a`b", "a|b", "<script>", "a\nb", "\x1b[2J", "a\\", 601 * "a", "\u202ea"
 
 
 def _set(*place: Any) -> Callable[[Any, Any], None]:
-    def change(told: Any, value: Any) -> None:
+    def change(content: Any, value: Any) -> None:
         for key in place[:-1]:
-            told = told[key]
-        told[place[-1]] = value
+            content = content[key]
+        content[place[-1]] = value
 
     return change
 
@@ -165,8 +165,8 @@ def _set(*place: Any) -> Callable[[Any, Any], None]:
 def _in_samples(name: str) -> Callable[[Any, Any], None]:
     """Change a field of all samples; of arms, the one with options."""
 
-    def change(told: Any, value: Any) -> None:
-        for each in told["samples"]:
+    def change(content: Any, value: Any) -> None:
+        for each in content["samples"]:
             if name != "arm" or each[name] == "--draft ... -k 4":
                 each[name] = value
 
@@ -185,10 +185,10 @@ def test_no_text_of_a_stranger_is_markup(
     report: Report, tmp_path: Path, change: Callable[[Any, Any], None], value: str
 ) -> None:
     """Every text is code, or is not there at all."""
-    told = json.loads(json.dumps(report.as_json()))
-    change(told, value)
+    content = json.loads(json.dumps(report.as_json()))
+    change(content, value)
     path = tmp_path / "r.json"
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(content))
     shown = markdown(read_report(path))
     assert value not in shown
     outside = re.sub("`[^`\n]*`", "", shown)
@@ -223,10 +223,10 @@ def test_no_text_of_a_stranger_is_markup(
 def test_impossible_figures_of_a_stranger_are_refused(
     report: Report, tmp_path: Path, place: tuple[str, ...], value: object
 ) -> None:
-    told = json.loads(json.dumps(report.as_json()))
-    _set(*place)(told, value)
+    content = json.loads(json.dumps(report.as_json()))
+    _set(*place)(content, value)
     path = tmp_path / "r.json"
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(content))
     with pytest.raises(LlamaspecError, match="is not a report of bench --share"):
         read_report(path)
 
