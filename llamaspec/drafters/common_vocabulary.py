@@ -39,7 +39,6 @@ class SameTokens:
 
     def __init__(self, n_draft: int, n_target: int) -> None:
         self._n_draft, self._n_target = n_draft, n_target
-        self.n_drawable = min(n_draft, n_target)  # token ids below this can be drawn
 
     def translate(self, context: TokenArray) -> TokenArray:
         """Return the context with token 0 in place of tokens that the draft lacks."""
@@ -48,6 +47,11 @@ class SameTokens:
         return np.where(context < self._n_draft, context, np.int32(0))
 
     translate_each = translate
+
+    @property
+    def n_drawable(self) -> int:
+        """Only token ids below this can be drawn."""
+        return min(self._n_draft, self._n_target)
 
     def scores(self, logits: Scores) -> Scores:
         """Return the scores of the target's tokens, -inf if the draft lacks one: float32 [V of target]."""
@@ -72,9 +76,8 @@ class CommonTokens:
     """
 
     def __init__(self, target: WholeVocabulary, draft: WholeVocabulary) -> None:
-        self._target, self._target_bos = target, target.bos
+        self._target = target
         names = token_names(target)
-        self.n_drawable = len(names)  # see `SameTokens`
         of_target, self._of_name = _by_name(names), _by_name(token_names(draft))
         # [V of the target] the draft's token with the same bytes, or NONE
         self.to_draft = np.array([self._of_name.get(name, NONE) for name in names], dtype=np.int32)
@@ -92,8 +95,8 @@ class CommonTokens:
         # A target token is translated to `_n_values` tokens of `_values` from `_place` on; -1: not known yet.
         self._values, self._place = self.to_draft.copy(), np.arange(len(names))
         self._n_values = np.where(self.to_draft >= 0, 1, -1)
-        if self._target_bos >= 0:
-            self._add(self._target_bos, self._begin)
+        if target.bos >= 0:
+            self._add(target.bos, self._begin)
         sample = target.tokenize(SAMPLE.encode(), add_special=False)
         self.of_text = float(self.is_common[sample].mean()) if len(sample) else 0.0
         if self.of_text < LEAST:
@@ -101,6 +104,11 @@ class CommonTokens:
                 f"the draft's vocabulary has only {self.of_text:.0%} of the target's tokens in typical "
                 "text; choose a draft of the target's family"
             )
+
+    @property
+    def n_drawable(self) -> int:
+        """Only token ids below this can be drawn."""
+        return len(self.to_draft)
 
     def translate_each(self, tokens: TokenArray) -> TokenArray:
         """Translate tokens of the target, each by itself: int32 [m]."""
@@ -121,7 +129,7 @@ class CommonTokens:
     def translate(self, context: TokenArray) -> TokenArray:
         """Translate a whole sequence of the target; it gets the beginning that the draft wants: int32 [m]."""
         translated = self.translate_each(context)
-        has_begin = context[:1].tolist() == [self._target_bos]
+        has_begin = context[:1].tolist() == [self._target.bos]
         return translated if has_begin else np.concatenate((self._begin, translated))
 
     def scores(self, logits: Scores) -> Scores:

@@ -1,10 +1,11 @@
-"""Prompt lookup: draft tokens copied from an earlier occurrence of the same tokens.
+"""Prompt lookup: draft tokens copied from an earlier occurrence of the latest tokens.
 
-A copy begins at the longest end of the text that also occurs earlier, in the text itself or in the caller's
-prediction. From there on the text is aligned with its source. After an insertion, deletion or replacement the
-copy resumes in the same passage. A replacement that was seen once is proposed when the replaced tokens come
-next, and a copy is less sure after two tokens at which the text has left its source before. Copies cost
-nothing to make; their confidences decide which are verified. `llamaspec bench --task edits` measures them.
+A copy begins after an earlier occurrence of the longest suffix of the sequence, or with the first token of
+the caller's prediction. From then on the sequence is aligned with this source. After an insertion, deletion
+or replacement the copy resumes in the same passage, and a replacement that was seen once is proposed at its
+next occurrence. Copies cost nothing to make; the confidence of each token decides whether the target verifies
+it. Confidence is low after two tokens at which the sequence has left its source before.
+scripts/replay_edits.py measures copies on edits of files.
 
 Reference: prompt lookup decoding (Saxena, 2023).
 """
@@ -25,34 +26,36 @@ Array = npt.NDArray[np.float64]
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
 MIN_MATCH_BESIDE_MODEL = 4  # tokens; after a shorter match a draft model guesses better
-LONGEST_MATCH = 32  # tokens; longer ones are not told apart
-SURE = 8  # strength of an alignment that is not compared with other matches
-SWITCH = 12  # tokens of a match elsewhere that an alignment jumps to
-BACK, AHEAD = 8, 48  # tokens of the source, around the mismatch, in which the text is looked for
-NEAR = 8  # tokens of the source that a text may skip, for each token behind them that matches, but for one
-FAR = 48  # lost tokens after which the text is looked for everywhere
-LONGEST_REPLACED = 8  # tokens of a replacement
-STAYED = 0.5  # times that a text is taken to have stayed with its source, at every place
-UNSURE, MUCH = 1.0, 64  # strength of a replacement that was not proposed yet; of a passage, at most
+LONGEST_MATCH = 32  # tokens; longer matches count as this long
+SURE = 8  # strength from which an alignment is not compared with other matches
+SWITCH = 12  # tokens of a match elsewhere for which the alignment moves there
+BACK, AHEAD = 8, 48  # source tokens before and after a mismatch among which the copy may resume
+NEAR = 8  # source tokens that may be skipped for each matching token after them except the first
+FAR = 48  # lost tokens after which the copy may resume anywhere
+LONGEST_REPLACED = 8  # maximum number of tokens on either side of a replacement
+STAYED = 0.5  # times that the sequence counts as having stayed with its source at a place, in advance
+UNSURE = 1.0  # maximum strength of a replacement that was never confirmed
+MUCH = 64  # maximum number of tokens before a mismatch that count
 
 
-def longest_match(tokens: TokenArray, path: TokenArray, at_least: int) -> tuple[int, int]:
-    """The longest end of `path` in `tokens` that something follows, the latest of several.
+def longest_match(tokens: TokenArray, at_least: int) -> tuple[int, int]:
+    """Find the longest suffix of `tokens` that also occurs earlier; the latest occurrence of several.
 
-    Returns its length, at most LONGEST_MATCH, and the index in `tokens` of what follows; (0, 0) for none.
+    Returns its length, at most LONGEST_MATCH, and the index of the token after the occurrence; (0, 0) if
+    there is none.
     """
-    if len(path) < at_least or len(tokens) <= at_least:
+    if len(tokens) <= at_least:
         return 0, 0
-    alike = tokens[at_least - 1 : -1] == path[-1]
+    alike = tokens[at_least - 1 : -1] == tokens[-1]
     for i in range(1, at_least):
-        alike &= tokens[at_least - 1 - i : -1 - i] == path[-1 - i]
-    ends = np.flatnonzero(alike) + at_least  # [n] index behind each place
+        alike &= tokens[at_least - 1 - i : -1 - i] == tokens[-1 - i]
+    ends = np.flatnonzero(alike) + at_least  # [n] index after each occurrence
     if not len(ends):
         return 0, 0
     length = at_least
-    while length < min(LONGEST_MATCH, len(path)):
+    while length < min(LONGEST_MATCH, len(tokens)):
         longer = ends[np.searchsorted(ends, length, side="right") :]
-        longer = longer[tokens[longer - 1 - length] == path[-1 - length]]
+        longer = longer[tokens[longer - 1 - length] == tokens[-1 - length]]
         if not len(longer):
             break
         ends, length = longer, length + 1
@@ -60,31 +63,31 @@ def longest_match(tokens: TokenArray, path: TokenArray, at_least: int) -> tuple[
 
 
 class Alignment:
-    """Where a text follows a source, over insertions, deletions and replacements."""
+    """The place in a source that a sequence follows, across insertions, deletions and replacements."""
 
     def __init__(self, at: int, n_matched: int) -> None:
         self.at = at  # index in the source of the token that is expected next
-        self.n_matched = n_matched  # tokens before it that are the same in text and source
+        self.n_matched = n_matched  # tokens before it that are the same in sequence and source
         self.n_before = 0  # tokens that matched before the last mismatch
-        self.lost: list[int] = []  # tokens of the text since the mismatch at `at`, not found in the source
+        self.lost: list[int] = []  # tokens since a mismatch at `at` that were not found in the source
         self._replacements: dict[int, Replacement] = {}  # by the first of the replaced tokens
-        self._open: Replacement | None = None  # that the text is in
-        self._n_open = 0  # tokens of it
-        self._stays: dict[tuple[int, ...], list[int]] = {}  # by place: times that the text stayed, and left
+        self._open: Replacement | None = None  # the replacement that the sequence is writing
+        self._n_open = 0  # tokens of it so far
+        self._stays: dict[tuple[int, ...], list[int]] = {}  # by place: times that it stayed, and left
 
     def jump(self, at: int, n_matched: int) -> None:
-        """Go on elsewhere in the source."""
+        """Continue elsewhere in the source."""
         self.at, self.n_matched, self.n_before, self.lost, self._open = at, n_matched, 0, [], None
 
     @property
     def strength(self) -> float:
-        """How well text and source agree, as the length of a match."""
+        """How well sequence and source agree, as the length of a match."""
         if self.lost:
             return 0.0
         return self.n_matched + min(self.n_before, MUCH) * min(self.n_matched, 2) / 8
 
     def follow(self, source: TokenArray, token: int) -> None:
-        """One more token of the text."""
+        """Add a token of the sequence."""
         if self.lost:
             self.lost.append(token)
             if len(self.lost) <= FAR:
@@ -106,10 +109,10 @@ class Alignment:
                 self.at, self.n_matched = self.at + 1, self.n_matched + 1
                 return
         written: Sequence[int] = ()
-        if replacement is not None:
+        if replacement is not None:  # it was wrong
             written, self._open = replacement.written[: self._n_open], None
             self._replacements.pop(replacement.replaced[0], None)
-            if not written and self.at < len(source) and source[self.at] == token:  # it is not replaced here
+            if not written and self.at < len(source) and source[self.at] == token:  # nothing is replaced here
                 self.at, self.n_matched = self.at + 1, self.n_matched + 1
                 return
         self.n_before, self.n_matched = max(self.n_matched, self.n_before // 2), 0
@@ -117,9 +120,9 @@ class Alignment:
         self._realign(source)
 
     def continuation(self, source: TokenArray, n: int) -> tuple[TokenArray, Array]:
-        """At most `n` tokens that are expected next, and the strength of each: [m] int32, [m] float64."""
+        """Return up to `n` expected tokens and the strength of each: [m] int32, [m] float64."""
         i, strength = self.at, self.strength
-        if self.lost:  # as many are taken to be replaced
+        if self.lost:  # assume that they replace as many tokens
             i += len(self.lost)
         tokens, strengths = list[int](), list[float]()
         replaced: tuple[int, ...]
@@ -129,7 +132,7 @@ class Alignment:
             i += len(self._open.replaced)
             strengths += [strength + k for k in range(len(tokens))]
         begin = max(i - 2, 0)
-        near = source[begin : i + n].tolist()  # as a list, because each token is looked at
+        near = source[begin : i + n].tolist()  # a list, because the loop looks at single tokens
         while len(tokens) < n and i < begin + len(near):
             replaced = written = (near[i - begin],)
             replacement = self._replacement(source, i) if replaced[0] in self._replacements else None
@@ -146,16 +149,17 @@ class Alignment:
         return np.array(tokens[:n], np.int32), np.array(strengths[:n], np.float64)
 
     def _replacement(self, source: TokenArray, i: int) -> Replacement | None:
-        """The replacement of the tokens at index `i` of the source, if one is known."""
+        """Return the known replacement of the tokens at index `i` of the source."""
         found = self._replacements.get(int(source[i])) if i < len(source) else None
         if found is None or tuple(source[i : i + len(found.replaced)].tolist()) != found.replaced:
             return None
         return found
 
     def _realign(self, source: TokenArray) -> None:
-        """Find the end of the lost tokens in the source: the longest match, less what it skips.
+        """Continue where the lost tokens end in the source: at the longest match, less what it skips.
 
-        An insertion skips nothing, or ends like the tokens before it; as many tokens may be replaced.
+        Two distances do not count as skipped: an insertion resumes at the mismatch or repeats the tokens
+        before it, and a replacement has as many tokens as it replaces.
         """
         begin, n_lost = max(self.at - BACK, 0), len(self.lost)
         window = source[begin : self.at + AHEAD + n_lost].tolist()
@@ -178,13 +182,13 @@ class Alignment:
 
 
 def _place(source: TokenArray, i: int) -> tuple[int, ...]:
-    """The tokens before index `i`, by which a place is known again: two, because one is everywhere."""
+    """Return the two tokens before index `i`, which identify a place; a single token occurs everywhere."""
     return tuple(source[max(i - 2, 0) : i].tolist())
 
 
 @dataclass(slots=True)
 class Replacement:
-    """Tokens of the source, and what the text has in their place."""
+    """Tokens of the source, and the tokens that the sequence has in their place."""
 
     replaced: tuple[int, ...]
     written: tuple[int, ...]
@@ -192,9 +196,9 @@ class Replacement:
 
 
 class NgramDrafter:
-    """Copies what followed the longest earlier occurrence of the text's end, and follows that passage.
+    """Copies the tokens after the latest occurrence of the longest suffix, and follows that passage.
 
-    Matches shorter than `min_match` give no draft. A copy stops after a token that ends texts: `is_end`.
+    A suffix has at least `min_match` tokens. A copy stops after the first token for which `is_end` holds.
     """
 
     def __init__(
@@ -205,54 +209,53 @@ class NgramDrafter:
         is_end: Callable[[int], bool] = lambda token: False,
     ) -> None:
         self._min_match, self._prediction, self._is_end = min_match, prediction, is_end
-        self._read = NO_TOKENS
+        self._followed = NO_TOKENS  # the context of the last call
         self._alignment: Alignment | None = None
         self._source = Source.NGRAM  # of the alignment
 
     def prepare(self, context: TokenArray) -> None:
-        """Note the prompt."""
-        self._read = context
+        """Start with a prompt."""
+        self._followed = context
         if len(self._prediction):
             self._alignment, self._source = Alignment(0, 0), Source.PREDICTION
             self._alignment.n_before = MUCH
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
-        """Copy while the policy wants more; a token's confidence is that of the match it would lengthen."""
-        if not np.array_equal(context[: len(self._read)], self._read):
-            self._alignment = None  # another text
+        """Copy while the policy wants more; the confidence of a token depends on the match before it."""
+        if not np.array_equal(context[: len(self._followed)], self._followed):
+            self._alignment = None  # another sequence
         self._follow(context)
-        self._read = context
+        self._followed = context
         alignment = self._alignment
-        if alignment is not None and alignment.strength >= SURE and not alignment.lost:
+        if alignment is not None and alignment.strength >= SURE:
             return self._aligned(alignment, context, length)
-        n, begin = longest_match(context, context, self._min_match)
-        if alignment is not None and alignment.strength >= max(n, 1):
+        n, begin = longest_match(context, self._min_match)
+        if alignment is not None and alignment.strength >= n:
             return self._aligned(alignment, context, length)
         if not n:
-            return (
-                Draft(source=Source.NGRAM) if alignment is None else self._aligned(alignment, context, length)
-            )
-        if alignment is None or (self._source is not Source.NGRAM and n >= SWITCH):
+            return Draft(source=Source.NGRAM)
+        if alignment is None or (self._source is Source.PREDICTION and n >= SWITCH):
             self._alignment, self._source = Alignment(begin, n), Source.NGRAM
         elif self._source is Source.NGRAM and (n >= SWITCH or len(alignment.lost) > FAR):
             alignment.jump(begin, n)
-        # A copy may be copied again: a text that repeats goes on.
+        # At the end of the context the copy continues with itself: the sequence repeats.
         following = np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY)
         return self._copied(Source.NGRAM, following, n + np.arange(float(LONGEST_COPY)), length)
 
     def _follow(self, context: TokenArray) -> None:
-        """Align what was written since the last round."""
+        """Align the tokens that were added since the last call."""
         alignment = self._alignment
         if alignment is None:
             return
-        for i in range(len(self._read), len(context)):
-            n = i - len(alignment.lost)  # what follows in the text itself cannot be its source
+        for i in range(len(self._followed), len(context)):
+            n = i - len(alignment.lost)  # in the sequence itself, only tokens before this can be the source
             source = self._prediction if self._source is Source.PREDICTION else context[:n]
             alignment.follow(source, int(context[i]))
         if len(alignment.lost) > FAR and self._source is Source.PREDICTION:
             self._alignment = None
 
     def _aligned(self, alignment: Alignment, context: TokenArray, length: SequenceLength) -> Draft:
+        """Copy the continuation of an alignment."""
         source = self._prediction if self._source is Source.PREDICTION else context
         following, strengths = alignment.continuation(source, LONGEST_COPY)
         n_left = len(source) - alignment.at
@@ -264,7 +267,7 @@ class NgramDrafter:
     def _copied(
         self, source: Source, following: TokenArray, strengths: Array, length: SequenceLength
     ) -> Draft:
-        """Draft the tokens that are expected next, while the policy wants more."""
+        """Draft the tokens that are expected next while the policy wants more."""
         end = next((i for i, token in enumerate(following.tolist()) if self._is_end(token)), len(following))
         following, strengths = following[: end + 1], strengths[: end + 1]
         ahead = tuple((strengths / (strengths + 1.0)).tolist())

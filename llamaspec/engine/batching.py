@@ -1,6 +1,6 @@
-"""Chooses what to evaluate next: rounds together, and chunks of prompts between or beside them.
+"""Chooses the next evaluation: rounds of several sequences, and prompt chunks between or beside them.
 
-Only `Scheduler` calls it. It evaluates nothing itself. tests/engine/test_scheduler.py.
+Only `Scheduler` calls this module, and evaluates what it chooses. tests/engine/test_turns.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from llamaspec.engine.sequence import Slot
 from llamaspec.protocols import Model
 from llamaspec.values import CHUNK, TARGET, WAIT_SECONDS, ForwardRequest
 
-INTERACTIVE_SECONDS = 3.0  # longest time for which interactive sequences may hold up the prompts of others
-SPARE = 2  # positions of padding that each of several sequences reserves: two may be padded to 6
+INTERACTIVE_SECONDS = 3.0  # longest time for which prompts wait for interactive sequences
+SPARE = 2  # positions of padding that each of several sequences allows: two may be padded to 6
 
 
 class Group(NamedTuple):
@@ -21,30 +21,30 @@ class Group(NamedTuple):
 
     model: str
     slots: list[Slot]
-    width: int  # positions to evaluate, with padding
-    n_prefill: int = 0  # of these, a chunk of the last slot's prompt beside the rounds of the others
+    width: int  # number of positions to evaluate, with padding
+    n_prefill: int = 0  # of these, positions of a prompt chunk of the last slot, beside rounds of the others
 
 
 class Batching:
-    """Chooses what to evaluate next, of the last model first: drafts come before their targets."""
+    """Chooses the next evaluation; a draft model comes before the model for which it drafts."""
 
     def __init__(self, models: dict[str, Model]) -> None:
         self._models = models
-        self._prompts_wait = False  # a round was evaluated since the last chunk of a prompt
-        self._last_read: str | None = None  # the model that evaluated the last chunk of a prompt
-        self._speeds: dict[str, float] = {}  # positions per second of each model's last chunk
-        # How long prompts have waited for interactive sequences; None if none waits.
+        self._prompts_wait = False  # a round was evaluated since the last prompt chunk
+        self._last_read: str | None = None  # the model that processed the last prompt chunk
+        self._speeds: dict[str, float] = {}  # positions per second in the last prompt chunk of each model
+        # Seconds for which prompts have waited for interactive sequences; None if none waits.
         self._held_seconds: float | None = None
 
     def next_group(self, waiting: Sequence[Slot]) -> Group | None:
-        """The next evaluation; None if no sequence waits for one."""
+        """Return the next evaluation; None if no sequence waits for one."""
         prompts: list[Slot] = []
         others: dict[str, list[Slot]] = {}
         for each in waiting:
             request = each.request
             if request is not None and request is each.part and request.n_scored:
                 others.setdefault(request.model, []).append(each)
-            else:  # a prompt comes before its logits
+            else:  # its prompt comes first
                 prompts.append(each)
         prompts = self._prompts_now(prompts, waiting)
         if prompts and (self._prompts_wait or not others):
@@ -61,9 +61,9 @@ class Batching:
         return group
 
     def _prompts_now(self, prompts: list[Slot], waiting: Sequence[Slot]) -> list[Slot]:
-        """The prompts that may be evaluated: for a while only those of interactive sequences, if one runs.
+        """Return the prompts to process; for a time, only urgent ones while an interactive sequence runs.
 
-        A sequence that has begun counts as interactive: it only reads again.
+        A sequence that has had a round is urgent, too: it was swapped out and processes its tokens again.
         """
         urgent = [each for each in prompts if each.goes_first or each.has_rounds]
         if len(urgent) == len(prompts) or not any(each.goes_first for each in waiting):
@@ -73,7 +73,7 @@ class Batching:
         return urgent if self._held_seconds < INTERACTIVE_SECONDS else prompts
 
     def note(self, group: Group, seconds: float) -> None:
-        """Learn from an evaluation how fast a model processes prompts, and how long prompts have waited."""
+        """Note how fast a model processes prompts, and how long prompts have waited."""
         last = group.slots[-1]
         is_reading = last.part is not None and not last.part.n_scored
         if is_reading and group.width >= CHUNK:
@@ -83,9 +83,9 @@ class Batching:
             self._held_seconds = 0.0 if has_ended else self._held_seconds + seconds
 
     def _chunk(self, name: str, *, is_alone: bool) -> int:
-        """Positions of a prompt to evaluate at once: other sequences wait for that long.
+        """Return the number of prompt positions to evaluate at once, for which other sequences must wait.
 
-        The number is fixed for a sequence that is alone, because the bits of its logits may depend on it.
+        It is fixed for a sequence that is alone, because the bits of its logits may depend on it.
         """
         model = self._models[name]
         most = min(model.prompt_chunk, model.batch_size)
@@ -95,10 +95,10 @@ class Batching:
         return min(max(n, CHUNK), most)
 
     def part(self, request: ForwardRequest, n_cached: int, *, is_alone: bool) -> ForwardRequest:
-        """A request, or the chunk of its prompt that must be evaluated before it.
+        """Return a request, or the chunk of its prompt that must be evaluated first.
 
-        The target evaluates a prompt apart from the positions that need logits, because the width of their
-        evaluation may be chosen so that the logits are exact.
+        The target evaluates a prompt apart from positions with logits, because the length policy may choose
+        the width of their evaluation so that the logits are exact.
         """
         size, n_before = self._chunk(request.model, is_alone=is_alone), request.n_before
         is_exact = request.model != TARGET or not request.n_scored or n_cached == n_before
@@ -107,10 +107,10 @@ class Batching:
         return request.prefill(min(n_cached + size, n_before))
 
     def padding(self, slot: Slot, request: ForwardRequest, n_sequences: int) -> int:
-        """Positions of padding that a sequence would like, alone or with others.
+        """Return the maximum number of positions of padding for a sequence.
 
-        With others a little more, so that they stay together if one more position is believed to be cheaper:
-        apart they would never time it.
+        Several sequences allow a little more than their policies want, so that they stay together if one more
+        position should be cheaper: apart they would never measure it.
         """
         if request.model != TARGET or not request.n_scored:
             return 0
@@ -121,10 +121,10 @@ class Batching:
         return min(n, self._models[TARGET].context_size - request.n_tokens)
 
     def _reading(self, prompts: Sequence[Slot]) -> Group:
-        """A chunk of one prompt.
+        """Return a chunk of one prompt.
 
-        Draft models read prompts quickly, so they go first, but never twice in a row while the target has a
-        prompt waiting. Their prompts are never read beside a round.
+        Draft models process prompts quickly, so they go first, but never twice in a row while the target has
+        a prompt waiting. They never process a prompt beside a round.
         """
         draft_is_next = self._last_read in (None, TARGET)
         slot = min(prompts, key=lambda each: _is_of_target(each) == draft_is_next)
@@ -133,10 +133,9 @@ class Batching:
         return Group(slot.part.model, [slot], slot.part.n_tokens - slot.n_cached)
 
     def _reading_beside(self, group: Group, slot: Slot) -> Group:
-        """Rounds with a chunk of a prompt beside them: one evaluation costs less than two (SARATHI, arXiv
-        2308.16369).
+        """Add a prompt chunk to rounds, unless they must not be evaluated at such a width.
 
-        The same rounds alone, if they may not be evaluated at such a width.
+        One evaluation costs less than two (SARATHI, arXiv 2308.16369).
         """
         part, target = slot.part, self._models[TARGET]
         if part is None or part.model != TARGET or part.n_scored:
@@ -145,7 +144,7 @@ class Batching:
             return group
         n_new = sum(each.n_new for each in group.slots)
         n_part, room = part.n_tokens - slot.n_cached, target.max_chunked_prefill - n_new
-        if 2 * room < min(slot.n_new, target.batch_size):  # two evaluations cost no more
+        if 2 * room < min(slot.n_new, target.batch_size):  # alone, more than twice as many have room
             return group
         n_prefill = min(n_part, room)
         width = n_new + n_prefill
@@ -156,12 +155,12 @@ class Batching:
         return Group(TARGET, [*group.slots, slot], width, n_prefill)
 
     def _together(self, name: str, slots: list[Slot]) -> Group:
-        """As many sequences as fit one evaluation; those that have waited longest come first."""
+        """Return as many sequences as fit one evaluation; those that have waited longest come first."""
         model = self._models[name]
         if not model.can_share(slots[0].sequence.number):
             return Group(name, slots[:1], slots[0].n_new)
         slots = [each for each in slots if model.can_share(each.sequence.number)]
-        for n in range(len(slots), 1, -1):  # a narrower batch may be refused although a wider one is not
+        for n in range(len(slots), 1, -1):  # each n, as policies may refuse a width and accept a wider one
             together = slots[:n]
             n_scored = sum(each.request.n_scored for each in together if each.request is not None)
             width = _width(name, together) if n_scored <= model.max_scored else None
@@ -175,7 +174,7 @@ def _is_of_target(slot: Slot) -> bool:
 
 
 def _width(name: str, slots: Sequence[Slot]) -> int | None:
-    """The fewest positions to evaluate that every sequence accepts; None if there is no such number."""
+    """Return the smallest width that every sequence accepts; None if there is none."""
     n_new = room = 0
     for each in slots:
         n_new += each.n_new

@@ -2,9 +2,9 @@
 
 One step is one evaluation: a draft step for every sequence that is drafting, a verification for every
 sequence whose draft is complete, or a chunk of a prompt. Sequences join and leave between steps. If the
-target's KV cache has no room for all, the latest are swapped out: their cells are copied to main memory and
+target's KV cache has no room for all, the newest are swapped out: their cells are copied to main memory, and
 back later (preemption by swapping, as in vLLM, arXiv 2309.06180). Only the compute thread calls this module;
-nothing else touches a model or the clock. tests/engine/test_scheduler.py, tests/test_several_sequences.py.
+nothing else may use a model or the clock. tests/engine/test_scheduler.py, tests/test_several_sequences.py.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from llamaspec.errors import ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, Evaluation, Forward, ForwardRequest, Logits, n_common
 
-MARGIN = 64  # KV cells that a sequence may need beyond its tokens for a while: draft tokens and padding
-HEADROOM = 256  # tokens that a sequence should be able to add before it is swapped in
+MARGIN = 64  # KV cells that a sequence may need for draft tokens and padding
+HEADROOM = 256  # tokens that a sequence must have room to generate before it is swapped in
 
 
 class Scheduler:
     """Runs sequences over models; not thread-safe, except `abort`.
 
-    One of the models is TARGET. The others draft; the last is asked first, so a draft's own draft comes last.
+    One of the models is TARGET. The others draft, each for the model before it; the last goes first.
     """
 
     def __init__(self, models: Mapping[str, Model], *, clock: Clock = time.perf_counter) -> None:
@@ -42,15 +42,15 @@ class Scheduler:
         self._n_steps = 0
 
     def add(self, sequence: RunningSequence[Any]) -> None:
-        """Start a sequence: resume it to its first request."""
+        """Start a sequence: run its coroutine to the first request."""
         slot = Slot(sequence, Stopwatch(self._clock))
         self._slots.append(slot)
         self._resume(slot)
 
     def step(self) -> bool:
-        """Make one evaluation; False if no sequence can go on."""
+        """Make one evaluation; False if no sequence can continue."""
         self.end_cancelled()
-        self._slots.sort(key=lambda each: each.last_step)  # those that have waited longest come first
+        self._slots.sort(key=lambda each: each.last_step)  # longest wait first
         # Ask again: ending the first group may have unblocked others.
         group = self._batching.next_group(self._admit() or self._admit())
         if group is None:
@@ -77,13 +77,13 @@ class Scheduler:
             model.forget()
 
     def abort(self, sequence: RunningSequence[Any] | None = None) -> None:
-        """Abort the running evaluation, if this sequence takes part in it; from any thread."""
+        """Abort the running evaluation if this sequence takes part in it; from any thread."""
         evaluating = self._evaluating
         if evaluating and (sequence is None or any(each.sequence is sequence for each in evaluating)):
             for model in self._models.values():
                 model.abort()
 
-    # Admit: which sequences may run, and the room for their requests.
+    # Admission: choose the sequences that may run, and make room for their requests.
 
     def _admit(self) -> list[Slot]:
         """Return the sequences that wait for an evaluation, all of them prepared."""
@@ -99,10 +99,10 @@ class Scheduler:
                 return waiting
 
     def _swap(self) -> None:
-        """Swap out sequences that do not fit into the target's KV cache; swap in those that fit again.
+        """Swap out the sequences for which the target's KV cache has no room; swap in those that fit again.
 
-        First come, first served; but interactive sequences come first, and sequences whose reader is behind
-        come last. A sequence that is alone always runs.
+        First come, first served; but interactive sequences come first, and sequences that wait for their
+        reader come last. A sequence that is alone always runs.
         """
         taken, is_full = 0, False
         n_cells = self._models[TARGET].n_cells
@@ -121,7 +121,7 @@ class Scheduler:
         slot.sequence.is_swapped_out = is_out
 
     def _prepare(self, name: str, asking: Sequence[tuple[Slot, ForwardRequest]]) -> int:
-        """Make room in a model for requests; return how many of them can be evaluated now."""
+        """Make room in a model for requests; return the number that can be evaluated now."""
         model = self._models.get(name)
         if model is None:
             for slot, _ in asking:
@@ -146,14 +146,14 @@ class Scheduler:
         return n_prepared
 
     def _can_wait(self, slot: Slot) -> bool:
-        """Whether a sequence that goes before this one is running, so that its end makes room."""
+        """Whether a sequence with a lower rank is running, whose end will make room for this one."""
         return any(
             other.rank < slot.rank and not other.sequence.is_swapped_out and not other.is_unread
             for other in self._slots
         )
 
     def _plan(self, slot: Slot, request: ForwardRequest, n_cached: int) -> bool:
-        """Choose what to evaluate of a prepared request; answer it at once if all of it is cached."""
+        """Choose the part of a prepared request to evaluate; answer it at once if all of it is cached."""
         slot.n_cached, slot.n_new = n_cached, request.n_tokens - n_cached
         slot.part = self._batching.part(request, n_cached, is_alone=len(self._slots) == 1)
         if slot.n_cached_before is None:
@@ -163,7 +163,7 @@ class Scheduler:
             self._resume(slot, Forward(nothing, slot.stopwatch.request_seconds, n_cached, Evaluation(0)))
         return slot.n_new > 0
 
-    # Evaluate a group, and hand out its logits.
+    # Evaluation: evaluate a group, and answer its requests.
 
     def _evaluate(self, group: Group) -> None:
         batch: list[tuple[int, ForwardRequest]] = []
@@ -177,7 +177,7 @@ class Scheduler:
         try:
             logits = self._models[group.model].evaluate(batch, n_padding)
         except EvaluationAbortedError:
-            return  # the next step ends the cancelled sequences and evaluates the others again
+            return  # the next step ends the cancelled sequences and repeats the evaluation for the others
         except BaseException as error:  # noqa: BLE001  # raised to the reader of each sequence
             for slot in group.slots:
                 self._resume(slot, error=as_exception(error))
@@ -187,12 +187,12 @@ class Scheduler:
         self._hand_out(group, logits, self._clock() - begin)
 
     def _hand_out(self, group: Group, logits: Sequence[Logits], seconds: float) -> None:
-        """Answer the requests that are evaluated completely."""
+        """Answer the requests that have been evaluated completely."""
         slots = group.slots
         self._batching.note(group, seconds)
         n_rounds = len(slots) - bool(group.n_prefill)
         evaluation = Evaluation(group.width, n_rounds, next(self._serials), group.n_prefill)
-        reading = seconds * group.n_prefill / group.width  # share of the prompt, which is the last slot's
+        reading = seconds * group.n_prefill / group.width  # for the prompt chunk of the last slot
         for i, (slot, scores) in enumerate(zip(slots, logits, strict=True)):
             request, watch = slot.request, slot.stopwatch
             if request is None or slot.sequence.is_cancelled:
@@ -203,7 +203,7 @@ class Scheduler:
                 self._resume(slot, Forward(scores, watch.request_seconds, slot.n_cached_before, evaluation))
 
     def _resume(self, slot: Slot, answer: Forward | None = None, *, error: Exception | None = None) -> None:
-        """Resume a sequence with its answer or an error. An exception of the coroutine ends it alone."""
+        """Resume a sequence with an answer or an error. An exception of its coroutine ends only this one."""
         try:
             slot.advance(answer, error)
         except StopIteration:
@@ -212,7 +212,7 @@ class Scheduler:
             self._end(slot, raised)
 
     def _end(self, slot: Slot, error: BaseException | None = None) -> None:
-        """End a sequence; its cached tokens may serve others. May be called more than once."""
+        """End a sequence; others may use its cached tokens. May be called more than once."""
         if slot.sequence.is_done:
             return
         if slot in self._slots:
@@ -227,7 +227,7 @@ class Scheduler:
 
 
 def _headroom(slot: Slot) -> int:
-    """Tokens that a sequence should be able to add before it is swapped in."""
+    """Return the number of tokens that a sequence must have room to generate before it is swapped in."""
     sequence = slot.sequence
     if not sequence.is_swapped_out:
         return 0
@@ -236,7 +236,7 @@ def _headroom(slot: Slot) -> int:
 
 
 def _needed(order: Sequence[Slot], n_cells: int | None) -> list[int]:
-    """KV cells that each sequence needs beyond those that it shares with the sequences before it."""
+    """Return the KV cells that each sequence needs, without those shared with sequences before it."""
     margin = 0 if n_cells is None else min(MARGIN, n_cells // 16)
     needed = [each.n_cells + margin for each in order]
     if n_cells is None or sum(needed) + HEADROOM * len(needed) <= n_cells:
@@ -247,10 +247,10 @@ def _needed(order: Sequence[Slot], n_cells: int | None) -> list[int]:
 
 
 def _prepared(model: Model, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | Exception]:
-    """For each request the number of cached tokens, or the reason why it cannot be evaluated."""
+    """Return for each request the number of cached tokens, or the error if it cannot be evaluated."""
     try:
         return model.prepare(batch)
     except BaseException as error:  # noqa: BLE001  # raised to the reader
         if len(batch) == 1:
             return [as_exception(error)]
-        return [_prepared(model, [entry])[0] for entry in batch]  # find out which request failed
+        return [_prepared(model, [entry])[0] for entry in batch]  # to find the request that failed

@@ -1,8 +1,8 @@
-"""Speculative decoding on one screen: draft, evaluate the whole draft at once, keep what is accepted, repeat.
+"""Speculative decoding: draft, evaluate the whole draft at once, keep the accepted tokens, repeat.
 
-A coroutine without I/O: it yields requests and is sent the answers; it yields rounds and is sent them back
-with their seconds. Greedy or sampled, chain or tree, with a draft model, other drafts or none: this is the
-only loop. Rejected tokens need no rollback, because the next request does not contain them. p = target.
+A coroutine without I/O. It yields requests and is sent the answers; it yields rounds and is sent them back
+with their seconds. This is the only loop: for greedy and sampled decoding, chains and trees, any drafter and
+none. Rejected tokens need no rollback, because the next request does not contain them. p = target.
 
 References: Algorithm 2 of Chen et al., arXiv 2302.01318; Algorithm 1 of Leviathan et al., arXiv 2211.17192.
 """
@@ -37,9 +37,9 @@ NextRound: TypeAlias = Generator[ForwardRequest | Round, Any, Round]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Speculation:
-    """A prompt, and the parts of the loop that continues it; plain decoding unless a drafter is given.
+    """A prompt, and everything that the loop needs to continue it; without a drafter, plain decoding.
 
-    Only the target, the prompt, `sampling` and `constraint` decide the law of the completion.
+    The distribution of the completion depends only on target, prompt, `sampling` and `constraint`.
     """
 
     prompt: TokenArray  # [n] int32
@@ -50,9 +50,9 @@ class Speculation:
     streams: RandomStreams
     constraint: SequenceConstraint | None = None  # restricts the completion
     drafter: Drafter = field(default_factory=NoDrafter)
-    length: SequenceLength = field(default_factory=lambda: FixedLength(0))  # how much to draft
-    max_scored: int | None = None  # positions of one evaluation that the target scores; None = any number
-    n_logprobs: int | None = None  # report this many of the most probable tokens with each token
+    length: SequenceLength = field(default_factory=lambda: FixedLength(0))  # how many tokens to draft
+    max_scored: int | None = None  # positions that the target can score in one evaluation; None = any number
+    n_logprobs: int | None = None  # most probable tokens reported with each token; None = no logprobs
 
     def __post_init__(self) -> None:
         n = len(self.prompt)
@@ -89,9 +89,9 @@ def speculate(config: Speculation) -> Speculating:
     Yields
     ------
     ForwardRequest
-        To be sent a `Forward`.
+        Expects a `Forward` in return.
     Round
-        To be sent the same round with its seconds. Each adds at least one token.
+        Expects the same round with its seconds in return. Each round adds at least one token.
     """
     tokens, sampler = config.prompt, config.sampler
     while len(tokens) < config.limit:
@@ -99,23 +99,25 @@ def speculate(config: Speculation) -> Speculating:
         tokens = np.concatenate((tokens, round_.tokens))
 
 
-def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> NextRound:
-    """One round behind `tokens`."""
-    length, rule, reading = config.length, config.rule, config.length.reading
+def _next_round(
+    tokens: TokenArray, config: Speculation, sampler: Sampler, costs: PromptReading | None
+) -> NextRound:
+    """Continue `tokens` by one round."""
+    length, rule = config.length, config.rule
 
     # Draft as many tokens as the policy wants, and verify those that are worth their time.
     n_most = config.limit - len(tokens) - 1  # the target adds a token of its own
     if config.max_scored is not None:
         n_most = min(n_most, config.max_scored - 1)
     made = yield from drafting(config.drafter, tokens, SequenceAtMost(n_most, length))
-    made = made.first(n_most)  # a drafter may not have asked
+    made = made.first(n_most)  # the drafter may not have asked the policy
     draft = made.first(max(length.n_verified(made), 0))
     draft = _evaluable(draft, length, config.context_size + 1 - len(tokens))
 
     # Evaluate the draft at once: logits after `tokens` and after each draft token.
     forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, parents=draft.parents)
 
-    # Accept draft tokens, and draw the token after them.
+    # Accept draft tokens, and draw the next token.
     p = LogitsTarget(forward.logits, tokens, draft, sampler)
     verification = rule.verify(draft, p, config.streams, len(tokens))
     n_top = config.n_logprobs
@@ -129,7 +131,7 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
 
 
 def _evaluable(draft: Draft, length: SequenceLength, room: int) -> Draft:
-    """The draft, cut until an evaluation of the width that the policy wants (padded, or exact) has room."""
+    """Cut the draft until the context has room for the width at which the policy evaluates it."""
     while len(draft) and (length.width(len(draft) + 1) or room + 1) > room:
         draft = draft.first(len(draft) - 1)
     return draft

@@ -1,9 +1,9 @@
 """The compute thread: the only thread that calls llama.cpp, for all pairs of the process.
 
-Callers start sequences and read the events of each from its queue, from any thread or event loop. Pairs
-take turns of one evaluation each. Cancelling, and Ctrl-C in the main thread, set llama.cpp's abort flag,
-which ends the running evaluation. There is one thread because two would have two teams of OpenMP threads:
-once these outnumber the cores, they wait without spinning, and evaluations take several times as long.
+Callers start sequences and take the events of each from its queue, in any thread or event loop. Pairs take
+turns of one evaluation each. Cancelling, and Ctrl-C in the main thread, set llama.cpp's abort flag, which
+ends the running evaluation. There is one thread because each would have its own team of OpenMP threads: if
+these outnumber the cores, they sleep instead of spinning, and evaluations take several times as long.
 tests/engine/test_threads.py and tests/engine/test_several_pairs.py.
 """
 
@@ -26,16 +26,16 @@ from llamaspec.values import Forward, ForwardRequest
 
 Result = TypeVar("Result")
 
-ABORT_SECONDS = 0.05  # between attempts to abort an evaluation: the first may come just before it starts
+ABORT_SECONDS = 0.05  # between attempts to abort an evaluation, as one just before its start has no effect
 
 
 class ComputeThread:
-    """Runs a scheduler in the compute thread, from its first sequence to the end of this object."""
+    """Runs a scheduler in the compute thread, from its first sequence until it is closed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._numbers = itertools.count()
-        # The thread refers only to the seat, so that a forgotten object of this class is finalized.
+        # The thread refers only to the seat, so that an object of this class can be finalized.
         self._seat = _Seat(scheduler)
         weakref.finalize(self, self._seat.leave)
         _stop_at_exit()
@@ -45,7 +45,7 @@ class ComputeThread:
         sequence.number = next(self._numbers)
         try:
             self._post(sequence)
-        except BaseException:  # Ctrl-C, or no thread can be started: there will be no reader
+        except BaseException:  # Ctrl-C, or no thread can be started: the caller will not read its events
             sequence.is_cancelled = True
             raise
 
@@ -53,12 +53,12 @@ class ComputeThread:
         """Wait for the next event of a sequence; None after its end. Raises the error that ended it."""
         self._check_caller()
         event = sequence.next_event()
-        if event is not None and sequence.events.qsize() == MAX_UNREAD - 1:  # it waited for its reader
+        if event is not None and sequence.events.qsize() == MAX_UNREAD - 1:  # the sequence may continue
             self._seat.wake()
         return event
 
     def cancel(self, sequence: RunningSequence[Any]) -> None:
-        """End a sequence within one evaluation, from any thread. Returns at once; other sequences go on."""
+        """Abort the evaluation of a sequence and end it, from any thread; other sequences continue."""
         sequence.is_cancelled = True
         if self._seat.is_here:
             self._scheduler.abort(sequence)
@@ -88,7 +88,7 @@ class ComputeThread:
         return self.run(calling())
 
     def close(self) -> None:
-        """End all sequences and wait for that. May be called more than once."""
+        """End all sequences, and wait until they have ended. May be called more than once."""
         if self._seat.is_here:  # after a fork there is nothing to wait for
             self._check_caller()
         self._seat.close()
@@ -102,7 +102,7 @@ class ComputeThread:
             raise ClosedError("this pair was opened before a fork; open it in the child process")
 
     def _check_caller(self) -> None:
-        """Refuse a call that would wait for ever."""
+        """Refuse a call that would wait forever."""
         self._check_process()
         if threading.get_ident() == self._seat.thread.ident:
             raise RuntimeError(
@@ -123,11 +123,11 @@ class _Seat:
 
     @property
     def is_here(self) -> bool:
-        """Whether the thread is one of this process, not of the parent before a fork."""
+        """Whether the thread belongs to this process, not to its parent before a fork."""
         return self.thread is _shared
 
     def post(self, sequence: RunningSequence[Any]) -> None:
-        """Have the thread start a sequence."""
+        """Let the thread start a sequence."""
         if self.is_closed or self.thread.is_stopped:
             raise ClosedError("the pair is closed; open it again")
         self._is_used = True  # first, so that `close` waits for the thread from now on
@@ -135,17 +135,17 @@ class _Seat:
         self.thread.admit(self)
 
     def wake(self) -> None:
-        """Have the thread check again whether a sequence can go on; never waits."""
+        """Let the thread check again whether a sequence can continue; never waits."""
         if self._is_used and self.is_here and not self._ended.is_set():
             self.thread.wake()
 
     def leave(self) -> None:
-        """End all sequences soon. Never waits, because a finalizer may run in any thread."""
+        """Let the thread end all sequences. Never waits, because a finalizer may run in any thread."""
         self.is_closed = True
         self.wake()
 
     def close(self) -> None:
-        """End all sequences and wait for that."""
+        """End all sequences, and wait until they have ended."""
         self.is_closed = True
         if not self._is_used or not self.is_here or self._ended.is_set():
             return
@@ -155,7 +155,7 @@ class _Seat:
             self._ended.wait(ABORT_SECONDS)
 
     def take_turn(self) -> bool:
-        """Start the new sequences, and make a step; False if no sequence can go on.
+        """Start new sequences and make a step; False if no sequence can continue.
 
         An error of the scheduler ends its sequences, but not the thread.
         """
@@ -168,7 +168,7 @@ class _Seat:
             return True
 
     def end(self) -> None:
-        """End all sequences, also those that have not started."""
+        """End all sequences, even those that have not started."""
         self.is_closed = True
         self.scheduler.end_all()
         while not self._new.empty():
@@ -177,32 +177,32 @@ class _Seat:
 
 
 class _SharedThread:
-    """The compute thread of a process; it runs while a seat is taken.
+    """The compute thread of a process; it runs while there are seats.
 
-    A caller first puts news into `_news`, then checks whether a thread runs. A thread that ends first gives
-    up its role, then checks `_news`. So no caller waits for a lock while a thread starts: a finalizer that
-    runs in the new thread might want the same lock.
+    A caller puts a message into `_news` and then checks whether a thread runs. A thread that ends gives up
+    `_role` and then checks `_news`. So no message is lost, and no caller holds a lock while a thread starts:
+    a finalizer that runs in the new thread might need the same lock.
     """
 
     def __init__(self) -> None:
-        self.ident: int | None = None  # of the thread that computes
+        self.ident: int | None = None  # of the running thread
         self.is_stopped = False
-        self._news: SimpleQueue[tuple[_Seat, ...]] = SimpleQueue()  # seats to admit; none = look again
-        self._role = threading.Lock()  # held by the thread that computes
+        self._news: SimpleQueue[tuple[_Seat, ...]] = SimpleQueue()  # seats to admit; none = wake up
+        self._role = threading.Lock()  # held by the running thread
         self._computing: Scheduler | None = None
 
     def admit(self, seat: _Seat) -> None:
-        """Give a seat turns, in a new thread if none runs."""
+        """Let a seat take turns, in a new thread if none runs."""
         self._news.put((seat,))
         if not self._role.locked():
             threading.Thread(target=self._run, name="llamaspec-compute", daemon=True).start()
 
     def wake(self) -> None:
-        """Have the thread give every seat a turn."""
+        """Let every seat take a turn."""
         self._news.put(())
 
     def stop(self) -> None:
-        """End all sequences of all seats, and never compute again."""
+        """End all sequences of all seats, and do not run again."""
         self.is_stopped = True
         self.wake()
         while not self._role.acquire(timeout=ABORT_SECONDS):
@@ -211,7 +211,7 @@ class _SharedThread:
                 computing.abort()
 
     def _run(self) -> None:
-        while not self._news.empty() and self._role.acquire(blocking=False):  # else another thread computes
+        while not self._news.empty() and self._role.acquire(blocking=False):  # else another thread runs
             try:
                 self.ident = threading.get_ident()
                 self._work()
@@ -220,16 +220,16 @@ class _SharedThread:
                 self._role.release()
 
     def _work(self) -> None:
-        """Let all seats take turns until none is left."""
+        """Give turns to all seats until none is left."""
         seats: set[_Seat] = set()
         is_busy = True
         while seats or not self._news.empty():
-            for _ in range(max(self._news.qsize(), not is_busy)):  # waits if no sequence can go on
+            for _ in range(max(self._news.qsize(), not is_busy)):  # waits if no sequence can continue
                 seats.update(self._news.get())
             is_busy = self._give_turns(seats)
 
     def _give_turns(self, seats: set[_Seat]) -> bool:
-        """Make one step for each seat; False if no sequence can go on."""
+        """Make one step for each seat; False if no sequence can continue."""
         is_busy = False
         for seat in tuple(seats):
             if seat.is_closed or self.is_stopped:
@@ -238,7 +238,7 @@ class _SharedThread:
             else:
                 self._computing = seat.scheduler
                 is_busy |= seat.take_turn()
-        self._computing = None  # a reference would keep a forgotten pair alive
+        self._computing = None  # a reference would keep an unused pair alive
         return is_busy
 
 
@@ -246,7 +246,7 @@ _shared = _SharedThread()
 
 
 def _replace_thread() -> None:
-    """Start over in a child process, which has none of its parent's threads."""
+    """Start over in a child process, which lacks the threads of its parent."""
     global _shared
     _shared = _SharedThread()
 
@@ -257,7 +257,7 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def _stop_at_exit() -> None:
-    """Stop the thread before models are freed: exit handlers run in reverse order of their registration."""
+    """Stop the thread at exit, before models are freed: exit handlers run in reverse order."""
     atexit.register(lambda: _shared.stop())
 
 

@@ -1,7 +1,7 @@
-"""The three acceptance rules: which draft tokens are accepted. Each keeps the target's law of the text.
+"""The three acceptance rules: which draft tokens are accepted. Completions keep the target's distribution.
 
 Letters as in Leviathan et al.: p = target, q = draft, x_i = draft token i, counted from 0.
-tests/engine/test_exact_law.py proves each rule by walking every branch of chance.
+tests/engine/test_exact_law.py proves each rule by enumerating every outcome of every draw.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ DEFAULT_RULE = "coupled"
 
 
 class Coupled:
-    """The target draws its own token at every position; a draft token is accepted if it equals it.
+    """The target draws its own token at every position; a draft token is accepted if it is the same.
 
-    Draft and target share the noise of a position, so the text for a seed is the same with any draft and
-    with none. In a tree the branch that holds the target's token is followed.
+    Draft and target share the noise of a position, so the completion for a seed is the same with any draft
+    and with none. In a tree, the accepted path follows the branch with the target's token.
 
     References
     ----------
@@ -30,16 +30,16 @@ class Coupled:
     """
 
     name = "coupled"
-    drops = True  # the target's tokens do not depend on which draft tokens it sees
+    drops = True  # the target's tokens do not depend on which draft tokens it verifies
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
-        """Draw draft token `i` with the noise that the target will use at its position."""
+        """Draw draft token `i` with the noise that the target will use for the same position."""
         return streams.choose(distribution, Stream.TOKEN, start + i)
 
     def verify(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> Verification:
-        """Accept the draft tokens that the target draws itself."""
+        """Accept draft tokens while the target draws the same ones."""
         path: list[int] = []
         while True:
             node = path[-1] if path else -1
@@ -50,12 +50,12 @@ class Coupled:
             path.append(same[0])
 
     def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
-        """Known: whether the target drew it."""
+        """Return 1 if the target drew the token, else 0."""
         return float(token == drawn)
 
 
 class Rejection:
-    """Accept x with probability min(1, p(x) / q(x)); in place of the first rejected one draw from p - q.
+    """Accept x with probability min(1, p(x) / q(x)); replace the first rejected token by one from p - q.
 
     References
     ----------
@@ -64,21 +64,21 @@ class Rejection:
     """
 
     name = "rejection"
-    drops = False  # draft tokens have noise of their own, so dropping some for what they are changes the law
+    drops = False  # a choice that depends on the drawn tokens would change the distribution
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
-        """Draw draft token `i` independently of the target's draws."""
+        """Draw draft token `i`, independently of the target's draws."""
         return streams.choose(distribution, Stream.DRAFT, start + i, attempt=start)
 
     def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
-        """min(1, p(x) / q(x)); the quotient itself could overflow."""
+        """Return min(1, p(x) / q(x)), without a quotient that could overflow."""
         p_x, q_x = p.probability(token), q.probability(token)
         return 1.0 if p_x >= q_x else p_x / q_x
 
     def verify(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> Verification:
-        """Accept the first n draft tokens; draw the next from the residual, or from p behind all of them."""
+        """Accept the first n draft tokens; draw the next from the residual, or from p if all are accepted."""
         if not draft.is_chain:
             raise ValueError(f"the {self.name} rule verifies chains, not trees; use the coupled rule")
         n, weight = self._accepted(draft, target, streams, start)
@@ -90,7 +90,7 @@ class Rejection:
     def _accepted(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> tuple[int, float]:
-        """How many draft tokens are accepted, and the weight of p in the residual."""
+        """Return the number of accepted draft tokens, and the weight of p in the residual."""
         for i, (x, q) in enumerate(zip(draft.tokens.tolist(), draft.distributions, strict=True)):
             chance = self.acceptance(x, q, target.after(i - 1), x)
             if chance < 1.0 and not streams.chance(chance, Stream.ACCEPT, start + i, attempt=start):
@@ -99,7 +99,7 @@ class Rejection:
 
 
 class Block(Rejection):
-    """Verify the draft tokens together: never fewer accepted tokens than by rejection one by one.
+    """Verify the draft tokens together: on average at least as many are accepted as by `Rejection`.
 
     References
     ----------
@@ -135,7 +135,7 @@ def round_of(
     rule: Rule,
     target: TargetDistributions,
 ) -> Round:
-    """A round without its seconds: a draft, the part of it that was verified, and the outcome."""
+    """Return a round without its seconds, from a draft, its verified part, and the outcome."""
     return Round(
         draft=verified.without_distributions(),
         path=verification.path,
@@ -149,9 +149,9 @@ def round_of(
 def _counterfactual(
     made: Draft, verified: Draft, verification: Verification, rule: Rule, target: TargetDistributions
 ) -> tuple[float, float] | None:
-    """Of the first draft token that was not verified: its confidence, and its chance to be accepted.
+    """Return the confidence of the first unverified draft token, and its chance of acceptance.
 
-    None if all were verified, or one before it was rejected.
+    None if all were verified, or a token before it was rejected.
     """
     n = len(verified)
     if len(made) == n or len(verification.path) < n or not made.is_chain or not made.distributions:
@@ -161,7 +161,7 @@ def _counterfactual(
 
 
 def residual(p: Distribution, q: Distribution, weight: float = 1.0) -> Distribution:
-    """norm(max(weight · p - q, 0)); p if rounding leaves nothing."""
+    """Return norm(max(weight · p - q, 0)), or p if rounding leaves nothing."""
     uncovered = _uncovered(p, q, weight)
     total = uncovered.sum()
     if total <= 0:
@@ -173,7 +173,7 @@ def residual(p: Distribution, q: Distribution, weight: float = 1.0) -> Distribut
 def _uncovered(
     p: Distribution, q: Distribution, weight: float
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """max(weight · p - q, 0) on the tokens of p: float64 [S]."""
+    """Return max(weight · p - q, 0) for the tokens of p: float64 [S]."""
     q_on_p = np.zeros(len(p.tokens))
     _, in_p, in_q = np.intersect1d(p.tokens, q.tokens, assume_unique=True, return_indices=True)
     q_on_p[in_p] = q.probabilities[in_q]
@@ -181,7 +181,7 @@ def _uncovered(
 
 
 def _stop_probability(draft: Draft, target: TargetDistributions, i: int, weight: float) -> float:
-    """h_i of the paper: the chance to stop after draft token `i`, from 1, if no later stop is drawn."""
+    """Return h_i of the paper: the chance to stop after draft token `i`, counted from 1, if not later."""
     if i == len(draft):
         return weight
     surplus = float(_uncovered(target.after(i - 1), draft.distributions[i], weight).sum())

@@ -1,8 +1,8 @@
-"""The form of a text: JSON schemas and grammars, computed by llguidance.
+"""JSON schemas and grammars for completions, with llguidance.
 
-A constraint is a pure function from the tokens generated so far to the tokens that may come next. The matcher
-is rolled back inside, to the beginning that a question shares with the last.
-tests/sampling/test_constraint.py: a matcher that was rolled back answers as a fresh one does.
+A constraint is a pure function from the tokens generated so far to the tokens that may come next. Inside, a
+matcher is rolled back to the tokens that a call has in common with the last one.
+tests/sampling/test_constraint.py compares it with a fresh matcher.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from llamaspec.values import NO_TOKENS, TokenArray, n_common
 Result = TypeVar("Result")
 
 MAX_TEXT = 64 << 10  # bytes of a schema or grammar
-# One space, or a line break with indentation; unlimited blanks would let a model go on for ever.
+# One space, or a line break with indentation: with unlimited blanks a model might never end.
 WHITESPACE = r"[ ]|\n[ ]{0,20}"
-_KEPT = 24  # answers that a sequence remembers: a round asks twice for each token of its draft
-_STACK = 256 << 20  # bytes; llguidance recurses over rules, and 3,000 in a chain overflow the usual 8 MiB
-_STACK_LOCK = threading.Lock()  # the size is the process's
+_KEPT = 24  # results that a sequence remembers, because a round asks twice for each draft token
+_STACK = 256 << 20  # bytes; llguidance recurses over rules, and a chain of 3,000 overflows the usual 8 MiB
+_STACK_LOCK = threading.Lock()  # the stack size is a setting of the process
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
 
 
@@ -44,12 +44,12 @@ class GrammarSequence:
         self._fresh, self._matcher = matcher, matcher.deep_copy()
         self._ends, self._is_end = ends, frozenset(ends.tolist())
         self._size = size
-        self._read = NO_TOKENS  # tokens that the matcher has read
-        self._mask, self._tokens = b"", NO_TOKENS  # the last mask of llguidance, and the tokens in it
+        self._consumed = NO_TOKENS  # by the matcher
+        self._mask, self._tokens = b"", NO_TOKENS  # the last mask of llguidance, and its tokens
         self._answers: OrderedDict[bytes, TokenArray] = OrderedDict()
 
     def allowed(self, generated: TokenArray) -> TokenArray:
-        """The tokens that may come next: int32 [A], ascending; none behind the end of the text."""
+        """Return the tokens that may come next: int32 [A], ascending; none after an end-of-text token."""
         key = generated.tobytes()
         if key not in self._answers:
             self._answers[key] = self._allowed(generated)
@@ -58,41 +58,41 @@ class GrammarSequence:
         return self._answers[key]
 
     def forced(self, generated: TokenArray) -> TokenArray:
-        """The only tokens that can come next, as many as are known: int32 [F]."""
+        """Return the tokens that must come next, as far as they are known: int32 [F]."""
         if not self._go_to(generated):
             return NO_TOKENS
         return np.array(self._matcher.compute_ff_tokens(), dtype=np.int32)
 
     def is_complete(self, generated: TokenArray) -> bool:
-        """Whether the text may end here."""
+        """Whether the completion may end here."""
         return self._go_to(generated) and self._matcher.is_accepting()
 
     def _allowed(self, generated: TokenArray) -> TokenArray:
         if not self._go_to(generated):
             return NO_TOKENS
         mask = self._matcher.compute_bitmask()
-        if mask != self._mask:  # within a string it is the same from token to token
+        if mask != self._mask:  # it stays the same within a JSON string
             bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._size, bitorder="little")
             self._mask, self._tokens = mask, np.flatnonzero(bits).astype(np.int32)
         tokens = self._tokens
-        # The text ends if a limit of llguidance is reached, or no token spells the only continuation.
+        # The completion ends if a limit of llguidance is reached, or no token fits the only continuation.
         return tokens if len(tokens) and not self._matcher.is_error() else self._ends
 
     def _go_to(self, generated: TokenArray) -> bool:
-        """Make the matcher read exactly this; False if it contains an end or a token that is not allowed."""
-        n = n_common(self._read, generated)
-        n_back = len(self._read) - n
+        """Make the matcher consume exactly these tokens; False if one is not allowed or ends the text."""
+        n = n_common(self._consumed, generated)
+        n_back = len(self._consumed) - n
         if self._matcher.is_error() or (n_back and not self._matcher.rollback(n_back)):
             self._matcher, n = self._fresh.deep_copy(), 0
-        readable = list(takewhile(lambda token: token not in self._is_end, generated[n:].tolist()))
-        n += self._matcher.try_consume_tokens(readable)
-        self._read = generated[:n]
+        ordinary = list(takewhile(lambda token: token not in self._is_end, generated[n:].tolist()))
+        n += self._matcher.try_consume_tokens(ordinary)
+        self._consumed = generated[:n]
         return n == len(generated)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grammar:
-    """A compiled constraint, for any number of texts and threads. Made by `Grammars`."""
+    """A compiled constraint for any number of sequences and threads, made by `Grammars`."""
 
     matcher: LLMatcher
     ends: TokenArray  # [E] the end-of-text tokens, ascending
@@ -104,12 +104,12 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles constraints for a vocabulary, which it reads once.
+    """Compiles constraints for a vocabulary.
 
     Raises
     ------
     ConstraintError
-        The vocabulary has no end-of-text token: nothing could be complete.
+        The vocabulary has no end-of-text token, so no completion could end.
     """
 
     def __init__(self, vocabulary: WholeVocabulary) -> None:
@@ -121,24 +121,24 @@ class Grammars:
         self._limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
-        """Texts that are JSON as a schema wants it, properties in the schema's order."""
+        """Compile a JSON schema; properties come in the schema's order."""
         return self._compiled("JSON schema", _schema_source(schema))
 
     def grammar(self, text: str) -> Grammar:
-        """Texts of a grammar: Lark as llguidance takes it, or llama.cpp's GBNF.
+        """Compile a grammar in llguidance's Lark or llama.cpp's GBNF.
 
-        Lark has a rule `start`, or begins with `%llguidance`; GBNF has a rule `root`.
+        Lark has a rule `start` or begins with `%llguidance`; GBNF has a rule `root`.
         """
         return self._compiled("grammar", _grammar_source(text))
 
     def _compiled(self, kind: str, source: str) -> Grammar:
         matcher = _with_stack(lambda: LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits))
         grammar = Grammar(matcher, self._ends, self._size)
-        row = grammar.start_sequence()
-        is_possible = matcher.is_error() or not np.isin(row.allowed(NO_TOKENS), self._ends).all()
         if matcher.is_error():
             raise _unusable(kind, matcher.get_error())
-        if not is_possible and not row.is_complete(NO_TOKENS):
+        sequence = grammar.start_sequence()
+        only_ends = np.isin(sequence.allowed(NO_TOKENS), self._ends).all()
+        if only_ends and not sequence.is_complete(NO_TOKENS):
             raise ConstraintError(f"the {kind} allows no text that the model could write; loosen it")
         return grammar
 
@@ -159,7 +159,7 @@ def _check(kind: str, source: str) -> None:
 
 
 def _schema_source(schema: Mapping[str, Any] | str) -> str:
-    """Return a JSON schema in llguidance's own form."""
+    """Return a JSON schema in the form of llguidance."""
     try:
         return LLMatcher.grammar_from_json_schema(_json(schema), defaults={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
@@ -167,13 +167,13 @@ def _schema_source(schema: Mapping[str, Any] | str) -> str:
 
 
 def _grammar_source(text: str) -> str:
-    """Return a grammar in llguidance's own form."""
+    """Return a grammar in the form of llguidance."""
     _check_size("grammar", text)
     if not _LARK.search(text):
         try:
             text = gbnf_to_lark(text)
         except Exception as error:
-            reason = _line(str(error) or type(error).__name__)
+            reason = _first_line(str(error) or type(error).__name__)
             raise ConstraintError(
                 f"the grammar is neither Lark (there is no rule start) nor GBNF: {reason}; correct it"
             ) from error
@@ -181,7 +181,7 @@ def _grammar_source(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any] | str) -> str:
-    """A schema as the text of a JSON object."""
+    """Return a schema as JSON text; raise if it is not a JSON object."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         _check_size("JSON schema", text)
@@ -189,9 +189,10 @@ def _json(schema: Mapping[str, Any] | str) -> str:
     except RecursionError as error:
         raise ConstraintError("the JSON schema is nested too deeply; flatten it") from error
     except (TypeError, ValueError) as error:
-        raise ConstraintError(f"the JSON schema is not JSON: {_line(str(error))}; correct it") from error
+        reason = _first_line(str(error))
+        raise ConstraintError(f"the JSON schema is not JSON: {reason}; correct it") from error
     if not isinstance(parsed, dict):
-        raise ConstraintError(f"a JSON schema must be a JSON object, got {_line(text)}")
+        raise ConstraintError(f"a JSON schema must be a JSON object, got {_first_line(text)}")
     return text
 
 
@@ -204,17 +205,17 @@ def _check_size(kind: str, text: str) -> None:
 
 
 def _unusable(kind: str, message: str) -> ConstraintError:
-    return ConstraintError(f"the {kind} cannot be used: {_line(message)}; correct it")
+    return ConstraintError(f"the {kind} cannot be used: {_first_line(message)}; correct it")
 
 
-def _line(message: str) -> str:
-    """The first line of a message, as a terminal may show it."""
+def _first_line(message: str) -> str:
+    """Return the first line of a message, shortened and safe for a terminal."""
     first = printable(message.strip().partition("\n")[0])
     return first if len(first) <= 200 else first[:200] + "…"
 
 
 class _Tokens:
-    """A vocabulary as llguidance reads it; the names of the attributes are its own."""
+    """A vocabulary for llguidance, which defines the names of the attributes."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -227,10 +228,10 @@ class _Tokens:
         self.eos_token_id = vocabulary.ends[0] if vocabulary.ends else 0
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """How the model itself would split a part in the middle of a text.
+        """Tokenize a part of a text as the model would in the middle of a text.
 
-        Some vocabularies put a space before every text: then it is split behind a line break. Tokens such as
-        <tool_call> are no text to llguidance, so their spelling is split into others.
+        Some vocabularies put a space before every text; then a line break before the part keeps it away.
+        llguidance wants ordinary tokens for text, so a spelled-out special token is split into them.
         """
         wanted = text.encode() if isinstance(text, str) else text
         for before in (b"", b"\n"):
@@ -245,7 +246,7 @@ class _Tokens:
         return []
 
     def _split(self, text: bytes) -> list[int]:
-        """The ordinary tokens of a text."""
+        """Tokenize a text into ordinary tokens."""
         found: list[int] = []
         for token in self._vocabulary.tokenize(text, add_special=False).tolist():
             piece = self._vocabulary.piece(token)
@@ -255,7 +256,7 @@ class _Tokens:
 
 
 def _with_stack(work: Callable[[], Result]) -> Result:
-    """Do something in a thread with a stack that no grammar of the allowed size can overflow."""
+    """Call a function in a thread with a stack that no grammar of the allowed size can overflow."""
     pool = ThreadPoolExecutor(1, "llamaspec-grammar")
     with _STACK_LOCK:
         usual = threading.stack_size(_STACK)
@@ -272,22 +273,22 @@ Answer = TypeVar("Answer")
 
 @dataclass(slots=True, eq=False)
 class TimedConstraint:
-    """Asks another constraint, and sums up the seconds: of all drafts and of the target."""
+    """Measures the time that another constraint takes, for all drafts and the target."""
 
     constraint: SequenceConstraint
     clock: Callable[[], float] = time.perf_counter
     seconds: float = 0.0
 
     def allowed(self, generated: TokenArray) -> TokenArray:
-        """The tokens that may come next."""
+        """Return the tokens that may come next."""
         return self._timed(self.constraint.allowed, generated)
 
     def forced(self, generated: TokenArray) -> TokenArray:
-        """The only tokens that can come next."""
+        """Return the tokens that must come next."""
         return self._timed(self.constraint.forced, generated)
 
     def is_complete(self, generated: TokenArray) -> bool:
-        """Whether the text may end here."""
+        """Whether the completion may end here."""
         return self._timed(self.constraint.is_complete, generated)
 
     def _timed(self, ask: Callable[[TokenArray], Answer], generated: TokenArray) -> Answer:

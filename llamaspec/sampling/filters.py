@@ -1,7 +1,7 @@
-"""From a model's scores to the distribution that a token is drawn from: pure functions of arrays.
+"""From a model's scores to the distribution of the next token: pure functions of arrays.
 
 Top-k, top-p and min-p each keep a *prefix* of the tokens sorted by score, so together they keep the shortest
-of three prefixes, and only the few tokens that can be in it are sorted. tests/sampling/test_filters.py.
+of three prefixes. Only the few tokens that can be part of it are sorted. tests/sampling/test_filters.py.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ import numpy.typing as npt
 from llamaspec.values import NO_TOKENS, Distribution, TokenArray
 
 Floats = npt.NDArray[np.float64]
-Scores = npt.NDArray[np.float32]  # [V] one row of logits
+Scores = npt.NDArray[np.float32]  # [V] logits of one position
 
-COLDEST = 1e-200  # a temperature at which only equal scores share; a quotient by a lower one could overflow
+COLDEST = 1e-200  # minimum temperature in a division, which could overflow; only ties share at this value
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a token is drawn from a model's scores, in llama.cpp's order of steps.
 
-    Logit bias, penalties, top-k, top-p, min-p, then temperature. Temperature 0 is the most probable token,
-    ties to the lowest id. A field outside its range is a ValueError.
+    Logit bias, penalties, top-k, top-p, min-p, then temperature. Temperature 0 takes the most probable token,
+    the lowest id of several. A field outside its range raises ValueError.
     """
 
     temperature: float = 0.8  # >= 0; 0 = greedy
     top_k: int | None = 40  # keep the k best tokens
     top_p: float | None = 0.95  # keep the smallest set of best tokens with this much probability
     min_p: float | None = 0.05  # keep tokens at least this probable, relative to the best
-    repeat_penalty: float | None = None  # divides (multiplies) positive (negative) scores of seen tokens
+    repeat_penalty: float | None = None  # divides positive scores of seen tokens, multiplies negative ones
     presence_penalty: float | None = None  # subtracted once from the score of a seen token
-    frequency_penalty: float | None = None  # subtracted once for each time a token was seen
-    penalty_window: int | None = 64  # so many last tokens count as seen; None = all but those of the prompt
+    frequency_penalty: float | None = None  # subtracted for each time that a token was seen
+    penalty_window: int | None = 64  # number of last tokens that count as seen; None = all but the prompt
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # token -> added to its score
 
     def __post_init__(self) -> None:
@@ -65,10 +65,10 @@ class Sampling:
 def distribution(
     scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS, allowed: TokenArray | None = None
 ) -> Distribution:
-    """The distribution of the next token; a ValueError if the scores are not numbers.
+    """Return the distribution of the next token. Raises ValueError if the scores are not finite numbers.
 
-    `scores` [V] float32 are the logits of one position. The penalties count the last tokens of `seen`. Only
-    tokens of `allowed`, ascending and not empty, may be drawn.
+    `scores` [V] float32 are the logits of one position. Penalties apply to the last tokens of `seen`. Only
+    tokens of `allowed`, ascending and not empty, can be drawn.
 
     Examples
     --------
@@ -90,7 +90,7 @@ def distribution(
 def confidence(
     scores: Scores, token: int, drawn_from: Distribution, allowed: TokenArray | None = None
 ) -> float:
-    """The drafter's own probability of its token: after the chain, or of the plain scores when greedy."""
+    """Return the drafter's probability of its token: in the distribution, or in softmax(scores) if greedy."""
     if len(drawn_from.tokens) > 1:
         return drawn_from.probability(token)
     highest = float(scores[token])
@@ -99,7 +99,7 @@ def confidence(
 
 
 def biased(scores: Scores, logit_bias: Mapping[int, float]) -> Scores:
-    """A copy of the scores with the bias of some tokens; a draft may not have all of them: float32 [V]."""
+    """Return a copy of the scores with a bias on some tokens, of which a draft may lack some: float32 [V]."""
     scores = scores.copy()
     tokens = np.fromiter(logit_bias.keys(), np.int64, len(logit_bias))
     bias = np.fromiter(logit_bias.values(), np.float32, len(logit_bias))
@@ -109,7 +109,7 @@ def biased(scores: Scores, logit_bias: Mapping[int, float]) -> Scores:
 
 
 def penalised(scores: Scores, sampling: Sampling, seen: TokenArray) -> Scores:
-    """A copy of the scores with llama.cpp's three penalties for the tokens in `seen`: float32 [V]."""
+    """Return a copy of the scores with llama.cpp's three penalties for the tokens of `seen`: float32 [V]."""
     scores = scores.copy()
     tokens, counts = np.unique(seen, return_counts=True)
     if sampling.repeat_penalty is not None:
@@ -124,7 +124,7 @@ def penalised(scores: Scores, sampling: Sampling, seen: TokenArray) -> Scores:
 
 
 def _truncated(scores: Scores, sampling: Sampling) -> Distribution:
-    """Top-k, top-p, min-p and temperature."""
+    """Apply top-k, top-p, min-p and temperature."""
     best = int(scores.argmax())
     highest = float(scores[best])
     if not math.isfinite(highest):
@@ -151,7 +151,7 @@ def _truncated(scores: Scores, sampling: Sampling) -> Distribution:
         total = float(cumulative[-1]) if mass is None else mass
         n_kept = min(n_kept, int(cumulative.searchsorted(sampling.top_p * total)) + 1)
     kept = order[:n_kept]
-    kept.sort()  # candidates ascend by id, so this is the order of ids again
+    kept.sort()  # by id again, because the candidates are ordered by id
     return _tempered(tokens[kept], relative[kept], sampling.temperature)
 
 
@@ -168,27 +168,27 @@ def _sum_exp(scores: Scores, highest: float) -> float:
 
 
 def _candidates(scores: Scores, sampling: Sampling, highest: float, mass: float | None) -> TokenArray:
-    """Every token that may survive truncation, and few others: int32 [C], ascending.
+    """Return all tokens that may survive truncation, and few others: int32 [C], ascending.
 
-    `mass` is the sum of exp(score - highest) over all tokens, if top-p is taken of all.
+    `mass` is the sum of exp(score - highest) over all tokens, if top-p applies to all of them.
     """
     threshold = -np.inf
     if sampling.top_k is not None:
         threshold = _floor_of_best(scores, sampling.top_k)
-    # Below, a little slack: the exact cuts are made later in double precision.
-    # Top-p is taken of all that top-k leaves, and min-p only then.
+    # The thresholds below have a little slack, because the exact cuts follow in double precision.
+    # With top-k and top-p, min-p must not apply yet: top-p is a share of all tokens that top-k leaves.
     if sampling.min_p is not None and (sampling.top_k is None or sampling.top_p is None):
         threshold = max(threshold, highest + math.log(sampling.min_p) - 1e-3)
     if mass is not None and sampling.top_p is not None and sampling.top_p < 1:
-        # V tokens this improbable hold less than what top-p leaves out.
+        # All tokens below this threshold together are less probable than what top-p removes.
         threshold = max(threshold, highest + float(np.log((1 - sampling.top_p) * mass / len(scores))) - 1e-3)
     return (scores >= np.float32(threshold)).nonzero()[0].astype(np.int32)
 
 
 def _floor_of_best(scores: Scores, k: int) -> float:
-    """A score that at least `k` tokens reach, and not many more, found in one pass over the scores.
+    """Return a score that at least `k` tokens reach, and not many more, in one pass over the scores.
 
-    It is the k-th best of the maxima of disjoint groups, which is no higher than the k-th best of all.
+    It is the k-th best of the maxima of disjoint groups, which is at most the k-th best of all.
     """
     n_groups = len(scores) // min(64, max(1, len(scores) // (4 * k)))
     if n_groups < k:

@@ -1,6 +1,6 @@
-"""The distributions that tokens of a sequence are drawn from, given its tokens and constraint.
+"""The distributions from which the tokens of a sequence are drawn, given its tokens and constraint.
 
-Target and draft ask the same `Sampler`. tests/sampling/test_sampler.py, tests/engine/test_constrained_law.py.
+Target and draft use the same `Sampler`. tests/sampling/test_sampler.py, tests/engine/test_constrained_law.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llamaspec.values import Distribution, Draft, Logits, Logprobs, TokenArray, 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """How the next token of a text is drawn."""
+    """How the next token of a sequence is drawn."""
 
     sampling: Sampling
     n_prompt: int = 0  # tokens before the first that was generated
@@ -25,11 +25,11 @@ class Sampler:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the distribution depends on the tokens before, given the scores."""
+        """Whether the distribution depends on earlier tokens, even for the same scores."""
         return self.constraint is not None or self.sampling.penalises
 
     def allowed(self, tokens: TokenArray) -> TokenArray | None:
-        """The only tokens that may follow all of `tokens`: int32 [A], ascending; None = any."""
+        """Return the tokens that may follow `tokens`: int32 [A], ascending; None = any."""
         if self.constraint is None:
             return None
         allowed = self.constraint.allowed(tokens[self.n_prompt :])
@@ -38,15 +38,15 @@ class Sampler:
     def distribution(
         self, scores: Scores, tokens: TokenArray, allowed: TokenArray | None = None
     ) -> Distribution:
-        """Of the next token after all of `tokens`, one of `allowed`."""
+        """Return the distribution of the token after `tokens`; only `allowed` ones are possible."""
         seen = tokens if self.sampling.penalty_window is not None else tokens[self.n_prompt :]
         return distribution(scores, self.sampling, seen, allowed)
 
 
 class LogitsTarget:
-    """The target's distributions behind a draft, each computed once and only if a rule asks for it.
+    """The target's distributions along a draft, each computed when a rule first asks for it.
 
-    Made from the logits after the context and after each of K draft tokens: [1 + K, V] float32.
+    They come from the logits after the context and after each of K draft tokens: [1 + K, V] float32.
     """
 
     def __init__(self, logits: Logits, context: TokenArray, draft: Draft, sampler: Sampler) -> None:
@@ -54,14 +54,14 @@ class LogitsTarget:
         self._known: dict[int, Distribution] = {}
 
     def after(self, i: int) -> Distribution:
-        """p after the context and the path to draft token `i`; -1 = after the context."""
+        """Return p after the context and the path to draft token `i`; -1 = after the context."""
         if i not in self._known:
             tokens = self._context
             if i >= 0 and self._sampler.looks_back:
                 tokens = np.concatenate([tokens, self._draft.tokens[self._draft.path(i)]])
             allowed = self._sampler.allowed(tokens)
             if allowed is not None and not len(allowed):
-                allowed = None  # after the end of the text; nothing there is kept
+                allowed = None  # after an end-of-text token, where no token is kept
             self._known[i] = self._sampler.distribution(self._logits[i + 1], tokens, allowed)
         return self._known[i]
 
@@ -69,10 +69,10 @@ class LogitsTarget:
 def candidates(
     scores: Scores, sampler: Sampler, path: TokenArray, streams: RandomStreams, n: int
 ) -> tuple[list[int], list[float]]:
-    """At most `n` tokens that the target may draw behind `path`, best first, and their confidences.
+    """Return up to `n` tokens that the target may draw after `path`, best first, and their confidences.
 
-    They are the greatest log q + g, with the noise g that the target uses; a confidence is the softmax of
-    log q + g. Where the draft's sampler is greedy there is no noise, and q is that of temperature 1.
+    They have the greatest log q + g, with the noise g that the target will use; a confidence is a softmax of
+    log q + g. A greedy sampler has no noise; then q is the distribution at temperature 1.
 
     References
     ----------
@@ -93,9 +93,9 @@ def candidates(
 
 
 def logprobs(scores: Scores, token: int, n_top: int) -> Logprobs:
-    """The log-probabilities of one token, and of the `n_top` most probable ones, ties to the lowest ids.
+    """Return the log-probabilities of a token and of the `n_top` most probable ones, ties to the lowest ids.
 
-    They are of softmax(scores): before bias, penalties, a constraint, truncation and temperature.
+    They are those of softmax(scores), before bias, penalties, constraint, truncation and temperature.
     """
     highest = float(scores.max())
     total = highest + float(np.log(np.exp(scores.astype(np.float64) - highest).sum()))
@@ -110,7 +110,7 @@ def logprobs(scores: Scores, token: int, n_top: int) -> Logprobs:
 def round_logprobs(
     logits: Logits, draft: Draft, verification: Verification, n_top: int
 ) -> tuple[Logprobs, ...]:
-    """Of each token of a round, from the target's logits [1 + K, V] float32."""
+    """Return the log-probabilities of each token of a round, from the target's logits [1 + K, V] float32."""
     nodes = (-1, *verification.path)
     tokens = [*draft.tokens[list(verification.path)].tolist(), verification.next_token]
     return tuple(logprobs(logits[node + 1], token, n_top) for node, token in zip(nodes, tokens, strict=True))

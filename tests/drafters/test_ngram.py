@@ -42,7 +42,7 @@ def test_what_is_found_is_what_plain_search_finds(seed: int) -> None:
     for n in range(len(sequence)):
         path = sequence[:n].tolist()
         for at_least in (1, 2, 4):
-            length, begin = longest_match(sequence[:n].astype(np.int32), tokens(*path), at_least)
+            length, begin = longest_match(tokens(*path), at_least)
             assert length == longest_end(path, [path], at_least)
             if length:
                 places = [i for i in range(length, n) if path[i - length : i] == path[-length:]]
