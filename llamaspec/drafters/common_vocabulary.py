@@ -50,7 +50,7 @@ class SameTokens:
 
     @property
     def n_drawable(self) -> int:
-        """Only token ids below this can be drawn."""
+        """All token ids that can be drawn are below this."""
         return min(self._n_draft, self._n_target)
 
     def scores(self, logits: Scores) -> Scores:
@@ -107,7 +107,7 @@ class CommonTokens:
 
     @property
     def n_drawable(self) -> int:
-        """Only token ids below this can be drawn."""
+        """All token ids that can be drawn are below this."""
         return len(self.to_draft)
 
     def translate_each(self, tokens: TokenArray) -> TokenArray:

@@ -31,7 +31,7 @@ class Batching:
     def __init__(self, models: dict[str, Model]) -> None:
         self._models = models
         self._prompts_wait = False  # a round was evaluated since the last prompt chunk
-        self._last_read: str | None = None  # the model that processed the last prompt chunk
+        self._last_prompt_model: str | None = None  # the model that processed the last prompt chunk
         self._speeds: dict[str, float] = {}  # positions per second in the last prompt chunk of each model
         # Seconds for which prompts have waited for interactive sequences; None if none waits.
         self._held_seconds: float | None = None
@@ -49,14 +49,14 @@ class Batching:
         prompts = self._prompts_now(prompts, waiting)
         if prompts and (self._prompts_wait or not others):
             self._prompts_wait = False
-            return self._reading(prompts)
+            return self._prompt_chunk(prompts)
         name = next((name for name in reversed(self._models) if name in others), None)
         if name is None:
             return None
         group = self._together(name, others[name])
         if name == TARGET and prompts:
-            group = self._reading_beside(group, max(prompts, key=_is_of_target))
-            self._last_read = TARGET if group.n_prefill else self._last_read
+            group = self._with_prompt_chunk(group, max(prompts, key=_is_of_target))
+            self._last_prompt_model = TARGET if group.n_prefill else self._last_prompt_model
             self._prompts_wait = not group.n_prefill or not all(map(_is_of_target, prompts))
         return group
 
@@ -75,11 +75,11 @@ class Batching:
     def note(self, group: Group, seconds: float) -> None:
         """Note how fast a model processes prompts, and how long prompts have waited."""
         last = group.slots[-1]
-        is_reading = last.part is not None and not last.part.n_scored
-        if is_reading and group.width >= CHUNK:
+        is_prompt = last.part is not None and not last.part.n_scored
+        if is_prompt and group.width >= CHUNK:
             self._speeds[group.model] = group.width / max(seconds, 1e-9)
         if self._held_seconds is not None:
-            has_ended = is_reading and not (last.goes_first or last.has_rounds)
+            has_ended = is_prompt and not (last.goes_first or last.has_rounds)
             self._held_seconds = 0.0 if has_ended else self._held_seconds + seconds
 
     def _chunk(self, name: str, *, is_alone: bool) -> int:
@@ -120,19 +120,19 @@ class Batching:
         n = max(n, SPARE) if n_sequences > 1 else n
         return min(n, self._models[TARGET].context_size - request.n_tokens)
 
-    def _reading(self, prompts: Sequence[Slot]) -> Group:
+    def _prompt_chunk(self, prompts: Sequence[Slot]) -> Group:
         """Return a chunk of one prompt.
 
         Draft models process prompts quickly, so they go first, but never twice in a row while the target has
         a prompt waiting. They never process a prompt beside a round.
         """
-        draft_is_next = self._last_read in (None, TARGET)
+        draft_is_next = self._last_prompt_model in (None, TARGET)
         slot = min(prompts, key=lambda each: _is_of_target(each) == draft_is_next)
         assert slot.part is not None
-        self._last_read = slot.part.model
+        self._last_prompt_model = slot.part.model
         return Group(slot.part.model, [slot], slot.part.n_tokens - slot.n_cached)
 
-    def _reading_beside(self, group: Group, slot: Slot) -> Group:
+    def _with_prompt_chunk(self, group: Group, slot: Slot) -> Group:
         """Add a prompt chunk to rounds, unless they must not be evaluated at such a width.
 
         One evaluation costs less than two (SARATHI, arXiv 2308.16369).

@@ -13,7 +13,7 @@ from enum import Enum
 
 from llamaspec.values import Round, UnusedDraft
 
-TELLING = 16  # tokens; the speed-up of fewer is noise
+MIN_TIMED_TOKENS = 16  # the speed-up of fewer tokens is noise
 
 
 class StopReason(str, Enum):
@@ -99,7 +99,7 @@ def _plain_seconds(rounds: Sequence[Round]) -> dict[int, float]:
 def _speed_up(rounds: Sequence[Round], plain_seconds: Mapping[int, float]) -> float | None:
     """Return how many times as fast as plain decoding the rounds were.
 
-    None if nothing was verified, if there are fewer than TELLING tokens, or if no plain round was timed.
+    None if nothing was verified, if there are fewer than MIN_TIMED_TOKENS, or if no plain round was timed.
     Rounds that shared their evaluation with a prompt do not count, because their own share is unknown. A
     round never costs less than a plain one, so tokens per round is an upper bound.
     """
@@ -107,7 +107,9 @@ def _speed_up(rounds: Sequence[Round], plain_seconds: Mapping[int, float]) -> fl
     seconds = sum(round_.seconds for round_ in rounds)
     is_known = all(round_.n_sequences in plain_seconds for round_ in rounds)
     n_tokens = sum(round_.n_accepted + 1 for round_ in rounds)
-    if n_tokens < TELLING or not (is_known and seconds and any(round_.n_verified for round_ in rounds)):
+    if n_tokens < MIN_TIMED_TOKENS or not (
+        is_known and seconds and any(round_.n_verified for round_ in rounds)
+    ):
         return None
     plain = sum((round_.n_accepted + 1) * plain_seconds[round_.n_sequences] for round_ in rounds)
     return min(plain / seconds, n_tokens / len(rounds))

@@ -26,8 +26,8 @@ PREFILL_PART = 512  # tokens of a prompt between two reports of progress
 class Prefilled:
     """Progress of prompt processing."""
 
-    n_read: int  # prompt tokens processed so far
-    n_to_read: int
+    n_processed: int  # prompt tokens processed so far
+    n_total: int  # prompt tokens to process: all but the last
     n_cached: int  # of the processed tokens, those that the target's KV cache already held
     seconds: float  # of target and draft so far
 
@@ -65,25 +65,25 @@ def generate(config: Speculation, text: Detokenizer) -> Generating[TextEvent]:
 
 def _prefill(config: Speculation) -> Generating[TextEvent]:
     """Process the prompt except its last token, with which decoding begins."""
-    prompt, n_to_read = config.prompt, len(config.prompt) - 1
+    prompt, n_total = config.prompt, len(config.prompt) - 1
     n_cached, seconds, reading = 0, 0.0, config.length.reading
-    for begin in range(0, n_to_read, PREFILL_PART):
-        end = min(begin + PREFILL_PART, n_to_read)
+    for begin in range(0, n_total, PREFILL_PART):
+        end = min(begin + PREFILL_PART, n_total)
         forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
         if reading is not None and forward.evaluation.n_sequences == 1:
             reading.observe_prompt(end - max(forward.n_cached, begin), forward.seconds)
-        if end < n_to_read:  # now, because prediction heads need hidden states that are not kept for long
+        if end < n_total:  # now, because prediction heads need hidden states that are not kept for long
             seconds += yield from _prepare(config.drafter, prompt[: end + 1])
-        yield Prefilled(end, n_to_read, n_cached, seconds)
+        yield Prefilled(end, n_total, n_cached, seconds)
     seconds += yield from _prepare(config.drafter, prompt)
-    yield Prefilled(n_to_read, n_to_read, n_cached, seconds)
+    yield Prefilled(n_total, n_total, n_cached, seconds)
 
 
-def _prepare(drafter: Drafter, read: TokenArray) -> Generator[ForwardRequest, Forward, float]:
+def _prepare(drafter: Drafter, processed: TokenArray) -> Generator[ForwardRequest, Forward, float]:
     """Let the drafter process what the target has processed of the prompt; return the seconds."""
-    _, spent = yield from metered(preparing(drafter, read))
+    _, spent = yield from metered(preparing(drafter, processed))
     return sum(seconds for _, seconds in spent)
 
 

@@ -92,7 +92,11 @@ class Scheduler:
             waiting: list[Slot] = []
             by_model: dict[str, list[tuple[Slot, ForwardRequest]]] = {}
             for each in self._slots:
-                if each.request is not None and not each.sequence.is_swapped_out and not each.is_unread:
+                if (
+                    each.request is not None
+                    and not each.sequence.is_swapped_out
+                    and not each.waits_for_reader
+                ):
                     waiting.append(each)
                     by_model.setdefault(each.request.model, []).append((each, each.request))
             if sum(self._prepare(name, asking) for name, asking in by_model.items()) == len(waiting):
@@ -106,7 +110,7 @@ class Scheduler:
         """
         taken, is_full = 0, False
         n_cells = self._models[TARGET].n_cells
-        order = sorted(self._slots, key=lambda each: (each.is_unread, each.rank))
+        order = sorted(self._slots, key=lambda each: (each.waits_for_reader, each.rank))
         for slot, needed in zip(order, _needed(order, n_cells), strict=True):
             if n_cells is not None:
                 is_full |= taken > 0 and taken + needed + _headroom(slot) > n_cells
@@ -148,7 +152,7 @@ class Scheduler:
     def _can_wait(self, slot: Slot) -> bool:
         """Whether a sequence with a lower rank is running, whose end will make room for this one."""
         return any(
-            other.rank < slot.rank and not other.sequence.is_swapped_out and not other.is_unread
+            other.rank < slot.rank and not other.sequence.is_swapped_out and not other.waits_for_reader
             for other in self._slots
         )
 

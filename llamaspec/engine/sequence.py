@@ -28,7 +28,7 @@ INTERACTIVE_TOKENS = 128  # first tokens of an interactive sequence, which has p
 class RunningSequence(Generic[Event]):
     """A completion that is being generated."""
 
-    completion: Generating[Event]
+    coroutine: Generating[Event]
     width: Width = lambda n_positions: n_positions  # no padding
     n_prompt: int = 0  # tokens
     limit: int | None = None  # maximum length in tokens, prompt included
@@ -61,7 +61,7 @@ class RunningSequence(Generic[Event]):
     def end(self, error: BaseException | None) -> None:
         """Close the coroutine and send the end to the reader."""
         try:
-            self.completion.close()
+            self.coroutine.close()
         except BaseException as raised:  # noqa: BLE001  # a drafter may refuse to be closed
             error = error or raised
         self.error, self.is_done = None if error is None else as_exception(error), True
@@ -168,7 +168,7 @@ class Slot:
         return not self.goes_first, self.sequence.number
 
     @property
-    def is_unread(self) -> bool:
+    def waits_for_reader(self) -> bool:
         """Whether the sequence waits for its reader."""
         return self.sequence.events.qsize() >= MAX_UNREAD
 
@@ -195,21 +195,21 @@ class Slot:
 
         Raises StopIteration at the end of the completion, and any exception of the coroutine.
         """
-        completion, stopwatch = self.sequence.completion, self.stopwatch
+        coroutine, stopwatch = self.sequence.coroutine, self.stopwatch
         stopwatch.start(is_drafting=self.request is not None and self.request.model != TARGET)
         self.request = self.part = self.n_cached_before = None
         self.fault = self.fault if error is None else None  # a new fault is raised at the next step
         try:
-            wanted = completion.send(answer) if error is None else completion.throw(error)
+            wanted = coroutine.send(answer) if error is None else coroutine.throw(error)
             while not isinstance(wanted, ForwardRequest):
                 if isinstance(wanted, Round):
                     self.has_rounds = True
-                    wanted = completion.send(stopwatch.stamped(wanted))
+                    wanted = coroutine.send(stopwatch.stamped(wanted))
                 else:
                     self.sequence.put(wanted)
                     if not self.has_rounds:
                         stopwatch.restart()
-                    wanted = completion.send(None)
+                    wanted = coroutine.send(None)
             self.request = wanted
             if wanted.model == TARGET:
                 self.tokens = wanted.tokens

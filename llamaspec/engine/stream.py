@@ -175,8 +175,8 @@ class TextStream:
         received = self._received
         if isinstance(event, Prefilled):
             received.prefilled = event
-            if self._on_prefill is not None and event.n_to_read:
-                self._on_prefill(event.n_read, event.n_to_read)
+            if self._on_prefill is not None and event.n_total:
+                self._on_prefill(event.n_processed, event.n_total)
             return
         self.is_over = not isinstance(event, Written)
         if isinstance(event, Written):

@@ -115,7 +115,9 @@ class Grammars:
     def __init__(self, vocabulary: WholeVocabulary) -> None:
         ends = list(vocabulary.ends)
         if not ends:
-            raise ConstraintError("the model has no end-of-text token, so no text is complete; use another")
+            raise ConstraintError(
+                "the model has no end-of-text token, so it cannot end a completion; use another model"
+            )
         self._ends, self._size = np.array(ends, dtype=np.int32), vocabulary.size
         self._tokenizer = LLTokenizer(_Tokens(vocabulary), n_vocab=self._size, eos_token=ends)  # type: ignore[arg-type]
         self._limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
@@ -139,7 +141,7 @@ class Grammars:
         sequence = grammar.start_sequence()
         only_ends = np.isin(sequence.allowed(NO_TOKENS), self._ends).all()
         if only_ends and not sequence.is_complete(NO_TOKENS):
-            raise ConstraintError(f"the {kind} allows no text that the model could write; loosen it")
+            raise ConstraintError(f"the {kind} allows no text that the model can write; relax it")
         return grammar
 
 
@@ -199,9 +201,11 @@ def _json(schema: Mapping[str, Any] | str) -> str:
 def _check_size(kind: str, text: str) -> None:
     n = len(text.encode("utf-8", errors="surrogatepass"))
     if n > MAX_TEXT:
-        raise ConstraintError(f"the {kind} has {n} bytes, and {MAX_TEXT} are allowed; shorten it")
+        raise ConstraintError(f"the {kind} has {n} bytes, but at most {MAX_TEXT} are allowed; shorten it")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise ConstraintError(f"the {kind} is not text: it holds half of a surrogate pair; remove it")
+        raise ConstraintError(
+            f"the {kind} is not valid text: it contains half of a surrogate pair; remove it"
+        )
 
 
 def _unusable(kind: str, message: str) -> ConstraintError:

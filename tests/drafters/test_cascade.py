@@ -1,4 +1,4 @@
-"""A draft that has a draft: it drafts what it would draft alone, in fewer evaluations, by every rule."""
+"""A draft of a draft: the same draft tokens as without it, in fewer evaluations, under every rule."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ CASCADES = {
 
 
 def error_of(cascade: str, rule: str, sampling: str, length: Length) -> float:
-    """How far the law of the text is from the target's."""
+    """Return the distance between the distribution of the completion and the target's."""
     chain = SAMPLINGS[sampling]
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
@@ -93,8 +93,8 @@ def test_the_law_is_the_targets(rule: str, sampling: str, length: str, cascade: 
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_tokens_that_are_dropped_for_what_they_are_are_found_out(rule: str) -> None:
-    """The draft is no longer drawn from what it says."""
+def test_dropping_tokens_because_of_their_value_changes_the_law(rule: str) -> None:
+    """The draft is no longer drawn from the distributions that it reports."""
     chain = SAMPLINGS["plain"]
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
@@ -119,8 +119,10 @@ def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, ca
 @pytest.mark.parametrize("lengths", [[Partly(2, sure)], [Partly(3, all_but_last), Partly(2, sure)]])
 @pytest.mark.parametrize("length", ["K=3", "what is sure", "all but the last"])
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
-def test_coupled_text_where_tokens_are_dropped(sampling: str, length: str, lengths: Sequence[Length]) -> None:
-    """Of the draft, of the draft's draft, and of that one's."""
+def test_the_coupled_text_is_the_same_if_tokens_are_dropped(
+    sampling: str, length: str, lengths: Sequence[Length]
+) -> None:
+    """Of the draft, of its draft, or of the third draft."""
     chain, rule = SAMPLINGS[sampling], RULES["coupled"]
     for noise in noise_tables():
         streams = TableStreams(noise)
@@ -129,7 +131,7 @@ def test_coupled_text_where_tokens_are_dropped(sampling: str, length: str, lengt
         assert text(rounds(THREE, drafter, (LENGTHS | DROPPING)[length], rule, chain, streams)) == text(plain)
 
 
-# -- what a draft drafts, and how often it is asked ---------------------------------------------------------
+# -- draft tokens, and the number of evaluations ------------------------------------------------------------
 
 
 def proposed(
@@ -140,7 +142,7 @@ def proposed(
     fails: Callable[[ForwardRequest], bool] = lambda request: False,
     error: type[LlamaspecError] = ContextFullError,
 ) -> tuple[Draft, list[ForwardRequest]]:
-    """A draft, and what was asked for it."""
+    """Return a draft and the requests that it took."""
     asked: list[ForwardRequest] = []
     coroutine = drafting(drafter, context, length)
     try:
@@ -175,7 +177,7 @@ WIDE: Models = {
     ],
 )
 @pytest.mark.parametrize("wanted", [Length(1), Length(6), UntilToken(11, 9)])
-def test_it_drafts_what_the_model_drafts_alone(
+def test_a_cascade_drafts_the_tokens_of_its_model_alone(
     wanted: Length, lengths: Sequence[Length], sampling: str
 ) -> None:
     """Under the coupled rule: the same tokens, drawn from the same distributions, by fewer evaluations."""
@@ -201,7 +203,7 @@ def test_it_drafts_what_the_model_drafts_alone(
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 def test_a_draft_that_is_its_own_draft_is_never_rejected(sampling: str, rule: str) -> None:
-    """A draft that reads a stale text stays lossless: only this sees it."""
+    """With a stale context a draft stays lossless; only this test would notice."""
     for seed in range(5):
         length, streams = Length(3), SeededStreams(seed)
         drafter = cascade_drafter(SELF, [length, Length(1)], SAMPLINGS[sampling], RULES[rule], streams)
@@ -211,8 +213,8 @@ def test_a_draft_that_is_its_own_draft_is_never_rejected(sampling: str, rule: st
         assert all(round_.n_accepted == len(round_.draft) for round_ in length.rounds)
 
 
-def test_no_more_is_drafted_for_a_draft_than_the_draft_is_wanted_long() -> None:
-    """The last token of a draft is the model's own: nobody need draft it."""
+def test_the_helper_drafts_no_more_than_the_draft_needs() -> None:
+    """The last token of a draft is the model's own, so the helper does not draft it."""
     streams = SeededStreams(0)
     for n, n_helped in ((1, [0]), (2, [1]), (4, [3]), (6, [3, 1])):
         length = Length(3)
@@ -223,8 +225,8 @@ def test_no_more_is_drafted_for_a_draft_than_the_draft_is_wanted_long() -> None:
         assert [len(r.draft) for r in asked if r.model == DRAFT] == n_helped
 
 
-def test_its_policy_learns_what_its_evaluations_cost() -> None:
-    """Half a second each; the rounds know which of them was for whom."""
+def test_the_policy_of_a_stage_learns_the_costs_of_its_evaluations() -> None:
+    """Each takes half a second; rounds attribute them to the model and its helper."""
     length = Length(3)
     drafter = cascade_drafter(SELF, [length], SAMPLINGS["plain"], RULES["rejection"], SeededStreams(0))
     proposed(drafter, SELF, PROMPT, Length(8))
@@ -232,17 +234,17 @@ def test_its_policy_learns_what_its_evaluations_cost() -> None:
     assert seconds == [(1.5, 0.5, 3, 4), (1.5, 0.5, 3, 4)]
 
 
-# -- what goes wrong ----------------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------------------
 
 
-def test_every_draft_takes_in_the_prompt() -> None:
+def test_every_draft_processes_the_prompt() -> None:
     chance = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(0)
     drafter = cascade_drafter(THREE, [Length(2), Length(1)], *chance)
     asked = [(request.model, request.tokens.tolist()) for request in drafter.prepare(tokens(1, 2, 0))]
     assert asked == [(DRAFT, [1, 2]), (SECOND, [1, 2]), (THIRD, [1, 2])]
 
 
-def test_without_room_for_the_drafts_draft_the_draft_goes_on_alone() -> None:
+def test_the_draft_continues_alone_if_its_draft_has_no_room() -> None:
     drafter = cascade_drafter(WIDE, [Length(3)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
     alone = model_drafter(WIDE, SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
     expected, _ = proposed(alone, WIDE, PROMPT, Length(5))
@@ -251,14 +253,14 @@ def test_without_room_for_the_drafts_draft_the_draft_goes_on_alone() -> None:
     assert {len(request.draft) for request in asked} == {0}
 
 
-def test_without_room_for_the_draft_there_is_what_there_is() -> None:
+def test_tokens_stay_in_the_draft_if_the_model_has_no_more_room() -> None:
     drafter = cascade_drafter(SELF, [Length(1)], SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3))
     draft, _ = proposed(drafter, SELF, PROMPT, Length(5), lambda r: r.model == DRAFT and len(r.tokens) > 2)
     assert len(draft) == 2
 
 
 @pytest.mark.parametrize("fault", [ScoresError, EvaluationError, MemoryFullError])
-def test_a_draft_that_failed_is_asked_no_more(fault: type[LlamaspecError]) -> None:
+def test_a_draft_that_failed_is_not_used_again(fault: type[LlamaspecError]) -> None:
     for name, n_tokens in ((DRAFT, 0), (SECOND, 5)):
 
         def fails(request: ForwardRequest, name: str = name) -> bool:
@@ -271,8 +273,8 @@ def test_a_draft_that_failed_is_asked_no_more(fault: type[LlamaspecError]) -> No
         assert name not in {request.model for request in asked}
 
 
-def test_a_context_that_is_shorter_than_the_text_goes_along_with_it() -> None:
-    """The draft is shown the end of the text; there is always room for what is drafted for it."""
+def test_a_short_context_slides_along_the_sequence() -> None:
+    """The draft processes the end of the sequence, and always has room for its own draft."""
     models = {**WIDE, DRAFT: FakeModel(2, 40, context_size=12), SECOND: FakeModel(2, 40, context_size=9)}
     chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(0)
     own = CascadeStreams(streams)
@@ -289,7 +291,7 @@ def test_a_context_that_is_shorter_than_the_text_goes_along_with_it() -> None:
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-def test_what_a_constraint_forces_is_asked_of_nobody(rule: str) -> None:
+def test_no_model_is_evaluated_for_forced_tokens(rule: str) -> None:
     chain, allows = SAMPLINGS["plain"], Steps()
     for seed in range(20):
         streams = SeededStreams(seed)
@@ -301,7 +303,7 @@ def test_what_a_constraint_forces_is_asked_of_nobody(rule: str) -> None:
     assert not n_evaluated  # after 0 comes 2
 
 
-def test_the_end_of_a_text_closes_the_policies_of_all_levels() -> None:
+def test_the_end_of_a_sequence_closes_the_policies_of_all_levels() -> None:
     lengths = [Length(1), Length(2), Length(3)]
     chance = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(0)
     drafter = FallbackDrafter([NoDrafter(), cascade_drafter(THREE, lengths[1:], *chance)])
@@ -310,8 +312,8 @@ def test_the_end_of_a_text_closes_the_policies_of_all_levels() -> None:
     assert [length.n_closed for length in lengths] == [1, 1, 1]
 
 
-def test_tokens_that_nobody_wanted_count_as_rejected() -> None:
-    """A stage once took all that it made for a gain, and went on where little of that was used."""
+def test_tokens_that_were_not_wanted_count_as_rejected() -> None:
+    """A stage once counted all its tokens as a gain, and kept drafting although few of them were used."""
     made = Round(Draft.certain([5, 6, 7]), (0, 1, 2), 8, Evaluation(4), verify_seconds=1.0)
     assert used(made, 4) is made
     for n in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Drafts that a constraint forces."""
+"""Draft tokens that a constraint forces."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ N_PROMPT = 2
     ("generated", "n", "expected"),
     [((1, 0), 3, [2]), ((1, 0), 0, []), ((1, 2), 3, []), ((), 3, []), ((0, 1), 3, [])],
 )
-def test_what_is_forced(generated: tuple[int, ...], n: int, expected: list[int]) -> None:
-    """The prompt, which ends with a 0, is not what the constraint is about."""
+def test_forced_tokens(generated: tuple[int, ...], n: int, expected: list[int]) -> None:
+    """The constraint does not see the prompt, which ends with a 0."""
     draft = ForcedDrafter(Steps(), N_PROMPT).propose(tokens(1, 0, *generated), Length(n))
     assert draft.tokens.tolist() == expected
     assert draft.source is Source.GRAMMAR
@@ -32,6 +32,6 @@ class Forces(Steps):
 
 
 @pytest.mark.parametrize("n", range(5))
-def test_as_many_forced_tokens_as_are_wanted(n: int) -> None:
+def test_no_more_forced_tokens_than_wanted(n: int) -> None:
     draft = ForcedDrafter(Forces(), N_PROMPT).propose(tokens(1, 0), Length(n))
     assert draft.tokens.tolist() == [2, 1, 2][:n]

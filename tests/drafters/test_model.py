@@ -1,4 +1,4 @@
-"""What a draft model is asked: counted evaluations, windows over its context, nothing read twice."""
+"""The requests of a model drafter: their number, the window of the context, and no token processed twice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def drafter(vocabulary_size: int = 5, context_size: int = 100, n_tokens: int | N
 
 
 def asked(coroutine: Drafting, model: FakeModel) -> tuple[list[ForwardRequest], Draft]:
-    """What is asked for, answered by a model, and what comes of it."""
+    """Let a model answer the requests of a drafter; return the requests and the draft."""
     requests: list[ForwardRequest] = []
     try:
         wanted = next(coroutine)
@@ -61,7 +61,7 @@ def test_one_evaluation_for_each_draft_token() -> None:
 
 
 def test_a_token_without_a_choice_costs_no_evaluation() -> None:
-    """Behind a 0 only a 2 is allowed."""
+    """After a 0 only a 2 is allowed."""
     bound = replace(drafter(3), sampler=Sampler(GREEDY, 1, Steps()))
     requests, made = asked(bound.propose(tokens(1, 0), Length(3)), FakeModel())
     assert [request.tokens.tolist()[:3] for request in requests] == [[1, 0, 2]] * len(requests)
@@ -74,19 +74,19 @@ FAULTS = (ScoresError("not numbers"), EvaluationError("failed"), MemoryFullError
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-@pytest.mark.parametrize("where", ["prepare", "propose", "behind a token"])
-def test_a_model_that_failed_is_asked_no_more(where: str, fault: Exception) -> None:
+@pytest.mark.parametrize("where", ["prepare", "propose", "after a token"])
+def test_a_model_that_failed_is_not_used_again(where: str, fault: Exception) -> None:
     silenced, model = drafter(), FakeModel(vocabulary_size=5)
     failing = (
         silenced.prepare(tokens(1, 2)) if where == "prepare" else silenced.propose(tokens(1, 2), Length(3))
     )
     wanted = next(failing)
-    if where == "behind a token":
+    if where == "after a token":
         failing.send(Forward(model.logits(wanted), 0.0, 0, Evaluation(1, 1, 1)))
     with pytest.raises(StopIteration) as end:
         failing.throw(fault)
     if where != "prepare":
-        assert len(end.value.value) == (where == "behind a token")  # it was drawn, and stays
+        assert len(end.value.value) == (where == "after a token")  # a drawn token stays
     assert silenced.fault == str(fault)
     assert list(silenced.prepare(tokens(1, 2, 3))) == []
     assert asked(silenced.propose(tokens(1, 2, 3), Length(3)), model)[0] == []
@@ -102,7 +102,7 @@ def test_an_aborted_evaluation_is_no_fault_of_the_model(way: str) -> None:
     assert aborted.fault is None
 
 
-def test_heads_may_draft_no_further_than_there_are_heads() -> None:
+def test_heads_draft_at_most_one_token_each() -> None:
     model = FakeModel(vocabulary_size=5, context_size=100)
     heads = replace(drafter(), model=MTP, source=Source.MTP, longest=2)
     requests, made = asked(heads.propose(tokens(1, 2), Length(4)), model)
@@ -112,13 +112,13 @@ def test_heads_may_draft_no_further_than_there_are_heads() -> None:
     assert (len(nothing), nothing.source) == (0, Source.MTP)
 
 
-def test_nothing_is_read_twice() -> None:
+def test_no_token_is_processed_twice() -> None:
     models = {TARGET: target(), DRAFT: draft()}
     done = stream(Stepped(models), models, (1, 2, 3, 4), length=Length(3), max_tokens=30).run()
     prompt, *steps = models[DRAFT].evaluated
     assert (prompt.n_new, prompt.requests[0].n_logits) == (3, 0)
     assert len(steps) == sum(len(round_.draft) for round_ in done.rounds)
-    # After full acceptance the last draft token has not been read yet; else only the target's own.
+    # After full acceptance the last draft token is not processed yet; otherwise only the target's own token.
     assert {step.n_new for step in steps} == {1, 2}
     n_full = sum(len(r.draft) == r.n_accepted > 0 for r in done.rounds[:-1])
     assert 0 <= n_full - sum(step.n_new == 2 for step in steps) <= 1
@@ -133,7 +133,7 @@ def test_a_small_context_slides_in_halves() -> None:
     assert lengths == [6, 7, 8, 5, 6, 7, 8, 5]
 
 
-def test_a_text_longer_than_the_drafts_context() -> None:
+def test_a_sequence_longer_than_the_drafts_context() -> None:
     models = {TARGET: target(), DRAFT: draft(context_size=8)}
     done = stream(Stepped(models), models, length=Length(3), max_tokens=40).run()
     assert len(done.tokens) == 40
@@ -141,7 +141,7 @@ def test_a_text_longer_than_the_drafts_context() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_full_draft_ends_the_draft(n: int) -> None:
+def test_a_full_context_ends_the_draft(n: int) -> None:
     coroutine = drafter().propose(tokens(1, 2), Length(4))
     model, wanted = FakeModel(vocabulary_size=5), next(coroutine)
     for _ in range(n - 1):
@@ -157,7 +157,7 @@ def test_a_prompt_of_one_token_needs_no_preparation() -> None:
     assert (request.tokens.tolist(), request.n_logits) == ([1, 2], 0)
 
 
-def test_tokens_that_only_the_target_knows_are_replaced() -> None:
+def test_tokens_that_only_the_target_has_are_replaced() -> None:
     (request,) = drafter(n_tokens=9).prepare(tokens(1, 8, 4, 2))
     assert request.tokens.tolist() == [1, 0, 4]
 
@@ -169,7 +169,7 @@ def test_only_tokens_of_the_target_are_drafted() -> None:
         assert set(made.tokens.tolist()) <= {0, 1}
 
 
-def test_confidence_is_of_the_draft() -> None:
+def test_confidence_is_the_drafts_probability() -> None:
     model = FakeModel(vocabulary_size=5, context_size=100)
     own = ModelDrafter(SameTokens(5, 5), 100, Sampler(PLAIN), RULES["rejection"], SeededStreams(0))
     _, made = asked(own.propose(tokens(1, 2), Length(3)), model)

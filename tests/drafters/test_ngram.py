@@ -1,4 +1,4 @@
-"""n-gram draft tokens against plain search; drafters in order of preference."""
+"""Copies compared with a plain search, alignments over edits, and a choice among drafters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
 
 
 def proposed(drafter: Drafter, context: TokenArray, n: int) -> Draft:
-    """What a drafter proposes that asks no model."""
+    """Return the draft of a drafter without a model."""
     try:
         next(drafting(drafter, context, FixedLength(n)))
     except StopIteration as end:
@@ -24,7 +24,7 @@ def proposed(drafter: Drafter, context: TokenArray, n: int) -> Draft:
 
 
 def longest_end(path: list[int], texts: list[list[int]], at_least: int) -> int:
-    """By trying every length and place; something must follow there."""
+    """Try every length and place; a token must follow the place."""
     for length in range(min(len(path), LONGEST_MATCH), at_least - 1, -1):
         end = path[-length:]
         if any(text[i : i + length] == end for text in texts for i in range(len(text) - length)):
@@ -33,8 +33,8 @@ def longest_end(path: list[int], texts: list[list[int]], at_least: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_is_found_is_what_plain_search_finds(seed: int) -> None:
-    """The latest of the longest; in long texts of two tokens, matches are longer than what is told apart."""
+def test_the_longest_match_is_that_of_a_plain_search(seed: int) -> None:
+    """The latest of the longest; with two different tokens, matches exceed LONGEST_MATCH."""
     random = np.random.default_rng(seed)
     sequence = random.integers(0, 3 if seed % 4 else 2, 90)
     if seed % 4 == 0:
@@ -54,12 +54,12 @@ def test_what_is_found_is_what_plain_search_finds(seed: int) -> None:
     [
         ((), 3, []),
         ((1,), 3, []),
-        ((1, 2, 3, 1), 3, []),  # one token is too short a match
+        ((1, 2, 3, 1), 3, []),  # a match of one token is too short
         ((1, 2, 3, 4, 1, 2), 3, [3, 4, 1]),
         ((1, 2, 3, 4, 1, 2), 1, [3]),
-        ((5, 5, 5, 5), 4, [5, 5, 5, 5]),  # what has been copied is copied, too
+        ((5, 5, 5, 5), 4, [5, 5, 5, 5]),  # the copy continues with itself
         ((9, 7, 8, 6, 7, 8), 5, [6, 7, 8, 6, 7]),
-        ((1, 2, 3, 9, 1, 2, 4, 9, 1, 2), 1, [4]),  # the recent place, not the first
+        ((1, 2, 3, 9, 1, 2, 4, 9, 1, 2), 1, [4]),  # the latest place, not the first
     ],
 )
 def test_draft_tokens(context: tuple[int, ...], n: int, expected: list[int]) -> None:
@@ -69,13 +69,13 @@ def test_draft_tokens(context: tuple[int, ...], n: int, expected: list[int]) -> 
     assert all(0 < confidence < 1 for confidence in draft.confidences)
 
 
-def test_a_draft_token_is_as_sure_as_the_match_that_it_would_be_part_of() -> None:
+def test_confidence_grows_with_the_length_of_the_match() -> None:
     draft = NgramDrafter().propose(tokens(1, 2, 3, 4, 1, 2), FixedLength(3))
     assert draft.source is Source.NGRAM
     assert draft.confidences == (2 / 3, 3 / 4, 4 / 5)
 
 
-def test_a_drafter_remembers_no_other_context() -> None:
+def test_a_drafter_forgets_another_context() -> None:
     drafter = NgramDrafter()
     drafter.prepare(tokens(1, 2, 3, 1, 2, 9))
     assert drafter.propose(tokens(4, 5, 6, 4, 5, 6, 4, 5), FixedLength(1)).tokens.tolist() == [6]
@@ -83,7 +83,7 @@ def test_a_drafter_remembers_no_other_context() -> None:
 
 
 class Prepared(NoDrafter):
-    """Notes what it was given to take in, and asks a model about it."""
+    """Records the prompts that it is given, and requests their evaluation."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
@@ -93,15 +93,15 @@ class Prepared(NoDrafter):
         yield ForwardRequest(DRAFT, context, n_logits=0)
 
 
-def test_the_first_drafter_with_a_draft_speaks() -> None:
+def test_the_first_draft_that_is_not_empty_is_used() -> None:
     fallback = FallbackDrafter([NoDrafter(), NgramDrafter(), CountingUp(9)])
     assert proposed(fallback, tokens(1, 2, 3, 1, 2), 1).source is Source.NGRAM
     assert proposed(fallback, tokens(1, 2, 3), 2).tokens.tolist() == [4, 5]
     assert len(proposed(FallbackDrafter([NoDrafter()]), tokens(1, 2), 1)) == 0
 
 
-def test_every_drafter_takes_in_the_prompt() -> None:
-    """Those that are coroutines, and those that are plain functions."""
+def test_every_drafter_processes_the_prompt() -> None:
+    """Coroutines and plain functions."""
     one, other = Prepared(), Prepared()
     fallback = FallbackDrafter([NgramDrafter(), one, NoDrafter(), other])
     requests = list(fallback.prepare(tokens(1, 2)))
@@ -115,7 +115,7 @@ PASSAGE = tokens(*range(100, 160))
 
 
 def aligned(source: TokenArray, *text: int) -> Alignment:
-    """An alignment that has followed a text from the begin of its source."""
+    """Return an alignment that has followed a sequence from the beginning of its source."""
     alignment = Alignment(0, 0)
     for token in text:
         alignment.follow(source, token)
@@ -137,20 +137,20 @@ def test_a_copy_resumes_after_an_edit(text: tuple[int, ...], expected: list[int]
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ((10, 11, 12, 98, 99, 7), 13),  # the token that was expected ends an insertion
-        ((10, 11, 12, 7, 13, 98, 99, 13), 14),  # so does the token before it
-        ((10, 11, 12, 7, 13, 98, 7, 15), 16),  # as many tokens are replaced by others
-        ((10, 11, 12, 98, 15), 14),  # one token further on may be chance: as many are taken to be replaced
-        ((10, 11, 12, 98, 15, 16), 13),  # two are not
+        ((10, 11, 12, 98, 99, 7), 13),  # an insertion ends before the expected token
+        ((10, 11, 12, 7, 13, 98, 99, 13), 14),  # or repeats the token before it
+        ((10, 11, 12, 7, 13, 98, 7, 15), 16),  # a replacement by as many tokens
+        ((10, 11, 12, 98, 15), 14),  # one match further on may be chance: assume a replacement
+        ((10, 11, 12, 98, 15, 16), 13),  # two matches are not
     ],
 )
 def test_a_copy_resumes_near_the_place_where_it_ended(text: tuple[int, ...], expected: int) -> None:
-    """Of several places the nearest: a far one took the copy away from its passage, and it came back late."""
+    """The nearest of several places: a distant one once led the copy away from its passage."""
     source = tokens(10, 11, 12, 7, 13, 14, 7, 15, 16, 13, 7, 17, 13, 18, 19, 20)
     assert aligned(source, *text).continuation(source, 1)[0].tolist() == [expected]
 
 
-def test_a_copy_is_unsure_where_the_text_left_such_a_place_before() -> None:
+def test_confidence_is_low_at_places_where_the_sequence_left_its_source() -> None:
     source = tokens(*range(20, 30), 7, 8, 30, *range(40, 50), 7, 8, 31, *range(60, 70))
     text = (*range(20, 30), 7, 8, 99, 98, 97, 30, *range(40, 50))
     following, strengths = aligned(source, *text).continuation(source, 5)
@@ -159,7 +159,7 @@ def test_a_copy_is_unsure_where_the_text_left_such_a_place_before() -> None:
 
 
 def test_an_alignment_outlives_a_copy_from_elsewhere() -> None:
-    """What is inserted may have been copied; the text then goes on where it was."""
+    """An insertion may be a copy itself; afterwards the sequence continues in its passage."""
     drafter, text = NgramDrafter(), [*range(100, 190), *range(50, 60), *range(100, 110)]
     drafter.prepare(tokens(*text))
     proposed(drafter, tokens(*text), 1)
@@ -168,7 +168,7 @@ def test_an_alignment_outlives_a_copy_from_elsewhere() -> None:
     assert proposed(drafter, tokens(*text, 110), 3).tokens.tolist() == [111, 112, 113]
 
 
-def test_a_replacement_is_proposed_again_and_dropped_when_it_was_wrong() -> None:
+def test_a_replacement_is_proposed_again_until_it_is_wrong() -> None:
     source = tokens(10, 11, 5, 12, 13, 14, 5, 15, 16, 17, 5, 18, 19)
     alignment = aligned(source, 10, 11, 99, 12, 13)
     assert alignment.continuation(source, 4)[0].tolist() == [14, 99, 15, 16]
@@ -177,7 +177,7 @@ def test_a_replacement_is_proposed_again_and_dropped_when_it_was_wrong() -> None
     assert alignment.continuation(source, 3)[0].tolist() == [17, 5, 18]
 
 
-def test_a_prediction_is_followed_from_the_first_token_and_after_a_wrong_beginning() -> None:
+def test_a_prediction_is_copied_from_the_first_token_and_after_a_wrong_one() -> None:
     drafter = NgramDrafter(prediction=PASSAGE)
     drafter.prepare(tokens(1, 2, 3))
     draft = proposed(drafter, tokens(1, 2, 3), 3)
@@ -186,9 +186,9 @@ def test_a_prediction_is_followed_from_the_first_token_and_after_a_wrong_beginni
     assert (draft.source, draft.tokens.tolist()) == (Source.PREDICTION, [104, 105, 106])
 
 
-@pytest.mark.parametrize("text", [(5, 6), (1, 2, 3, 4, 5, 6)])  # a match; from then on aligned
-def test_nothing_is_copied_from_behind_the_end_of_a_text(text: tuple[int, ...]) -> None:
-    """An edit of a whole file ends like the file in the prompt. Marks of the conversation follow that."""
+@pytest.mark.parametrize("text", [(5, 6), (1, 2, 3, 4, 5, 6)])  # a match; then an alignment
+def test_a_copy_stops_after_an_end_token(text: tuple[int, ...]) -> None:
+    """An edited file ends like the file in the prompt, where control tokens of the conversation follow."""
     prompt, end = (1, 2, 3, 4, 5, 6, 7, 8, 99, 98, 97, 96), 99
     drafter = NgramDrafter(is_end=lambda token: token == end)
     drafter.prepare(tokens(*prompt))
@@ -196,24 +196,24 @@ def test_nothing_is_copied_from_behind_the_end_of_a_text(text: tuple[int, ...]) 
         assert proposed(drafter, tokens(*prompt, *text[:n]), 9).tokens.tolist()[-3:] == [7, 8, end]
 
 
-def test_a_text_that_repeats_itself_is_continued_beyond_its_end() -> None:
+def test_a_copy_of_a_repetition_continues_with_itself() -> None:
     draft = proposed(NgramDrafter(), tokens(*[7, 8, 9] * 3), 8)
     assert draft.tokens.tolist() == [7, 8, 9, 7, 8, 9, 7, 8]
 
 
 def test_new_tokens_are_never_aligned_with_themselves() -> None:
-    """What was written since the last round is looked for in the text before it."""
+    """Tokens of the last round are searched for in the tokens before them."""
     drafter, text = NgramDrafter(), [*range(1, 9), *range(1, 5)]
     drafter.prepare(tokens(*text))
     proposed(drafter, tokens(*text), 2)
     assert proposed(drafter, tokens(*text, 70, 71, 72, 73, 6, 7), 1).tokens.tolist() == [8]
 
 
-def test_an_aligned_text_that_repeats_goes_on_beyond_its_end() -> None:
+def test_an_aligned_copy_of_a_repetition_continues_with_itself() -> None:
     period = tuple(range(10, 20))
     drafter = NgramDrafter()
     drafter.prepare(tokens(*period))
-    for n in (2, 3):  # the second time it is aligned
+    for n in (2, 3):  # the second time with an alignment
         draft = drafter.propose(tokens(*(period * n)), FixedLength(25))
         assert draft.tokens.tolist() == [*period, *period, *period[:5]]
         assert list(draft.confidences) == sorted(draft.confidences)

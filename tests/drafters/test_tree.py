@@ -1,4 +1,4 @@
-"""Trees of a model drafter: which tokens, in how many steps, and when it makes a chain instead."""
+"""Trees of a model drafter: their tokens, their steps, and when it drafts a chain instead."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WARM = Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None)
 
 
 class NoTree(Length):
-    """Lets no tree grow: a chain is as good."""
+    """A policy that wants no tree, because a chain is as good."""
 
     def tree(self) -> None:
         pass
@@ -47,7 +47,7 @@ def tree_drafter(
 def drafted(
     length: TreeLength, sampling: Sampling = WARM, seed: int = 0, context_size: int = 256
 ) -> tuple[Draft, list[ForwardRequest]]:
-    """A draft, and what was asked for it."""
+    """Return a draft and the requests that it took."""
     proposing = tree_drafter(length, sampling, seed, context_size).propose(TEXT, length)
     asked = list[ForwardRequest]()
     try:
@@ -68,7 +68,7 @@ def test_the_first_branch_is_the_chain(sampling: Sampling) -> None:
         assert tree.path(3) == [0, 1, 2, 3]
 
 
-def test_a_level_is_one_step_and_no_token_is_read_twice() -> None:
+def test_a_level_is_one_step_and_no_token_is_processed_twice() -> None:
     draft, asked = drafted(FixedTree((3, 2, 1)))
     assert [wanted.n_scored for wanted in asked] == [1, 3, 6]
     assert [wanted.n_read for wanted in asked] == [0, 0, 3]
@@ -89,13 +89,13 @@ def test_siblings_differ_and_the_best_comes_first() -> None:
         assert confidences == sorted(confidences, reverse=True)
 
 
-def test_where_the_context_ends_a_chain_is_drafted() -> None:
+def test_near_the_end_of_the_context_a_chain_is_drafted() -> None:
     draft, asked = drafted(FixedTree((3, 2)), context_size=16)
     assert draft.is_chain
     assert [wanted.n_scored for wanted in asked] == [1, 1]
 
 
-def test_without_room_the_tree_stays_as_it_is() -> None:
+def test_a_full_context_ends_the_growth_of_a_tree() -> None:
     length = FixedTree((2, 2, 2))
     proposing = tree_drafter(length).propose(TEXT, length)
     wanted = next(proposing)
@@ -133,7 +133,7 @@ def growth(position: float, step: float, longest: int = 16) -> TreePlan:
 
 
 def grow(rule: TreePlan) -> tuple[Draft, list[int]]:
-    """A tree whose candidates are equally sure everywhere, and how wide its steps were."""
+    """Return a tree with the same confidences everywhere, and the widths of its steps."""
     tree, widths = CandidateTree(), list[int]()
     while nodes := rule.expand(tree):
         widths.append(len(nodes))
@@ -156,7 +156,7 @@ def test_free_positions_are_filled_and_expensive_ones_make_a_chain() -> None:
 
 
 def values_of(acceptance: TreeAcceptance, tree: CandidateTree) -> list[float]:
-    """Products along the paths; a candidate is no likelier than its better siblings."""
+    """Products along the paths; a candidate counts at most as likely as its better siblings."""
     found: list[float] = []
     for i, parent in enumerate(tree.parents):
         better = [j for j in range(i + 1) if tree.parents[j] == parent]
@@ -166,7 +166,7 @@ def values_of(acceptance: TreeAcceptance, tree: CandidateTree) -> list[float]:
 
 
 def most_worth(values: list[float], prices: list[float]) -> tuple[int, float]:
-    """How many of some tokens to verify, by trying every number, and what that is worth."""
+    """Try every number of verified tokens; return the best and its gain."""
     values = sorted(values, reverse=True)
     worth = [sum(values[:n]) - prices[n] for n in range(1, min(len(values) + 1, len(prices)))]
     best = max(worth, default=0.0)
@@ -174,7 +174,7 @@ def most_worth(values: list[float], prices: list[float]) -> tuple[int, float]:
 
 
 def read_next(plan: TreePlan, tree: CandidateTree) -> list[int]:
-    """What the draft should read, by trying every number of levels."""
+    """Return the tokens that the draft should process next, by trying every number of levels."""
     values, prices = values_of(plan.acceptance, tree), plan.prices.tolist()
     unread = sorted(set(range(len(tree))) - set(tree.read), key=lambda i: (-values[i], i))[:8]
     (_, best), chosen = most_worth(values, prices), list[int]()
@@ -192,8 +192,8 @@ def read_next(plan: TreePlan, tree: CandidateTree) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_trees_grow_as_plain_search_lets_them(seed: int) -> None:
-    """Positions, steps and confidences are others every time; so is what first candidates are worth."""
+def test_trees_grow_as_in_a_plain_search(seed: int) -> None:
+    """Costs, confidences and the acceptance of first candidates differ every time."""
     rng = np.random.default_rng(seed)
     acceptance, steps = TreeAcceptance(), np.cumsum(rng.uniform(0.002, 0.03, WIDEST + 1))
     acceptance.first.log_odds -= seed % 3
@@ -218,8 +218,8 @@ def test_trees_grow_as_plain_search_lets_them(seed: int) -> None:
     assert n_levels or seed
 
 
-def test_the_draft_reads_on_where_no_token_pays_yet() -> None:
-    """All positions together cost as much as the first, which is not worth it."""
+def test_the_draft_grows_while_no_token_is_worth_its_cost_yet() -> None:
+    """All positions together cost as much as the first, which alone is not worth it."""
     acceptance = TreeAcceptance()
     prices, steps = np.array([0.0, *[0.9] * 16]), np.array([0.0, *[0.02] * WIDEST])
     rule = TreePlan(acceptance, acceptance.usual(0.6), prices, steps)
@@ -232,8 +232,8 @@ def test_the_draft_reads_on_where_no_token_pays_yet() -> None:
     assert rule.keep(tree) == [0, 1, 2, 3]
 
 
-def test_a_draft_lists_the_branch_of_the_best_first() -> None:
-    """What is left out may stand anywhere but before what is kept."""
+def test_a_draft_lists_the_best_branch_first() -> None:
+    """A token that is left out has no descendants that are kept."""
     tree = CandidateTree()
     tree.add(CONTEXT, [7, 5, 3], [0.6, 0.3, 0.05])
     tree.add(1, [9, 2], [0.8, 0.1])

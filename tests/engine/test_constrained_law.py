@@ -1,6 +1,6 @@
-"""The law of a constrained text: the target's own, masked, whoever drafts and by whatever rule.
+"""The distribution of a constrained completion: the target's, masked, with any drafter and rule.
 
-As in test_exact_law.py every branch of chance is walked, and for the coupled rule every table of noise.
+As in test_exact_law.py, every outcome of every draw is enumerated; for the coupled rule, every noise table.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def test_the_coupled_text_is_the_masked_one(sampling: str, length: str, drafter:
     assert len(texts) > 1 or sampling == "greedy"
 
 
-def test_what_is_forced_is_a_free_draft_token() -> None:
-    """After 0 comes 2: no draft model is asked, and the target cannot but accept."""
+def test_a_forced_token_is_a_draft_token_without_an_evaluation() -> None:
+    """After 0 comes 2: no draft model is evaluated, and the target always accepts."""
     chain, streams = SAMPLINGS["plain"], TableStreams(dict.fromkeys(range(1, 60), (9.0, 0.0, 0.0)))
     drafter = ForcedDrafter(Steps(), N)
     made = rounds(THREE, drafter, Length(3), RULES["coupled"], chain, streams, 30, constraint=Steps())
@@ -113,7 +113,7 @@ def test_what_is_forced_is_a_free_draft_token() -> None:
     assert all(round_.n_accepted == len(round_.draft) for round_ in drafted)
 
 
-def test_a_model_is_not_asked_where_there_is_no_choice() -> None:
+def test_a_draft_model_is_not_evaluated_without_a_choice() -> None:
     streams = TableStreams(dict.fromkeys(range(1, 60), (9.0, 0.0, 0.0)))
     asked: list[int] = []
     drafter = model_drafter(THREE, SAMPLINGS["plain"], RULES["coupled"], streams, Steps())

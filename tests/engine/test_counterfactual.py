@@ -1,4 +1,7 @@
-"""Draft tokens that are not verified cost no position, and tell whether they would have been accepted."""
+"""Unverified draft tokens cost no position, and still show whether they would have been accepted.
+
+The counterfactual of a round is the acceptance of its first unverified draft token.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ SPEAKING = [name for name in CHAINS if name != "none"]
 
 
 class Until(Partly):
-    """Drafts nothing behind round `last`, and verifies of this one alone."""
+    """Drafts nothing after round `last`, and verifies tokens only in this round."""
 
     def __init__(self, n_draft: int, last: int, *, verifies: bool) -> None:
         super().__init__(n_draft, lambda draft, rounds: len(draft) * (verifies and len(rounds) == last))
@@ -51,16 +54,16 @@ class Until(Partly):
         return len(self.rounds) <= self.last and super().wants_more(draft)
 
 
-# -- what a counterfactual tells
+# -- the value of a counterfactual
 
 
 @pytest.mark.parametrize("drafter", SPEAKING)
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 @pytest.mark.parametrize(("rule", "k", "i"), [("rejection", 1, 1), ("block", 1, 1), ("rejection", 2, 0)])
-def test_a_shadow_is_accepted_as_often_as_a_token_that_is_verified(
+def test_a_counterfactual_is_accepted_as_often_as_a_verified_token(
     rule: str, k: int, i: int, sampling: str, drafter: str
 ) -> None:
-    """The first of `k` draft tokens of a round, averaged over every branch of chance."""
+    """The first of `k` draft tokens of a round, averaged over every outcome of the draws."""
     chain = SAMPLINGS[sampling]
 
     def round_of(length: Length, streams: RandomStreams) -> Round:
@@ -78,8 +81,8 @@ def test_a_shadow_is_accepted_as_often_as_a_token_that_is_verified(
 
 
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
-def test_a_shadow_behind_a_verified_token_is_that_of_the_next(sampling: str) -> None:
-    """The machine evaluates no more than two positions: of two draft tokens one is verified."""
+def test_the_counterfactual_after_a_verified_token_is_that_of_the_next(sampling: str) -> None:
+    """At most two positions are evaluated, so one of two draft tokens is verified."""
     chain, rule = SAMPLINGS[sampling], RULES["rejection"]
 
     def first(length: Length, streams: RandomStreams) -> Round:
@@ -97,8 +100,10 @@ def test_a_shadow_behind_a_verified_token_is_that_of_the_next(sampling: str) -> 
 @pytest.mark.parametrize("drafter", SPEAKING)
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 @pytest.mark.parametrize("n", [0, 1])
-def test_a_shadow_is_accepted_where_the_token_would_have_been(n: int, sampling: str, drafter: str) -> None:
-    """Under the coupled rule for every noise; there is none where a verified token is rejected."""
+def test_a_counterfactual_is_accepted_if_the_token_would_have_been(
+    n: int, sampling: str, drafter: str
+) -> None:
+    """Under the coupled rule, for every noise; there is none if a verified token is rejected."""
     chain, rule, told = SAMPLINGS[sampling], RULES["coupled"], set[float | None]()
     for noise in noise_tables():
         streams = TableStreams(noise)
@@ -116,7 +121,7 @@ def test_a_shadow_is_accepted_where_the_token_would_have_been(n: int, sampling: 
 
 
 @pytest.mark.parametrize("drafter", list(CHAINS | TREES))
-def test_where_everything_is_verified_there_is_no_shadow(drafter: str) -> None:
+def test_no_counterfactual_if_everything_is_verified(drafter: str) -> None:
     chain, rule = SAMPLINGS["plain"], RULES["coupled"]
     for k, seed in ((0, 0), (1, 1), (2, 2), (3, 3)):
         streams = SeededStreams(seed)
@@ -126,14 +131,14 @@ def test_where_everything_is_verified_there_is_no_shadow(drafter: str) -> None:
 
 
 class Unknown(CountingUp):
-    """A drafter that does not say what its tokens were drawn from."""
+    """A drafter that does not report the distributions of its tokens."""
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         return super().propose(context, length).without_distributions()
 
 
 class Known(Branching):
-    """Trees of which it is said."""
+    """Trees with distributions."""
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         tree = super().propose(context, length)
@@ -148,8 +153,8 @@ FROM_ANYWHERE: dict[str, MakeDrafter] = {
 
 
 @pytest.mark.parametrize("drafter", list(FROM_ANYWHERE))
-def test_trees_and_tokens_from_anywhere_have_no_shadow(drafter: str) -> None:
-    """But they may be left out."""
+def test_no_counterfactual_for_trees_or_without_distributions(drafter: str) -> None:
+    """Their tokens need not be verified, though."""
     chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(1)
     chosen = FROM_ANYWHERE[drafter](chain, rule, streams)
     plain = text(rounds(THREE, NoDrafter(), Length(), rule, chain, streams, 30))
@@ -159,7 +164,7 @@ def test_trees_and_tokens_from_anywhere_have_no_shadow(drafter: str) -> None:
         made = rounds(THREE, chosen, length, rule, chain, streams, 30)
         assert {round_.counterfactual for round_ in made[:-3]} == {
             None
-        }  # at its end the limit makes trees chains
+        }  # near the limit, trees become chains
         assert text(made) == plain
         sizes.append(sum(len(round_.draft) for round_ in made))
     assert sizes[0] == 0 < sizes[2]
@@ -170,8 +175,10 @@ def test_trees_and_tokens_from_anywhere_have_no_shadow(drafter: str) -> None:
     ("rule", "n"),
     [*((rule, every_second) for rule in RULES), ("coupled", sure), ("coupled", all_but_last)],
 )
-def test_shadows_of_a_draft_that_is_the_target_are_accepted(rule: str, n: HowMany, sampling: str) -> None:
-    """Nor is what is verified rejected. A draft that reads a stale text stays lossless: only this sees it."""
+def test_counterfactuals_of_a_draft_that_is_the_target_are_accepted(
+    rule: str, n: HowMany, sampling: str
+) -> None:
+    """Verified tokens are accepted, too. With a stale context, only this test would notice."""
     chain, n_shadows = SAMPLINGS[sampling], 0
     for seed in range(8):
         streams = SeededStreams(seed)
@@ -187,12 +194,12 @@ def test_shadows_of_a_draft_that_is_the_target_are_accepted(rule: str, n: HowMan
     assert n_shadows > 20 or n is sure
 
 
-# -- what a counterfactual costs
+# -- the cost of a counterfactual
 
 
 @pytest.mark.parametrize("n", [nothing, every_second, all_but_last, sure])
 @pytest.mark.parametrize("is_right", [True, False])
-def test_what_is_not_verified_costs_a_draft_step_and_no_position(n: HowMany, *, is_right: bool) -> None:
+def test_an_unverified_token_costs_a_draft_step_and_no_position(n: HowMany, *, is_right: bool) -> None:
     models = {TARGET: target(), DRAFT: target() if is_right else draft()}
     length = Partly(3, n)
     done = stream(Stepped(models), models, (1, 2, 3, 4), length=length, max_tokens=40).run()
@@ -202,16 +209,16 @@ def test_what_is_not_verified_costs_a_draft_step_and_no_position(n: HowMany, *, 
     assert (prompt.n_new, prompt.requests[0].n_logits) == (3, 0)
     assert [round_.n_draft_steps for round_ in done.rounds] <= [len(made) for made in length.made]
     assert sum(round_.n_draft_steps for round_ in done.rounds) == len(steps)
-    # Of what was drafted the last token alone has not been read when it is accepted.
+    # Of the draft tokens, the draft model has not processed only the last one when it is accepted.
     pairs = zip(done.rounds[:-1], length.made, length.made[1:], strict=False)
     n_unread = sum(len(made) == round_.n_accepted > 0 and len(after) > 0 for round_, made, after in pairs)
     assert sorted(step.n_new for step in steps) == [1] * (len(steps) - n_unread) + [2] * n_unread
 
 
-# -- what policies are told
+# -- reports to policies
 
 
-def test_policies_are_told_what_was_left_out_and_its_shadow() -> None:
+def test_policies_observe_dropped_tokens_and_counterfactuals() -> None:
     models = {TARGET: target(), DRAFT: draft()}
     length = Partly(2, every_second)
     done = stream(Stepped(models), models, length=length, max_tokens=30).run()
@@ -229,7 +236,7 @@ def test_policies_are_told_what_was_left_out_and_its_shadow() -> None:
     ]
 
 
-def test_the_policy_of_a_stage_is_told_of_its_shadows() -> None:
+def test_the_policy_of_a_stage_observes_its_counterfactuals() -> None:
     chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(1)
     drafter = cascade_drafter(SELF, [Partly(3, every_second)], chain, rule, streams)
     rounds(SELF, drafter, Length(10), rule, chain, streams, 30)
@@ -241,8 +248,8 @@ def test_the_policy_of_a_stage_is_told_of_its_shadows() -> None:
     assert told[:4] == [(3, 1.0), (0, None)] * 2
 
 
-def test_draft_steps_are_priced_as_they_were_made() -> None:
-    """However many of the draft tokens are verified."""
+def test_all_draft_steps_are_priced() -> None:
+    """For any number of verified draft tokens."""
     models = {TARGET: target(), DRAFT: draft()}
     length = Partly(3, lambda draft, rounds: min(len(rounds) % 4, len(draft)))
     done = stream(Stepped(models), models, length=length, max_tokens=30).run()
@@ -250,8 +257,8 @@ def test_draft_steps_are_priced_as_they_were_made() -> None:
 
 
 @pytest.mark.parametrize("n", [nothing, every_second, all_but_last, sure])
-def test_the_automatic_length_knows_what_the_draft_has_not_read(n: HowMany) -> None:
-    """The first draft step of a round has to read it, besides the last token."""
+def test_the_automatic_length_knows_what_the_draft_has_not_processed(n: HowMany) -> None:
+    """The first draft step of a round has to process it, besides the last token."""
     models = {TARGET: target(), DRAFT: target()}
     done = stream(Stepped(models), models, length=Partly(3, n), max_tokens=40).run()
     _, *steps = models[DRAFT].evaluated
@@ -263,13 +270,13 @@ def test_the_automatic_length_knows_what_the_draft_has_not_read(n: HowMany) -> N
         row.observe(round_)
 
 
-# -- what a policy may say
+# -- answers of a policy
 
 
 @pytest.mark.parametrize("drafter", list(CHAINS | TREES))
 @pytest.mark.parametrize("n", [-9, -1, 99])
-def test_a_policy_may_say_any_number(n: int, drafter: str) -> None:
-    """More than was drafted is all of it."""
+def test_a_policy_may_return_any_number(n: int, drafter: str) -> None:
+    """More than were drafted means all."""
     chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3)
     length = Partly(3, lambda draft, rounds: n)
     made = rounds(THREE, (CHAINS | TREES)[drafter](chain, rule, streams), length, rule, chain, streams, 30)

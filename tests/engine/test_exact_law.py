@@ -1,8 +1,8 @@
-"""The law of the text with draft tokens is the law without, to rounding: every branch of chance is walked.
+"""Completions have the same distribution with and without drafts, up to rounding, by enumeration.
 
-No seeds and no statistics: `WalkingStreams` takes every branch that a draw can take and multiplies its
-probability. For the coupled rule, where draft and target share their noise, a finite set of noise tables
-is walked instead, and the texts must be the same for each.
+There are no seeds and no statistics: `WalkingStreams` takes every outcome of a draw and multiplies the
+probabilities. Under the coupled rule, where draft and target share their noise, a finite set of noise tables
+is enumerated instead, and the completions must be the same for each.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_the_law_is_the_targets(rule: str, sampling: str, length: str, drafter: 
 
 
 class Fails(FakeModel):
-    """Has no scores behind a 0."""
+    """Has no scores after a 0."""
 
     def logits(self, request: ForwardRequest) -> Logits:
         if 0 in (*request.tokens.tolist(), *request.draft.tolist()):
@@ -77,8 +77,8 @@ class Fails(FakeModel):
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_draft_that_fails_behind_a_token_keeps_it(rule: str) -> None:
-    """To drop it for what it is would change the law."""
+def test_a_draft_that_fails_after_a_token_keeps_it(rule: str) -> None:
+    """Dropping it because of its value would change the distribution."""
     chain, faults = SAMPLINGS["plain"], set[str | None]()
     models = {**THREE, DRAFT: Fails(THREE[DRAFT].seed)}
 
@@ -93,7 +93,7 @@ def test_a_draft_that_fails_behind_a_token_keeps_it(rule: str) -> None:
 
 
 def error_of(rule: Rule, models: Models, length: Length) -> float:
-    """How far the law of a rule's text is from the target's."""
+    """Return the distance between the distribution under a rule and the target's."""
     chain = SAMPLINGS["plain"]
 
     def run(streams: RandomStreams) -> tuple[int, ...]:
@@ -111,15 +111,15 @@ def test_the_law_with_other_models(rule: str, models: Models) -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("length", list(DROPPING))
-def test_tokens_that_are_dropped_for_what_they_are_change_the_law(length: str, rule: str) -> None:
-    """Why `Rule.drops` exists."""
+def test_dropping_tokens_because_of_their_value_changes_the_law(length: str, rule: str) -> None:
+    """The reason for `Rule.drops`."""
     assert not RULES[rule].drops
     depends = length != "all but the last"
     assert (error_of(RULES[rule], THREE, DROPPING[length]) > 1e-3) == depends
 
 
 class Instead:
-    """Random streams that take one stream for another."""
+    """Random streams that confuse two streams."""
 
     def __init__(self, streams: RandomStreams, right: Stream, wrong: Stream) -> None:
         self.streams, self.right, self.wrong = streams, right, wrong
@@ -138,7 +138,7 @@ class Instead:
 
 
 class ForgetsResidual(Rejection):
-    """Where a draft token is rejected it draws from p, not from what the draft left of p."""
+    """Replaces a rejected token by one from p instead of the residual."""
 
     def verify(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
@@ -151,7 +151,7 @@ class ForgetsResidual(Rejection):
 
 
 class DrawsResidualAsDraft(Rejection):
-    """The residual has the random number of the token that was rejected."""
+    """Draws from the residual with the random number of the rejected token."""
 
     def verify(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
@@ -160,14 +160,14 @@ class DrawsResidualAsDraft(Rejection):
 
 
 class DrawsWithoutAttempt(Block):
-    """A draft token has the random number of the one that an earlier round drafted there."""
+    """Draws a draft token with the random number of an earlier round for the same position."""
 
     def draw(self, distribution: Distribution, streams: RandomStreams, start: int, i: int) -> int:
         return streams.choose(distribution, Stream.DRAFT, start + i)
 
 
 class ForgetsWeight(Block):
-    """The residual of a block is taken as if it were that of a single token."""
+    """Uses the residual of a single token for a block."""
 
     def verify(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
@@ -185,12 +185,12 @@ class ForgetsWeight(Block):
 
 
 @pytest.mark.parametrize("rule", [ForgetsResidual(), ForgetsWeight()])
-def test_a_wrong_residual_is_found_out(rule: Rule) -> None:
+def test_a_wrong_residual_changes_the_law(rule: Rule) -> None:
     assert error_of(rule, FOUR, Length(2)) > 1e-3
 
 
 @pytest.mark.parametrize("rule", [DrawsResidualAsDraft(), DrawsWithoutAttempt()])
-def test_a_random_number_that_is_used_twice_is_found_out(rule: Rule) -> None:
+def test_a_random_number_that_is_used_twice_changes_the_law(rule: Rule) -> None:
     with pytest.raises(RepeatedDrawError):
         error_of(rule, THREE, Length(3))
 
@@ -227,7 +227,7 @@ def test_a_draft_that_is_the_target_is_never_rejected(rule: str, sampling: str, 
 
 
 def test_a_tree_with_every_token_is_followed_to_its_leaves() -> None:
-    """Siblings share no logits: whichever branch is followed, the next token is drawn behind it."""
+    """Siblings share no logits: the next token is drawn after the accepted branch."""
     for seed in range(10):
         made = rounds(
             THREE, Branching(), Length(2), RULES["coupled"], SAMPLINGS["plain"], SeededStreams(seed), 39
@@ -243,8 +243,8 @@ def test_rules_for_chains_refuse_trees(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-def test_the_rule_tells_the_distributions_along_the_path(rule: str) -> None:
-    """What a staged draft takes for q: p after the context, and after each accepted token."""
+def test_a_verification_has_the_distributions_along_the_path(rule: str) -> None:
+    """A stage uses them as q: p after the context, and after each accepted token."""
     draft = Draft.certain([1, 2, 2, 0])
     asked: dict[int, Distribution] = {}
 
@@ -257,8 +257,8 @@ def test_the_rule_tells_the_distributions_along_the_path(rule: str) -> None:
     assert said.path == (0, 1, 2)
 
 
-def test_another_vocabulary_is_drafted_within_the_targets() -> None:
-    """A draft with more tokens than the target proposes only those that the target knows."""
+def test_a_draft_with_more_tokens_keeps_the_law() -> None:
+    """It proposes only tokens that the target has."""
     models = {TARGET: THREE[TARGET], DRAFT: FOUR[DRAFT]}
     chain = SAMPLINGS["plain"]
     for rule in ("rejection", "block"):
@@ -275,7 +275,7 @@ def test_another_vocabulary_is_drafted_within_the_targets() -> None:
 def test_the_first_branch_of_a_tree_that_is_the_targets_is_never_rejected(
     widths: tuple[int, ...], sampling: str
 ) -> None:
-    """A tree read with a stale context, or drawn with other noise, stays lossless: only this sees it."""
+    """With a stale context or other noise a tree stays lossless; only this test would notice."""
     rule, chain = RULES["coupled"], SAMPLINGS[sampling]
     for seed in range(5):
         streams = SeededStreams(seed)

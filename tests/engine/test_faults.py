@@ -1,4 +1,4 @@
-"""Faults in the middle: each ends what it concerns, the text so far is kept, everybody else goes on."""
+"""Faults during generation: each ends what it concerns; completions keep their text, others continue."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rest(of: TextStream) -> tuple[int, ...]:
     return of.completion.tokens
 
 
-def test_a_full_context_ends_one_row_alone() -> None:
+def test_a_full_context_ends_one_sequence_alone() -> None:
     models = {TARGET: target(is_full=lambda row, request: row == 0 and request.n_tokens > 8)}
     scheduler = Stepped(models)
     full, other = (stream(scheduler, models, seed=i, drafter=NoDrafter()) for i in range(2))
@@ -49,7 +49,7 @@ def test_a_full_context_ends_one_row_alone() -> None:
 
 
 def test_a_full_context_of_the_draft_only_stops_drafting() -> None:
-    """The request for the target that follows has been prepared like any other."""
+    """The next request to the target is prepared like any other."""
     models = {TARGET: target(), DRAFT: draft(is_full=lambda row, request: request.n_tokens > 6)}
     scheduler = Stepped(models)
     streams = [stream(scheduler, models, seed=i) for i in range(3)]
@@ -69,7 +69,7 @@ def test_a_draft_that_never_has_room_for_the_prompt(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(1, 8))
-def test_an_evaluation_that_fails_is_told_and_the_next_text_is_right(number: int) -> None:
+def test_a_failed_evaluation_is_raised_and_the_next_completion_is_right(number: int) -> None:
     def fail(n: int) -> None:
         if n == number:
             raise EvaluationError("llama.cpp failed")
@@ -97,8 +97,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("number", range(1, 9))
-def test_a_fault_among_several_texts(number: int, fault: str) -> None:
-    """In a prompt, in a draft or in a verification: who was evaluated is told, all keep what they have."""
+def test_a_fault_among_several_sequences(number: int, fault: str) -> None:
+    """In a prompt, draft or verification: it is raised to the evaluated sequences; all keep their text."""
 
     def fail(n: int) -> None:
         if n == number:
@@ -127,8 +127,8 @@ def test_a_fault_among_several_texts(number: int, fault: str) -> None:
 @pytest.mark.parametrize("n_texts", [1, 3])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("number", range(1, 9))
-def test_a_draft_that_fails_is_not_asked_again(number: int, fault: str, n_texts: int) -> None:
-    """In a prompt or in a draft. It ended the texts that it drafted for, though it is needed for none."""
+def test_a_draft_that_fails_is_not_used_again(number: int, fault: str, n_texts: int) -> None:
+    """In a prompt or in a draft. It once ended the completions, although none needs a draft."""
 
     def fail(n: int) -> None:
         if n >= number:
@@ -149,7 +149,7 @@ def test_a_draft_that_fails_is_not_asked_again(number: int, fault: str, n_texts:
 @pytest.mark.parametrize("n_texts", [1, 3])
 @pytest.mark.parametrize("name", [TARGET, DRAFT])
 @pytest.mark.parametrize("number", range(1, 9))
-def test_an_evaluation_that_was_aborted_costs_no_text(name: str, number: int, n_texts: int) -> None:
+def test_an_aborted_evaluation_ends_no_other_sequence(name: str, number: int, n_texts: int) -> None:
     def abort(n: int) -> None:
         if n == number:
             raise EvaluationAbortedError("somebody else asked for it")
@@ -166,7 +166,7 @@ def test_an_evaluation_that_was_aborted_costs_no_text(name: str, number: int, n_
 
 
 class Fails(CountingUp):
-    """A drafter of a user's own that breaks once the text is long, in some way."""
+    """A user's drafter that fails in some way once the sequence is long."""
 
     def __init__(self, how: str) -> None:
         super().__init__(V)
@@ -192,14 +192,14 @@ ERRORS = {"raises": ZeroDivisionError, "unknown token": ValueError, "unknown mod
 
 
 @pytest.mark.parametrize("how", list(ERRORS))
-def test_a_drafter_that_fails_ends_its_own_row(how: str) -> None:
+def test_a_drafter_that_fails_ends_its_own_sequence(how: str) -> None:
     models = {TARGET: target()}
     scheduler = Stepped(models)
     other = stream(scheduler, models, seed=1)
     bad = stream(scheduler, models, seed=2, drafter=Fails(how), length=Length(1))
     next(bad)
     next(other)
-    assert rest(other) == alone(seed=1)  # whose steps run the bad row
+    assert rest(other) == alone(seed=1)  # its steps also run the faulty sequence
     with pytest.raises(ERRORS[how]):
         rest(bad)
     n = len(bad.completion.tokens)
@@ -208,8 +208,8 @@ def test_a_drafter_that_fails_ends_its_own_row(how: str) -> None:
 
 
 @pytest.mark.parametrize("name", [TARGET, DRAFT])
-def test_a_model_that_fails_to_release_a_text_loses_no_end(name: str) -> None:
-    """The reader of such a text waited for ever, and the other model kept what it held of the text."""
+def test_a_sequence_ends_even_if_a_model_fails_to_release_it(name: str) -> None:
+    """Its reader once waited forever, and the other model kept its cells."""
     models = {TARGET: target(), DRAFT: draft()}
     scheduler = Stepped(models)
 
@@ -225,7 +225,7 @@ def test_a_model_that_fails_to_release_a_text_loses_no_end(name: str) -> None:
     assert sorted(models[TARGET].released + models[DRAFT].released) == [0, 1, 1]
 
 
-def test_a_drafter_that_will_not_be_closed() -> None:
+def test_a_drafter_that_refuses_to_be_closed() -> None:
     models = {TARGET: target(), DRAFT: draft()}
     scheduler = Stepped(models)
 
@@ -245,14 +245,14 @@ def test_a_drafter_that_will_not_be_closed() -> None:
     assert models[TARGET].released == [1, 0]
 
 
-# The fault injector: whatever a text or a model calls raises what is no Exception.
+# Fault injection: every call of a sequence or a model may raise a BaseException that is no Exception.
 
 Seam = TypeVar("Seam")
 RAISED = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError()]
 
 
 class Sometimes(CountingUp):
-    """A drafter that is told of its end, and drafts in every second round or so."""
+    """A drafter with a `close` method that drafts in about every second round."""
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         return super().propose(context, length) if len(context) % 2 else Draft()
@@ -262,7 +262,7 @@ class Sometimes(CountingUp):
 
 
 class Injector:
-    """Makes one method of one object raise something when it is called for the nth time."""
+    """Makes a method of an object raise an error in its nth call."""
 
     def __init__(self, place: str, number: int, raised: BaseException) -> None:
         self.place, self.number, self.raised = place, number, raised
@@ -278,7 +278,7 @@ class Injector:
             raise self.raised
 
     def into(self, name: str, seam: Seam) -> Seam:
-        """The object, or one like it that raises."""
+        """Return the object, or a copy of it that raises."""
         seam_name, _, method = self.place.partition(".")
         if seam_name != name:
             return seam
@@ -297,7 +297,7 @@ class Injector:
 def constrained(
     thread: ComputeThread, models: dict[str, FakeModel], seed: int, inject: Injector
 ) -> TextStream:
-    """A text that calls every seam: a constraint, tokens that it forces, two drafters, chance, a policy."""
+    """Return a stream that uses every protocol: a constraint, two drafters, randomness, a rule, a policy."""
     constraint = inject.into("constraint", Steps(V))
     streams = inject.into("streams", SeededStreams(seed))
     rule = inject.into("rule", RULES["coupled"])
@@ -313,10 +313,10 @@ def constrained(
 
 
 def all_read(of: TextStream) -> BaseException | None:
-    """Read a text to its end; what it ended with."""
+    """Read a stream to its end; return the error that ended it."""
     try:
         of.run()
-    except BaseException as error:  # noqa: BLE001  # the reader itself asks the vocabulary, too
+    except BaseException as error:  # noqa: BLE001  # the reader uses the vocabulary, too
         return error
     return None
 
@@ -333,7 +333,7 @@ SEAMS = [
 
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
 @pytest.mark.parametrize("place", SEAMS)
-def test_a_text_that_meets_such_a_fault_ends_alone(place: str, raised: BaseException) -> None:
+def test_such_a_fault_ends_only_its_own_sequence(place: str, raised: BaseException) -> None:
     models = {TARGET: target(), DRAFT: draft()}
     thread = ComputeThread(Scheduler(models))
     usual = constrained(thread, models, 0, NOTHING).run()
@@ -346,7 +346,7 @@ def test_a_text_that_meets_such_a_fault_ends_alone(place: str, raised: BaseExcep
         error = all_read(bad)
         assert rest(other) == alone(seed=1)
         n_reached += inject.is_reached
-        if error is None:  # the seam is called less often, or only once the text is complete
+        if error is None:  # it is called less often, or only after the end
             assert bad.completion.tokens == usual.tokens
             assert place.endswith("close") or not inject.is_reached
         else:
@@ -359,10 +359,10 @@ def test_a_text_that_meets_such_a_fault_ends_alone(place: str, raised: BaseExcep
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
 @pytest.mark.parametrize("method", ["prepare", "evaluate", "release", "can_share"])
 @pytest.mark.parametrize("name", [TARGET, DRAFT])
-def test_a_model_that_meets_such_a_fault_ends_no_thread(
+def test_such_a_fault_of_a_model_does_not_end_the_thread(
     name: str, method: str, raised: BaseException
 ) -> None:
-    """Every reader gets its text, or an error; and who comes later gets his."""
+    """Every reader gets its completion or an error, and later sequences work."""
     for number in (1, 2, 5):
         models = {TARGET: target(), DRAFT: draft()}
         inject = Injector(f"{name}.{method}", number, raised)
@@ -382,8 +382,8 @@ def test_a_model_that_meets_such_a_fault_ends_no_thread(
 
 
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
-def test_an_evaluation_that_meets_such_a_fault_ends_only_what_it_was_for(raised: BaseException) -> None:
-    """It ended all texts of the pair."""
+def test_such_a_fault_of_an_evaluation_ends_only_its_sequences(raised: BaseException) -> None:
+    """It once ended all sequences of the pair."""
     models = {TARGET: target(batch_size=2), DRAFT: draft()}
     models[TARGET] = Injector("target.evaluate", 9, raised).into("target", models[TARGET])
     scheduler = Stepped(models)

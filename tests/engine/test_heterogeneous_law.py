@@ -1,7 +1,7 @@
-"""Drafts of other vocabularies keep the law of the text: every branch of chance is walked.
+"""Drafts with another vocabulary keep the target's distribution, by enumeration of all draws.
 
-The target's tokens are a, e and ae. The draft numbers the first two differently, does not have the third, and
-has others.
+The target's tokens are a, e and ae. The draft has the first two under other ids, lacks the third, and has
+more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is evaluated together, and what it costs: rows over fake models that count."""
+"""Evaluations that several sequences share, and their costs, with fake models that count."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def both(**settings: object) -> dict[str, FakeModel]:
 
 
 def run_together(streams: list[TextStream]) -> list[tuple[int, ...]]:
-    """One piece of each in turn, to the end of all."""
+    """Read one piece of each stream in turn, to the end of all."""
     running = list(streams)
     while running:
         running = [of for of in running if next(of, None) is not None]
@@ -41,7 +41,7 @@ def scored(model: FakeModel) -> list[Evaluated]:
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("n_sequences", [1, 3, 9])
 @pytest.mark.parametrize("max_chunked_prefill", [0, 5, 512])
-def test_the_text_of_a_seed_is_the_same_beside_others(
+def test_the_completion_for_a_seed_is_the_same_beside_others(
     max_chunked_prefill: int, n_sequences: int, k: int, drafter: object
 ) -> None:
     models = both(context_size=512, batch_size=512, max_scored=512, max_chunked_prefill=max_chunked_prefill)
@@ -58,7 +58,7 @@ def test_drafts_are_made_in_lock_step_and_verified_together() -> None:
     models = both()
     scheduler = Stepped(models)
     streams = [stream(scheduler, models, seed=i, length=Length(2), max_tokens=3) for i in range(4)]
-    for of in streams:  # all begin before the first step
+    for of in streams:  # all start before the first step
         of.begin()
     next(streams[0])
     assert [len(evaluated.rows) for evaluated in scored(models[DRAFT])] == [4, 4]
@@ -66,7 +66,7 @@ def test_drafts_are_made_in_lock_step_and_verified_together() -> None:
     assert {of.run().rounds[0].n_sequences for of in streams} == {4}
 
 
-def test_rows_join_and_leave_between_evaluations() -> None:
+def test_sequences_join_and_leave_between_evaluations() -> None:
     models = {TARGET: target()}
     scheduler = Stepped(models)
     first = stream(scheduler, models, seed=1, drafter=NoDrafter())
@@ -81,7 +81,7 @@ def test_rows_join_and_leave_between_evaluations() -> None:
     assert {len(evaluated.rows) for evaluated in models[TARGET].evaluated[n_alone:]} == {1}
 
 
-def test_who_waits_is_told_of_a_text_that_ends_before_its_start_returns() -> None:
+def test_a_reader_is_notified_of_a_sequence_that_ends_before_its_start_returns() -> None:
     class Quick(Stepped):
         def start(self, sequence: RunningSequence[Any]) -> None:
             super().start(sequence)
@@ -95,8 +95,8 @@ def test_who_waits_is_told_of_a_text_that_ends_before_its_start_returns() -> Non
     assert len(of.ready()) == 1
 
 
-def test_a_common_beginning_is_counted_once_where_room_is_planned() -> None:
-    """Four texts behind one system prompt: two of them were swapped out, though all had room."""
+def test_room_for_a_common_beginning_is_counted_once() -> None:
+    """Of four sequences with one system prompt, two were once swapped out although all had room."""
     models = {TARGET: target(n_cells=100, context_size=200)}
     scheduler = Stepped(models)
     beginning = tuple(i % V for i in range(60))
@@ -112,8 +112,8 @@ def test_a_common_beginning_is_counted_once_where_room_is_planned() -> None:
             of.ready()
 
 
-def test_rows_that_share_no_evaluation_are_evaluated_one_by_one() -> None:
-    """Where layers keep states, no other row and no padding takes part: the width said so, and was not so."""
+def test_sequences_that_cannot_share_are_evaluated_one_by_one() -> None:
+    """If layers keep states, there is no padding either; the width once counted it."""
     models = {TARGET: target()}
     models[TARGET].can_share = lambda row: False  # type: ignore[method-assign]
     scheduler = Stepped(models)
@@ -127,8 +127,8 @@ def test_rows_that_share_no_evaluation_are_evaluated_one_by_one() -> None:
         assert {round_.width for round_ in of.completion.rounds} <= {1, 2, 3}
 
 
-def test_the_latest_is_swapped_out_where_the_cache_is_full_and_goes_on_with_the_same_text() -> None:
-    """Three texts of 42 tokens need more than 64 cells: none is cut short, and the first is never out."""
+def test_a_full_cache_swaps_out_the_newest_which_continues_with_the_same_text() -> None:
+    """Three sequences of 42 tokens need more than 64 cells: none is cut short, and the first always runs."""
     models = both(n_cells=64)
     thread = Stepped(models)
     streams = [stream(thread, models, seed=i, length=Length(2), max_tokens=40) for i in range(3)]
@@ -143,7 +143,7 @@ def test_the_latest_is_swapped_out_where_the_cache_is_full_and_goes_on_with_the_
     assert swapped_out == {1, 2}
 
 
-def test_who_is_not_read_gives_its_cells_to_others() -> None:
+def test_a_sequence_that_waits_for_its_reader_gives_its_cells_to_others() -> None:
     models = {TARGET: target(n_cells=48)}
     thread = Stepped(models)
     unread, other = (stream(thread, models, seed=i, drafter=NoDrafter(), max_tokens=36) for i in range(2))
@@ -155,7 +155,7 @@ def test_who_is_not_read_gives_its_cells_to_others() -> None:
     assert unread.run().tokens == alone(seed=0, max_tokens=36)
 
 
-def test_a_length_policy_that_fails_ends_its_own_text() -> None:
+def test_a_length_policy_that_fails_ends_its_own_sequence() -> None:
     def fails(n: int) -> int:
         if n > 2:
             raise RuntimeError("broken on purpose")
@@ -172,8 +172,8 @@ def test_a_length_policy_that_fails_ends_its_own_text() -> None:
 
 
 @pytest.mark.parametrize("number", range(1, 12))
-def test_a_length_policy_that_fails_once_is_told(number: int) -> None:
-    """While a batch was put together it was forgotten, and the text went on."""
+def test_a_length_policy_that_fails_once_is_reported(number: int) -> None:
+    """During batching the error was once lost, and the sequence continued."""
     calls = itertools.count(1)
 
     def fails_once(n: int) -> int:
@@ -191,7 +191,7 @@ def test_a_length_policy_that_fails_once_is_told(number: int) -> None:
     assert good.run().tokens == alone(seed=1)
 
 
-def test_a_newcomers_prompt_does_not_stop_the_others() -> None:
+def test_a_new_prompt_does_not_stop_the_others() -> None:
     models = {TARGET: target(context_size=900, batch_size=8)}
     scheduler = Stepped(models)
     talker = stream(scheduler, models, seed=1, length=Length(1), max_tokens=40)
@@ -203,7 +203,7 @@ def test_a_newcomers_prompt_does_not_stop_the_others() -> None:
     assert tokens == alone(prompt, seed=2, max_tokens=3)
     kinds = [bool(e.requests[0].n_scored) for e in models[TARGET].evaluated]
     first = kinds.index(False)
-    assert kinds[first : first + 15] == [False, True] * 7 + [False]  # a round between any two parts
+    assert kinds[first : first + 15] == [False, True] * 7 + [False]  # a round between any two chunks
     assert max(e.width for e in models[TARGET].evaluated) <= 8
     assert tuple(piece.token for piece in talker)[-1] == alone(seed=1, max_tokens=40)[-1]
 
@@ -215,7 +215,7 @@ def in_fours(n: int) -> int:
 def talker_and_newcomer(
     models: dict[str, FakeModel], clock: Clock, n_prompt: int, width: Callable[[int], int | None]
 ) -> TextStream:
-    """One text goes on, then another with a long prompt comes; returns the first one."""
+    """Run a sequence, then start another with a long prompt; return the first one."""
     scheduler = Stepped(models, clock=clock)
     talker = stream(scheduler, models, seed=1, length=Length(1, width), max_tokens=40)
     next(talker)
@@ -227,7 +227,7 @@ def talker_and_newcomer(
     return talker
 
 
-def test_a_prompt_is_read_beside_rounds_and_its_seconds_are_its_own() -> None:
+def test_a_prompt_chunk_beside_rounds_has_its_own_seconds() -> None:
     clock = Clock()
     models = both(context_size=900, max_chunked_prefill=16, seconds=1.0, clock=clock)
     talker = talker_and_newcomer(models, clock, 28, lambda n: n)
@@ -244,17 +244,17 @@ def test_a_prompt_is_read_beside_rounds_and_its_seconds_are_its_own() -> None:
     [(0, lambda n: n), (16, lambda n: n if n <= 4 else None), (15, in_fours), (12, lambda n: n)],
     ids=["never", "too wide", "padded", "little room"],
 )
-def test_where_a_prompt_is_not_read_beside_rounds(
+def test_prompts_that_are_not_processed_beside_rounds(
     max_chunked_prefill: int, width: Callable[[int], int | None]
 ) -> None:
-    """Nor where more than half of it would be left: a round between its parts is as good."""
+    """Rounds must not get wider, or more than half of the prompt would be left: nothing is gained."""
     models = both(context_size=900, max_chunked_prefill=max_chunked_prefill)
     talker = talker_and_newcomer(models, Clock(), 25, width)
     assert not [r for r in talker.completion.rounds if r.verified_in.n_prefill]
 
 
-def test_what_rows_prepare_together_is_shared_by_them() -> None:
-    """The automatic length adds the overhead of all rows up."""
+def test_the_time_to_prepare_a_batch_is_shared() -> None:
+    """The automatic length adds up the overhead of all sequences."""
     clock = Clock()
 
     class Slow(FakeModel):
@@ -275,8 +275,8 @@ def test_what_rows_prepare_together_is_shared_by_them() -> None:
     assert [r.overhead_seconds for r in rounds] == pytest.approx([0.1] * len(rounds))
 
 
-def test_prompts_of_drafts_do_not_wait_for_those_of_the_target() -> None:
-    """A row whose prompt the target has read begins to write before the target has read all others'."""
+def test_prompts_of_drafts_do_not_wait_for_prompts_of_the_target() -> None:
+    """A sequence generates as soon as its own prompt is processed, before those of others."""
     models = both(context_size=900, batch_size=900, max_chunked_prefill=64)
     scheduler = Stepped(models)
     streams = [stream(scheduler, models, [i % V] * 30, seed=i, length=Length(1)) for i in range(4)]
@@ -286,13 +286,16 @@ def test_prompts_of_drafts_do_not_wait_for_those_of_the_target() -> None:
         scheduler.step()
         for of in streams:
             of.ready()
-    assert [len(of.completion.rounds) for of in streams] == [5, 3, 2, 1]  # the first rounds read all prompts
+    assert [len(of.completion.rounds) for of in streams] == [
+        5,
+        3,
+        2,
+        1,
+    ]  # all prompts are processed in the first rounds
 
 
 @pytest.mark.parametrize(("limits", "most"), [({"batch_size": 6}, 2), ({"max_scored": 9}, 3)])
-def test_a_batch_has_no_more_than_the_model_takes_and_nobody_is_left_out(
-    limits: dict[str, int], most: int
-) -> None:
+def test_a_batch_is_limited_and_no_sequence_is_left_out(limits: dict[str, int], most: int) -> None:
     models = {TARGET: target(**limits)}
     scheduler = Stepped(models)
     streams = [
@@ -308,7 +311,7 @@ def test_a_batch_has_no_more_than_the_model_takes_and_nobody_is_left_out(
         assert max(b - a for a, b in itertools.pairwise(turns)) <= 3  # ceil(5 / 2) evaluations
 
 
-def test_the_batch_is_padded_not_the_row() -> None:
+def test_the_batch_is_padded_not_the_sequence() -> None:
     models = {TARGET: target()}
     scheduler = Stepped(models)
     streams = [
@@ -323,8 +326,8 @@ def test_the_batch_is_padded_not_the_row() -> None:
     }
 
 
-def test_rows_that_want_no_padding_alone_are_padded_together() -> None:
-    """Four rows that would rather be five positions once made three, and the fourth waited, for good."""
+def test_sequences_that_want_no_padding_alone_are_padded_together() -> None:
+    """Four sequences that wanted five positions were once three, and the fourth waited forever."""
     models = {TARGET: target()}
     scheduler = Stepped(models)
     length = Length(0, lambda n: 5 if n == 4 else n)
@@ -335,8 +338,8 @@ def test_rows_that_want_no_padding_alone_are_padded_together() -> None:
     assert {(e.n_new, e.n_padding) for e in together} == {(4, 1)}
 
 
-def test_a_width_that_two_rows_cannot_have_does_not_keep_four_apart() -> None:
-    """A policy that believes three positions cheaper than two: four rows had become four evaluations."""
+def test_a_width_that_two_sequences_cannot_have_does_not_separate_four() -> None:
+    """Three positions are expected to be cheaper than two: four sequences once took four evaluations."""
 
     def not_two(n: int) -> int:
         return 3 if n == 2 else n
@@ -356,7 +359,7 @@ def test_a_width_that_two_rows_cannot_have_does_not_keep_four_apart() -> None:
 @pytest.mark.parametrize("allowed", [(1, 2), (1, 4), (1, 2, 3), (1, 6)])
 @pytest.mark.parametrize("context_size", [64, 16])
 def test_exact_widths_and_no_others(allowed: tuple[int, ...], context_size: int) -> None:
-    """Also near a full context, where the draft gives way, and after a KV cache was lost."""
+    """Also near a full context, where drafts are cut, and after the KV cache was cleared."""
 
     def exact(n: int) -> int | None:
         return min((width for width in allowed if width >= n), default=None)
@@ -379,18 +382,18 @@ def test_exact_widths_and_no_others(allowed: tuple[int, ...], context_size: int)
         assert of.completion.tokens == alone((1, i), seed=i, max_tokens=n)
 
 
-def test_one_that_nobody_reads_does_not_run_away() -> None:
+def test_a_sequence_without_a_reader_stops() -> None:
     models = {TARGET: target(context_size=300)}
     scheduler = Stepped(models)
     waiting = stream(scheduler, models, seed=1, drafter=NoDrafter(), max_tokens=200)
     next(waiting)
     stream(scheduler, models, seed=2, drafter=NoDrafter(), max_tokens=150).run()
     n_evaluated = sum(0 in evaluated.rows for evaluated in models[TARGET].evaluated)
-    assert n_evaluated < MAX_UNREAD + 4  # the prompt, and what the reader took
+    assert n_evaluated < MAX_UNREAD + 4  # the prompt, and the events that were read
     assert tuple(piece.token for piece in waiting)[-1] == alone(seed=1, max_tokens=200)[-1]
 
 
-def test_a_measurement_beside_a_text() -> None:
+def test_a_measurement_beside_a_sequence() -> None:
     models = {TARGET: target()}
     scheduler = Stepped(models)
     of = stream(scheduler, models, seed=1, max_tokens=6)
@@ -404,7 +407,7 @@ def test_a_measurement_beside_a_text() -> None:
 
 
 class Thinks(CountingUp):
-    """A drafter of plain functions that takes its time."""
+    """A slow drafter of plain functions."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         super().__init__(V)
@@ -419,10 +422,10 @@ class Thinks(CountingUp):
     ("drafter", "expected"),
     [(None, (2 * 3.0, 100.0, 0.5)), (lambda clock: Thinks(clock, 20.0), (0.0, 100.0, 20.5))],
 )
-def test_the_seconds_of_a_round_are_all_there(
+def test_the_seconds_of_a_round_are_complete(
     drafter: Callable[[Clock], Thinks] | None, expected: tuple[float, ...]
 ) -> None:
-    """Two draft steps of 3 s, one evaluation of 100 s, 0.5 s of learning, or 20 s of a drafter's own."""
+    """Two draft steps of 3 s, an evaluation of 100 s, 0.5 s of learning, or 20 s in a drafter itself."""
     clock = Clock()
 
     class Learns(Length):
@@ -437,14 +440,14 @@ def test_the_seconds_of_a_round_are_all_there(
     of = stream(Stepped(models, clock=clock), models, (1, 2, 3), drafter=own, length=Learns(2), max_tokens=30)
     done = of.run()
     spent = [(r.draft_seconds, r.verify_seconds, r.overhead_seconds) for r in done.rounds]
-    assert spent[0] == (expected[0], expected[1], expected[2] - 0.5)  # nothing has been learnt yet
+    assert spent[0] == (expected[0], expected[1], expected[2] - 0.5)  # no learning before the first round
     assert set(spent[1:-2]) == {expected}
     assert [r.n_draft_steps for r in done.rounds[:-2]] == [0 if drafter else 2] * (len(done.rounds) - 2)
     assert done.prefill_seconds == (100.0 if drafter else 103.0)
     assert clock.now == sum(r.seconds for r in done.rounds) + done.prefill_seconds + 0.5
 
 
-def test_the_seconds_of_writing_a_round_belong_to_the_next() -> None:
+def test_the_seconds_of_reading_a_round_belong_to_the_next() -> None:
     clock = Clock()
 
     class Slow(Letters):

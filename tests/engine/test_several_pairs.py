@@ -1,4 +1,4 @@
-"""Several pairs in one process: one compute thread for all, which begins and ends with them.
+"""Several pairs in one process: one compute thread for all, which starts and ends with them.
 
 In a thread each, they had a team of OpenMP threads each, and an evaluation took several times as long.
 """
@@ -33,7 +33,7 @@ Models = dict[str, FakeModel]
 
 
 def pairs(*befores: Callable[[int], None]) -> list[tuple[ComputeThread, Models]]:
-    """A pair for each function, which is told the number of every evaluation."""
+    """Open a pair for each function, which is called with the number of every evaluation."""
     models = [{TARGET: target(before=before)} for before in befores]
     return [(ComputeThread(Scheduler(each)), each) for each in models]
 
@@ -43,7 +43,7 @@ def nothing(n: int) -> None:
 
 
 def evaluations(n: int | None = None) -> Generator[ForwardRequest, Forward, None]:
-    """A measurement of `n` evaluations, or one without end."""
+    """Return a measurement of `n` evaluations, or one without end."""
     done = 0
     while done != n:
         yield ForwardRequest(TARGET, tokens(1, 2))
@@ -51,7 +51,7 @@ def evaluations(n: int | None = None) -> Generator[ForwardRequest, Forward, None
 
 
 def is_closed(thread: ComputeThread) -> bool:
-    """Whether it takes no work any more."""
+    """Whether it refuses work."""
     try:
         thread.start(RunningSequence(evaluations(0)))
     except ClosedError:
@@ -72,7 +72,7 @@ def join(threads: list[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_they_share_a_thread_and_close_apart() -> None:
+def test_pairs_share_a_thread_and_close_separately() -> None:
     seen: set[int] = set()
     opened = pairs(*[lambda n: seen.add(threading.get_ident())] * 3)
     streams = [stream(*pair, seed=i, max_tokens=40) for i, pair in enumerate(opened)]
@@ -89,7 +89,7 @@ def test_they_share_a_thread_and_close_apart() -> None:
         thread.close()
 
 
-def test_they_make_an_evaluation_each_in_turn() -> None:
+def test_pairs_take_turns_of_one_evaluation() -> None:
     order: list[str] = []
     all_wait = threading.Event()
 
@@ -111,8 +111,8 @@ def test_they_make_an_evaluation_each_in_turn() -> None:
         thread.close()
 
 
-def test_endless_work_of_one_holds_others_up_for_one_evaluation() -> None:
-    """What is asked for during an evaluation of one pair is done after it, and the work can be ended."""
+def test_endless_work_of_one_pair_delays_others_by_one_evaluation() -> None:
+    """Work that comes during an evaluation of one pair is done after it, and can be ended."""
     n_before: list[int] = []
 
     def note() -> Generator[ForwardRequest, Forward, None]:
@@ -142,7 +142,7 @@ def test_endless_work_of_one_holds_others_up_for_one_evaluation() -> None:
     assert len(stopped) == 1
 
 
-def test_a_fault_of_one_is_not_the_others() -> None:
+def test_a_fault_of_one_pair_does_not_affect_the_others() -> None:
     def fail(n: int) -> None:
         if n == 3:
             raise SystemExit
@@ -158,8 +158,8 @@ def test_a_fault_of_one_is_not_the_others() -> None:
         thread.close()
 
 
-def test_a_drafter_that_waits_for_another_pair_is_told() -> None:
-    """It would wait for the thread that it is in."""
+def test_a_drafter_cannot_wait_for_another_pair() -> None:
+    """It would wait for its own thread."""
     (a, a_models), b = pairs(nothing, nothing)
     with pytest.raises(RuntimeError, match="yield a ForwardRequest"):
         a.call(stream(*b).run)
@@ -192,8 +192,8 @@ def test_closing_ends_no_evaluation_of_another_pair() -> None:
     a.close()
 
 
-def test_what_a_pair_was_asked_for_when_it_was_closed_is_refused() -> None:
-    """Whoever waits is told, and nothing touches a model that is free by then."""
+def test_pending_work_of_a_closed_pair_is_refused() -> None:
+    """Waiting callers get an error, and no freed model is used."""
     gate, reached = threading.Event(), threading.Event()
 
     def held() -> None:
@@ -228,7 +228,7 @@ def test_what_a_pair_was_asked_for_when_it_was_closed_is_refused() -> None:
 
 @contextmanager
 def collecting_in_new_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let a compute thread, and nobody else, collect garbage: before it tells that it has started."""
+    """Let only a compute thread collect garbage, before it reports that it has started."""
     begin = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def collect(self: threading.Thread) -> None:
@@ -246,8 +246,8 @@ def collecting_in_new_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         gc.enable()
 
 
-def test_a_finalizer_in_the_thread_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waited for a lock, whose owner waited for the thread to start: everything stood still."""
+def test_a_finalizer_in_the_starting_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It once waited for a lock whose owner waited for the thread to start: a deadlock."""
     ((used, _), (unused, _), pair) = pairs(nothing, nothing, nothing)
     used.call(lambda: None)
     used.close()
@@ -266,7 +266,7 @@ def test_a_finalizer_in_the_thread_that_starts(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("has_started", [True, False])
 def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, *, has_started: bool) -> None:
-    """By Ctrl-C, or because there can be no more threads: that text is cancelled, and the next is right."""
+    """By Ctrl-C, or for lack of threads: the sequence is cancelled, and the next one is right."""
     usual = threading.Thread.start
 
     def start(self: threading.Thread) -> None:
@@ -286,7 +286,7 @@ def test_a_start_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, *, has_sta
 
 
 def until_no_thread_computes() -> None:
-    """Wait for the end of the thread, which what other tests left may keep for a while."""
+    """Wait for the end of the thread; objects of other tests may keep it for a while."""
 
     def has_ended() -> bool:
         gc.collect()
@@ -296,7 +296,7 @@ def until_no_thread_computes() -> None:
 
 
 def test_the_thread_ends_with_the_last_pair() -> None:
-    """An idle team of OpenMP threads would slow those of the program."""
+    """An idle team of OpenMP threads would slow down those of the program."""
     opened = pairs(nothing, nothing)
     for pair in opened:
         stream(*pair).run()
@@ -307,8 +307,8 @@ def test_the_thread_ends_with_the_last_pair() -> None:
     until_no_thread_computes()
 
 
-def test_pairs_that_are_opened_closed_and_forgotten_in_several_threads() -> None:
-    """Each text is right, and nothing hangs, whenever garbage is collected."""
+def test_pairs_that_are_opened_closed_and_dropped_in_several_threads() -> None:
+    """Each completion is right, and nothing hangs, whenever garbage is collected."""
     wrong: list[object] = []
     expected = [alone(seed=seed) for seed in range(4)]
 
@@ -347,9 +347,9 @@ def test_pairs_that_are_opened_closed_and_forgotten_in_several_threads() -> None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork with several threads
-def test_a_child_has_a_thread_of_its_own() -> None:
-    """Whatever the parent's does at that moment."""
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # about a fork with several threads
+def test_a_child_process_has_its_own_thread() -> None:
+    """Whatever the parent's thread does at that moment."""
     held, pair = pairs(nothing, nothing)
     gate, reached = threading.Event(), threading.Event()
 
@@ -364,7 +364,7 @@ def test_a_child_has_a_thread_of_its_own() -> None:
     child = os.fork()
     if not child:
         os._exit(_in_child(held[0], pair[0]))
-    watch = threading.Timer(PATIENCE, os.kill, (child, 9))  # where it hangs
+    watch = threading.Timer(PATIENCE, os.kill, (child, 9))  # if it hangs
     watch.start()
     status = os.waitpid(child, 0)[1]
     watch.cancel()
@@ -375,7 +375,7 @@ def test_a_child_has_a_thread_of_its_own() -> None:
 
 
 def _in_child(*parents: ComputeThread) -> int:
-    """0 if all is well; the child must not go on with the tests."""
+    """Return 0 if all is well; the child process must not continue with the tests."""
     try:
         own = pairs(nothing, nothing)
         if any(stream(*pair, seed=3).run().tokens != alone(seed=3) for pair in own):
@@ -407,7 +407,7 @@ c.call(lambda: None)
 of = stream(a, a_models, max_tokens=60)
 next(of)
 def work():
-    with suppress(ClosedError):  # what it is told at the end
+    with suppress(ClosedError):  # raised at the end
         b.run(evaluations())
 threading.Thread(target=work, daemon=True).start()
 assert computes.wait(300)

@@ -1,4 +1,4 @@
-"""Sums and rates of a text, against rounds made by hand."""
+"""Sums and rates of a completion, with rounds made by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from llamaspec.engine.completion import TELLING, Summary, summarize
+from llamaspec.engine.completion import MIN_TIMED_TOKENS, Summary, summarize
 from llamaspec.values import Evaluation, Round
 from rounds import a_round
 
@@ -19,7 +19,7 @@ ROUNDS = [
 ]
 
 
-def test_what_rounds_add_up_to() -> None:
+def test_sums_over_rounds() -> None:
     assert summarize(ROUNDS, 8) == Summary(
         n_tokens=8,
         n_rounds=4,
@@ -31,7 +31,7 @@ def test_what_rounds_add_up_to() -> None:
         draft_seconds=1.5,
         verify_seconds=3.25,
         overhead_seconds=4.25,
-        plain_seconds=None,  # a single plain round may have been held up
+        plain_seconds=None,  # a single plain round may have been delayed
         speed_up=None,
     )
     assert summarize(3 * [*ROUNDS], 24).speed_up == 8 / 9
@@ -44,46 +44,46 @@ PLAIN = a_round(seconds=(0.0, 0.5, 0.125))
 
 
 def believing(seconds: dict[int, float], rounds: Sequence[Round]) -> list[Round]:
-    """Rounds of which a policy knew what plain ones take, by the rows beside each."""
+    """Return rounds with a policy's estimates of plain rounds, by the number of sequences."""
     return [replace(round_, plain_seconds=seconds.get(round_.n_sequences)) for round_ in rounds]
 
 
 def gain(rounds: Sequence[Round]) -> float | None:
-    rounds = [*rounds] * TELLING
+    rounds = [*rounds] * MIN_TIMED_TOKENS
     return summarize(rounds, sum(len(round_.tokens) for round_ in rounds)).speed_up
 
 
-def test_the_speed_next_to_plain_decoding() -> None:
-    """3 tokens alone, 2 next to three other rows, and 1 alone: in 6.125 s."""
+def test_the_speed_up_over_plain_decoding() -> None:
+    """3 tokens alone, 2 beside three other sequences, and 1 alone: in 6.125 s."""
     made, seconds = [ALONE, SHARED, PLAIN], {1: 1.0, 4: 2.5}
     told = gain(believing(seconds, made))
     assert told == pytest.approx((3 * 1.0 + 2 * 2.5 + 1.0) / 6.125)
     assert gain(believing({1: 2.0, 4: 3.5}, made)) == 2.0, "no more than the tokens of a round"
-    for first in ({}, {1: 7.0}):  # before a plain round was timed, or with another belief
+    for first in ({}, {1: 7.0}):  # before a plain round was timed, or with another estimate
         assert gain([*believing(first, [ALONE]), *believing(seconds, [SHARED, PLAIN])]) == told
     beside = replace(
         SHARED, verified_in=Evaluation(33, 4, 0, 30), verify_seconds=0.01
-    )  # a prompt: not to be compared
+    )  # beside a prompt: does not count
     assert gain(believing(seconds, [*made, beside])) == told
     assert gain(believing(seconds, [beside])) is None
-    assert gain(believing({1: 1.0}, made)) is None  # four rows were never seen without drafts
+    assert gain(believing({1: 1.0}, made)) is None  # four sequences were never timed without drafts
     assert gain(believing(seconds, [a_round((1,), seconds=(0.0, 0.0, 0.0))])) is None
     assert gain([]) is None
     assert gain(made) is None
 
 
-def test_without_a_policy_that_times_rounds_the_plain_ones_of_the_text_count() -> None:
+def test_plain_rounds_count_without_an_estimate_of_the_policy() -> None:
     """8 tokens in 16 seconds, and the median of 1, 3 and 8 seconds without a draft."""
     plain = [a_round((), seconds=(0.0, seconds, 0.0)) for seconds in (1.0, 8.0, 3.0)]
     drafted = a_round((1, 2, 3, 4), accepted=4, seconds=(1.0, 2.0, 1.0))
     assert summarize([*plain, drafted], 8).plain_seconds == 3.0
     assert gain([*plain, drafted]) == 8 * 3.0 / 16.0
     assert gain(plain) is None  # nothing was drafted
-    assert gain([drafted]) is None  # nothing to compare with
+    assert gain([drafted]) is None  # no plain round
 
 
-def test_rates_are_what_their_definitions_say() -> None:
-    """Draft tokens that nobody verified say nothing of acceptance."""
+def test_rates_follow_their_definitions() -> None:
+    """Unverified draft tokens do not count for acceptance."""
     summary = Summary(6, 4, 1, 10, 8, 2, (2, 1), 1.0, 2.0, 5.0)
     assert summary.acceptance_rate == 2 / 8
     assert summary.mean_tokens_per_round == (2 + 4) / 4
@@ -91,7 +91,7 @@ def test_rates_are_what_their_definitions_say() -> None:
     assert summary.tokens_per_second == 6 / 8
 
 
-def test_nothing_has_no_rates() -> None:
+def test_no_rates_without_rounds() -> None:
     summary = summarize([], 0)
     assert summary.accepted_histogram == ()
     assert summary.acceptance_rate is None
@@ -100,6 +100,6 @@ def test_nothing_has_no_rates() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
-def test_the_path_is_what_was_accepted(n: int) -> None:
+def test_the_path_has_the_accepted_tokens(n: int) -> None:
     summary = summarize([a_round((1, 2), accepted=n)], n + 1)
     assert (summary.n_accepted, summary.n_tokens, len(summary.accepted_histogram)) == (n, n + 1, n + 1)

@@ -1,4 +1,4 @@
-"""Prompt in, pieces out: why a text ends, what is left after an early stop, how the prompt is read."""
+"""Streams: why a completion ends, what an early stop leaves, and how a prompt is processed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def made(
         ({"max_tokens": 99, "prompt": "ab" * 13}, "cdea", StopReason.CONTEXT),
     ],
 )
-def test_why_a_text_ends(settings: dict[str, object], text: str, reason: StopReason, k: int) -> None:
+def test_why_a_completion_ends(settings: dict[str, object], text: str, reason: StopReason, k: int) -> None:
     length = Length(k)
     of = made(k=k, length=length, **settings)  # type: ignore[arg-type]
     shown = "".join(piece.text for piece in of)
@@ -58,20 +58,20 @@ def test_why_a_text_ends(settings: dict[str, object], text: str, reason: StopRea
 
 @pytest.mark.parametrize(("max_tokens", "n"), [(7, 7), (1, 1), (99, 28)])
 @pytest.mark.parametrize("n_drafted", [5, 40])
-def test_a_drafter_that_delivers_too_much_is_cut(n_drafted: int, max_tokens: int, n: int) -> None:
-    """Five tokens after one `wants_more` exceeded the limit, or crashed at the end of the context."""
+def test_a_draft_that_is_too_long_is_cut(n_drafted: int, max_tokens: int, n: int) -> None:
+    """Five tokens after one `wants_more` once exceeded the limit, or failed at the end of the context."""
     done = made(k=1, drafter=OverDelivers(n_drafted, 5), max_tokens=max_tokens).run()
     assert len(done.tokens) == n
     assert sum(len(round_.tokens) for round_ in done.rounds) == n
 
 
-def test_a_drafter_that_delivers_more_than_can_be_scored_is_cut() -> None:
+def test_a_draft_with_more_tokens_than_can_be_scored_is_cut() -> None:
     done = made(k=1, model=alphabet(max_scored=4, context_size=99), drafter=OverDelivers(40, 5)).run()
     assert [len(round_.draft) for round_ in done.rounds] == [3, 3, 3]
     assert len(done.tokens) == 12
 
 
-def test_nothing_is_drafted_that_the_limit_cuts_off() -> None:
+def test_nothing_is_drafted_beyond_the_limit() -> None:
     asked: list[int] = []
 
     class Watching(CountingUp):
@@ -99,7 +99,7 @@ def test_tokens_without_text_are_pieces() -> None:
 
 
 @pytest.mark.parametrize("n", range(1, 6))
-def test_stopping_early_keeps_what_was_handed_out(n: int) -> None:
+def test_an_early_stop_keeps_what_was_read(n: int) -> None:
     length = Length(2)
     of = made(max_tokens=50, length=length)
     shown = "".join(next(of).text for _ in range(n))
@@ -122,8 +122,8 @@ def test_a_stream_that_is_never_read_closes_its_length() -> None:
     assert (closed.n_closed, forgotten.n_closed) == (1, 1)
 
 
-def test_statistics_count_what_the_text_kept() -> None:
-    done = made(k=3, end=1, max_tokens=99).run()  # c d e a, then the end inside a draft
+def test_statistics_count_the_tokens_of_the_completion() -> None:
+    done = made(k=3, end=1, max_tokens=99).run()  # c d e a, then the end within a draft
     summary = done.summary
     assert done.tokens == (2, 3, 4, 0)
     assert summary.n_tokens == 5
@@ -133,7 +133,7 @@ def test_statistics_count_what_the_text_kept() -> None:
     assert summary.mean_tokens_per_round == 4
 
 
-def test_a_long_prompt_is_read_in_parts_and_told() -> None:
+def test_progress_of_a_long_prompt_is_reported() -> None:
     told: list[tuple[int, int]] = []
     model = alphabet(context_size=900)
     prompt, n = "a" * (PREFILL_PART + 30), PREFILL_PART + 29
@@ -143,7 +143,7 @@ def test_a_long_prompt_is_read_in_parts_and_told() -> None:
     assert [evaluated.width for evaluated in model.evaluated] == [PREFILL_PART, 29, 1]
 
 
-def test_a_cached_prompt_is_told_and_not_evaluated() -> None:
+def test_a_cached_prompt_is_reported_and_not_evaluated() -> None:
     model = alphabet(context_size=900)
     scheduler, prompt = Stepped({TARGET: model}), [0] * (PREFILL_PART + 30)
     for n_cached, widths in ((0, [PREFILL_PART, 29, 1]), (PREFILL_PART + 29, [1])):
@@ -153,8 +153,8 @@ def test_a_cached_prompt_is_told_and_not_evaluated() -> None:
         assert [evaluated.width for evaluated in model.evaluated] == widths
 
 
-def test_the_drafter_takes_in_a_long_prompt_part_by_part() -> None:
-    """Prediction heads read the hidden rows of each part, which are not kept for long."""
+def test_the_drafter_processes_a_long_prompt_in_parts() -> None:
+    """Prediction heads need the hidden states of each part, which are not kept for long."""
     n, taken = 2 * PREFILL_PART + 30, list[int]()
 
     class Reading(NoDrafter):
@@ -166,8 +166,8 @@ def test_the_drafter_takes_in_a_long_prompt_part_by_part() -> None:
     assert taken == [PREFILL_PART + 1, 2 * PREFILL_PART + 1, n]
 
 
-def test_what_was_cached_is_told_where_the_rest_takes_several_evaluations() -> None:
-    """Each part finds those before it cached; they were not, when the prompt came."""
+def test_cached_tokens_are_counted_if_the_rest_takes_several_evaluations() -> None:
+    """Each part finds the parts before it cached; these must not count."""
     model = alphabet(context_size=900, batch_size=8)
     scheduler, prompt = Stepped({TARGET: model}), [0] * 20 + [1] * 40
     stream(scheduler, {TARGET: model}, prompt[:21], drafter=NoDrafter(), max_tokens=1).run()
@@ -186,14 +186,14 @@ def test_what_was_cached_is_told_where_the_rest_takes_several_evaluations() -> N
         ({"stops": ("x", "")}, "stop string"),
     ],
 )
-def test_what_cannot_be_used_is_refused(settings: dict[str, object], complaint: str) -> None:
+def test_invalid_arguments_are_refused(settings: dict[str, object], complaint: str) -> None:
     error = PromptError if "prompt" in settings else ValueError
     with pytest.raises(error, match=complaint):
         made(**settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n_prompt", [2, 20, 24, 27])
-def test_padding_is_evaluated_where_there_is_room_and_changes_nothing(n_prompt: int) -> None:
+def test_padding_is_evaluated_if_there_is_room_and_changes_nothing(n_prompt: int) -> None:
     model = alphabet()
     length = Length(2, lambda n: max(6, n))
     done = made(
@@ -208,7 +208,7 @@ def test_padding_is_evaluated_where_there_is_room_and_changes_nothing(n_prompt: 
 
 
 class Echo:
-    """The README's drafter: drafts that the last token comes again."""
+    """Drafts that the last token comes again."""
 
     def prepare(self, context: TokenArray) -> None: ...
 
@@ -228,8 +228,8 @@ def test_a_drafter_of_plain_functions() -> None:
     assert [round_.n_accepted for round_ in done.rounds] == [1, 1, 1, 0]
 
 
-def test_control_tokens_have_text_where_that_is_asked_for() -> None:
-    """The marks of a call are control tokens; who reads calls needs them, a terminal never."""
+def test_control_tokens_have_text_if_requested() -> None:
+    """Tool calls are marked by control tokens: a parser of calls needs them, a terminal does not."""
     plain = made(max_tokens=7)
     spelled = made(max_tokens=7, spelled={4: b"<mark>"}, stops=("rk>a",))
     assert plain.run().text == "cdeabcd"

@@ -1,4 +1,4 @@
-"""Text that is certain: UTF-8 split over tokens, stop strings that may be beginning."""
+"""From tokens to text: UTF-8 split over tokens, and beginnings of stop strings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llamaspec.engine.text import Span, TextAssembler
 
 
 def pieces(parts: list[bytes], stops: tuple[str, ...] = ()) -> tuple[list[str], bool]:
-    """What each part makes certain, and at last what finishing does."""
+    """Return the text that each part makes certain, and finally the rest."""
     text = TextAssembler(stops)
     shown = ["".join(span.text for span in text.add(part, drafted=False)) for part in parts]
     return [*shown, "".join(span.text for span in text.finish())], text.stopped
@@ -26,7 +26,7 @@ SMILE = "😀".encode()
         ([EURO[:1], EURO[1:]], ["", "€", ""]),
         ([EURO[:1], EURO[1:2], EURO[2:] + b"x"], ["", "", "€x", ""]),
         ([SMILE[:3], SMILE[3:] + SMILE[:1], SMILE[1:]], ["", "😀", "😀", ""]),
-        ([b"a" + EURO[:2]], ["a", "\ufffd"]),  # cut short by the end
+        ([b"a" + EURO[:2]], ["a", "\ufffd"]),  # incomplete at the end
         ([b"\xff", b"b"], ["\ufffd", "b", ""]),
         ([EURO[:2], b"b"], ["", "\ufffdb", ""]),
         ([b""], ["", ""]),
@@ -42,11 +42,11 @@ def test_characters(parts: list[bytes], expected: list[str]) -> None:
         ([b"one END two"], ("END",), ["one ", ""], True),
         ([b"one E", b"N", b"D"], ("END",), ["one ", "", "", ""], True),
         ([b"one E", b"N", b"X"], ("END",), ["one ", "", "ENX", ""], False),
-        ([b"one EN"], ("END",), ["one ", "EN"], False),  # not begun in earnest
+        ([b"one EN"], ("END",), ["one ", "EN"], False),  # only the beginning
         ([b"aab", b"x"], ("aabb", "bx"), ["", "aa", ""], True),
         ([b"aaa", b"aab"], ("aab",), ["a", "aa", ""], True),
         ([b"x", b"END"], ("END",), ["x", "", ""], True),
-        ([b"b then a"], ("a", "b"), ["", ""], True),  # the first in the text, not in the list
+        ([b"b then a"], ("a", "b"), ["", ""], True),  # first in the text, not in the list
         ([b"ENDEND"], ("END",), ["", ""], True),
         (["a€".encode()[:2], "€b".encode()[1:]], ("€",), ["a", "", ""], True),
         ([b"END", b"more"], ("END",), ["", "", ""], True),
@@ -65,7 +65,7 @@ def test_every_split_of_a_text_gives_the_same_text() -> None:
             assert stopped
 
 
-def test_spans_keep_where_the_text_came_from() -> None:
+def test_spans_keep_the_origin_of_the_text() -> None:
     text = TextAssembler(["xyz"])
     assert text.add(b"ax", drafted=True) == [Span("a", True)]
     assert text.add(b"y", drafted=False) == []

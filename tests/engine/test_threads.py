@@ -1,4 +1,4 @@
-"""Several threads, tasks and processes, Ctrl-C, and the compute thread that serves them all."""
+"""The compute thread with several threads, tasks and processes, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def computing(models: Mapping[str, FakeModel]) -> ComputeThread:
 
 
 class Gate:
-    """Holds an evaluation until it is opened, or aborted."""
+    """Blocks an evaluation until it is opened or aborted."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -63,7 +63,7 @@ def in_threads(streams: Sequence[TextStream]) -> list[tuple[int, ...]]:
     return [of.completion.tokens for of in streams]
 
 
-def test_threads_get_the_texts_that_they_would_get_alone() -> None:
+def test_threads_get_the_same_completions_as_alone() -> None:
     models = {TARGET: target(), DRAFT: draft()}
     thread = computing(models)
     streams = [stream(thread, models, (1, i), seed=i, max_tokens=40) for i in range(4)]
@@ -87,8 +87,8 @@ def test_tasks_of_asyncio() -> None:
     assert asyncio.run(read_all()) == [alone(seed=seed) for seed in range(5)]
 
 
-def test_a_task_that_is_cancelled_ends_its_text_and_no_other() -> None:
-    """The event loop never waits for the evaluation that runs."""
+def test_a_cancelled_task_ends_its_own_sequence_only() -> None:
+    """The event loop never waits for the running evaluation."""
     gate = Gate(4)
     models = {TARGET: target(before=gate)}
     thread = computing(models)
@@ -112,12 +112,12 @@ def test_a_task_that_is_cancelled_ends_its_text_and_no_other() -> None:
 
     assert asyncio.run(both()) < PATIENCE / 2
     assert doomed.completion.stop_reason is StopReason.INTERRUPT
-    thread.call(lambda: None)  # what has been read to its end is released soon
+    thread.call(lambda: None)  # a sequence that was read to its end is released soon
     assert models[TARGET].released[:2] == [0, 1]
     assert other.completion.tokens == alone(seed=1)
 
 
-def test_control_c_ends_the_evaluation_of_who_waits_and_no_other_text() -> None:
+def test_control_c_ends_the_sequence_of_the_main_thread_only() -> None:
     gate = Gate(5)
     models = {TARGET: target(before=gate)}
     thread = computing(models)
@@ -126,7 +126,7 @@ def test_control_c_ends_the_evaluation_of_who_waits_and_no_other_text() -> None:
 
     def press() -> None:
         assert gate.reached.wait(PATIENCE)
-        time.sleep(0.2)  # until the reader has taken all that there is, and waits
+        time.sleep(0.2)  # until the reader has taken all events, and waits
         os.kill(os.getpid(), signal.SIGINT)
 
     helpers = [threading.Thread(target=press), gate.open_when_aborted(models[TARGET])]
@@ -142,7 +142,7 @@ def test_control_c_ends_the_evaluation_of_who_waits_and_no_other_text() -> None:
     assert other.run().tokens == alone(seed=1)
 
 
-def test_a_slow_reader_is_waited_for_and_the_thread_sleeps() -> None:
+def test_a_sequence_waits_for_a_slow_reader_and_the_thread_sleeps() -> None:
     models = {TARGET: target(context_size=400)}
     thread = computing(models)
     of = stream(thread, models, drafter=NoDrafter(), max_tokens=300)
@@ -156,7 +156,7 @@ def test_a_slow_reader_is_waited_for_and_the_thread_sleeps() -> None:
     assert of.run().tokens == alone(max_tokens=300)
 
 
-def test_a_forgotten_stream_ends() -> None:
+def test_an_unreferenced_stream_ends() -> None:
     models = {TARGET: target()}
     thread = computing(models)
     forgotten, other = (stream(thread, models, seed=i) for i in range(2))
@@ -168,7 +168,7 @@ def test_a_forgotten_stream_ends() -> None:
     assert sorted(models[TARGET].released)[:2] == [0, 1]
 
 
-def test_a_forgotten_thread_ends_but_not_before_its_streams() -> None:
+def test_an_unreferenced_compute_thread_ends_after_its_streams() -> None:
     models = {TARGET: target()}
     scheduler = Scheduler(models)
     thread, forgotten = ComputeThread(scheduler), weakref.ref(scheduler)
@@ -209,7 +209,7 @@ RAISED = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
 
 
 class Breaks(CountingUp):
-    """Raises something at one place, as its own length policy, too."""
+    """A drafter that is also its length policy, and raises an error at one place."""
 
     def __init__(self, where: str, raised: BaseException) -> None:
         super().__init__(V)
@@ -241,8 +241,8 @@ class Breaks(CountingUp):
 
 @pytest.mark.parametrize("where", ["prepare", "propose", "close", "width", "notify"])
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
-def test_a_text_that_raises_what_is_no_exception_ends_alone(where: str, raised: BaseException) -> None:
-    """It ended the compute thread: all readers waited for ever."""
+def test_a_base_exception_ends_its_own_sequence_only(where: str, raised: BaseException) -> None:
+    """It once ended the compute thread, and all readers waited forever."""
     models = {TARGET: target()}
     thread = computing(models)
     breaks = Breaks(where, raised)
@@ -262,7 +262,7 @@ def test_a_text_that_raises_what_is_no_exception_ends_alone(where: str, raised: 
 
 
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
-def test_a_step_that_raises_what_is_no_exception_is_told_to_all_and_the_thread_goes_on(
+def test_a_base_exception_of_a_step_is_raised_to_all_and_the_thread_continues(
     raised: BaseException,
 ) -> None:
     def fail(n: int) -> None:
@@ -287,7 +287,7 @@ def test_a_step_that_raises_what_is_no_exception_is_told_to_all_and_the_thread_g
 
 
 @pytest.mark.parametrize("raised", [*RAISED, RuntimeError("broken on purpose")], ids=repr)
-def test_what_a_call_raises_is_raised_to_the_caller_alone(raised: BaseException) -> None:
+def test_an_error_of_a_call_is_raised_to_its_caller_only(raised: BaseException) -> None:
     models = {TARGET: target()}
     thread = computing(models)
     of = stream(thread, models, seed=2)

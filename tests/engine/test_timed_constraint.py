@@ -1,4 +1,4 @@
-"""What a constraint costs is told, and its answers are passed on."""
+"""A timed constraint reports its seconds, and passes on the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llamaspec.values import TokenArray
 
 
 class Slow(Steps):
-    """Takes its time, another for each question."""
+    """Takes a different time in each method."""
 
     clock = Clock()
 
@@ -30,7 +30,7 @@ class Slow(Steps):
         return False
 
 
-def test_every_question_counts_also_one_that_fails() -> None:
+def test_every_call_counts_even_if_it_fails() -> None:
     slow = Slow()
     timed = TimedConstraint(slow, slow.clock)
     assert timed.allowed(tokens(1)).tolist() == [0, 2]

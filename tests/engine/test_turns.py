@@ -1,4 +1,4 @@
-"""Who goes next: nobody waits for more than a chunk of another's prompt, and interactive texts go first."""
+"""Turns: a sequence waits for at most one chunk of another prompt, and interactive ones go first."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ROUND = 0.1  # seconds
 
 
 def machine(clock: Clock, position_seconds: float = 0.01, **settings: object) -> dict[str, FakeModel]:
-    """A target that takes so long for each position."""
+    """Return a target that takes this long for each position."""
     costs = {"seconds": ROUND, "position_seconds": position_seconds, "clock": clock}
     sizes = {"context_size": 2000, "batch_size": 512, "prompt_chunk": 128}
     return {TARGET: target(**sizes | costs | settings)}
 
 
 def begun(thread: Stepped, models: dict[str, FakeModel], first: int, n: int = 300, **more: Any) -> TextStream:
-    """A text whose prompt is of `n` tokens, and unlike others from its first token on."""
+    """Return a stream with a prompt of `n` tokens, different from others from the first token on."""
     of = stream(
         thread, models, [first, *LONG[: n - 1]], seed=first, max_tokens=3, drafter=NoDrafter(), **more
     )
@@ -40,7 +40,7 @@ def begun(thread: Stepped, models: dict[str, FakeModel], first: int, n: int = 30
 
 @dataclass
 class Watched(FakeModel):
-    """Notes when each evaluation began and ended, and who took part."""
+    """Records the begin, the end and the sequences of each evaluation."""
 
     times: list[tuple[float, float, tuple[int, ...]]] = field(default_factory=list)
 
@@ -57,10 +57,10 @@ def rows(model: FakeModel) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("max_chunked_prefill", [0, 512])
 @pytest.mark.parametrize("position_seconds", [0.0001, 0.003, 0.02])
-def test_a_running_text_waits_for_one_chunk_at_most(
+def test_a_running_sequence_waits_for_one_chunk_at_most(
     position_seconds: float, max_chunked_prefill: int
 ) -> None:
-    """Before every token: half a second, or what a chunk of 64 positions takes, and a round."""
+    """Before every token: half a second, or the time of a chunk of 64 positions, and a round."""
     clock = Clock()
     models = machine(clock, position_seconds, max_chunked_prefill=max_chunked_prefill, prompt_chunk=512)
     thread = Stepped(models, clock=clock)
@@ -72,7 +72,7 @@ def test_a_running_text_waits_for_one_chunk_at_most(
         gaps.append(clock.now - last)
         last = clock.now
     assert max(gaps) <= max(WAIT_SECONDS, CHUNK * position_seconds) + 2 * (ROUND + position_seconds)
-    if position_seconds < 0.001:  # and it is not read in more evaluations than that takes
+    if position_seconds < 0.001:  # and it takes no more evaluations than that
         assert max(e.width for e in models[TARGET].evaluated) > 200
     assert talker.completion.tokens == alone(seed=1, max_tokens=20)
     for first, of in zip((2, 3), newcomers, strict=True):
@@ -80,15 +80,15 @@ def test_a_running_text_waits_for_one_chunk_at_most(
 
 
 @pytest.mark.parametrize("position_seconds", [0.0001, 0.02])
-def test_a_prompt_alone_is_read_in_the_same_chunks_however_long_they_take(position_seconds: float) -> None:
-    """Where logits depend on the width, the text would depend on the load of the machine."""
+def test_a_prompt_alone_has_fixed_chunks_however_long_they_take(position_seconds: float) -> None:
+    """If logits depend on the width, completions would depend on the load of the machine."""
     clock = Clock()
     models = machine(clock, position_seconds)
     begun(Stepped(models, clock=clock), models, 1, 500).run()
     assert [e.width for e in models[TARGET].evaluated if not e.requests[0].n_scored] == [128, 128, 128, 115]
 
 
-def test_a_newcomer_reads_next() -> None:
+def test_a_new_prompt_is_processed_next() -> None:
     clock = Clock()
     models = machine(clock)
     thread = Stepped(models, clock=clock)
@@ -126,7 +126,7 @@ def test_an_interactive_prompt_overtakes_others(max_chunked_prefill: int) -> Non
     ]
 
 
-def test_a_running_text_that_reads_again_does_not_wait_for_an_interactive_one() -> None:
+def test_a_sequence_that_was_swapped_out_does_not_wait_for_an_interactive_one() -> None:
     models = machine(Clock())
     thread = Stepped(models)
     talker = stream(thread, models, LONG[:200], seed=1, drafter=NoDrafter(), max_tokens=20)
@@ -141,7 +141,7 @@ def test_a_running_text_that_reads_again_does_not_wait_for_an_interactive_one() 
     assert cursor.run().tokens == alone(seed=2, max_tokens=40)
 
 
-def test_an_interactive_text_has_room_before_older_ones() -> None:
+def test_an_interactive_sequence_has_room_before_older_ones() -> None:
     models = {TARGET: target(n_cells=48)}
     thread = Stepped(models)
     older = stream(thread, models, seed=1, drafter=NoDrafter(), max_tokens=36)
@@ -157,8 +157,8 @@ def test_an_interactive_text_has_room_before_older_ones() -> None:
     assert older.run().tokens == alone(seed=1, max_tokens=36)
 
 
-def test_a_prompt_of_the_target_waits_for_one_chunk_of_a_drafts() -> None:
-    """Drafts went first without end: a newcomer waited until the draft had read all of another's prompt."""
+def test_a_prompt_of_the_target_waits_for_one_chunk_of_a_draft() -> None:
+    """A new prompt once waited until the draft had processed all of another prompt."""
     clock = Clock()
     models = machine(clock) | {
         DRAFT: draft(context_size=2000, batch_size=512, prompt_chunk=128, position_seconds=0.01, clock=clock)
@@ -183,8 +183,8 @@ def test_a_prompt_of_the_target_waits_for_one_chunk_of_a_drafts() -> None:
 
 
 @pytest.mark.parametrize("n_texts", [1, 40])
-def test_interactive_texts_hold_up_a_prompt_for_a_time_only(n_texts: int) -> None:
-    """One without a limit, or one for each key: a prompt beside them was not read before they ended."""
+def test_interactive_sequences_delay_a_prompt_for_a_limited_time(n_texts: int) -> None:
+    """One without a limit, or one for each key: a prompt once waited until they ended."""
     clock = Clock()
     models = machine(clock, max_chunked_prefill=0)
     thread = Stepped(models, clock=clock)
@@ -203,12 +203,12 @@ def test_interactive_texts_hold_up_a_prompt_for_a_time_only(n_texts: int) -> Non
             if other.is_over:
                 break
     assert other.is_over
-    n_chunks = 300 // CHUNK + 3  # and its rounds
+    n_chunks = 300 // CHUNK + 3  # and the rounds
     assert clock.now - begin < n_chunks * (INTERACTIVE_SECONDS + CHUNK * 0.01 + 2 * ROUND)
     assert other.completion.tokens == alone([1, *LONG[:299]], seed=1, max_tokens=3)
 
 
-def test_an_interactive_text_that_is_long_takes_turns() -> None:
+def test_a_long_interactive_sequence_takes_turns() -> None:
     clock = Clock()
     models = machine(clock)
     thread = Stepped(models, clock=clock)
@@ -228,10 +228,10 @@ def test_an_interactive_text_that_is_long_takes_turns() -> None:
 @pytest.mark.parametrize("position_seconds", [0.003, 0.02])
 @pytest.mark.parametrize("max_chunked_prefill", [0, 512])
 def test_two_agents_and_an_editor(max_chunked_prefill: int, position_seconds: float, n_steps: int) -> None:
-    """One agent writes, one has a long prompt, and a key is pressed in some step of that.
+    """One agent generates, one has a long prompt, and a key is pressed at some step of its processing.
 
-    Who writes, and the editor, wait for one chunk of a prompt and one round. The long prompt waits besides
-    for what the editor may take. A prompt that goes on has a round before and behind that chunk.
+    The first agent and the editor wait for one prompt chunk and one round. The long prompt also waits for the
+    editor, for a limited time; there is a round before and after each of its chunks.
     """
     clock = Clock()
     costs: dict[str, Any] = {"position_seconds": position_seconds, "clock": clock}
@@ -246,7 +246,7 @@ def test_two_agents_and_an_editor(max_chunked_prefill: int, position_seconds: fl
     texts[1].begin()
     asked = [clock.now] * 3
     for n in itertools.count():
-        if n == n_steps:  # it came during the evaluation before
+        if n == n_steps:  # it came during the previous evaluation
             prompt = [3, *LONG[:149]]
             texts.append(stream(thread, models, prompt, seed=3, max_tokens=12, is_interactive=True))
             asked[2] = big.times[-1][0] if big.times[-1][1] == clock.now else small.times[-1][0]
@@ -259,7 +259,7 @@ def test_two_agents_and_an_editor(max_chunked_prefill: int, position_seconds: fl
     assert texts[2].completion.tokens == alone(prompt, seed=3)
 
     chunk = ROUND + max(WAIT_SECONDS, CHUNK * position_seconds)
-    positions = 2 * 4 + 8  # of two draft steps for two texts that read two tokens, and of verifying both
+    positions = 2 * 4 + 8  # two draft steps for two sequences of two tokens, and both verifications
     round_ = 2 * ROUND / 5 + ROUND + positions * position_seconds
     limits = (chunk + round_, INTERACTIVE_SECONDS + chunk + 2 * round_, chunk + 2 * round_)
     waits: list[list[float]] = [[], [], []]

@@ -1,4 +1,4 @@
-"""What the rules say of a single token; tests/engine/test_exact_law.py proves what they make of drafts."""
+"""The acceptance rules for a single token; tests/engine/test_exact_law.py proves them for drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Floats
 from llamaspec.values import Distribution, Draft
 
-TINY = 5e-324  # the least positive number
+TINY = 5e-324  # the smallest positive number
 X, OTHER = 3, 8
 CASES = [  # p(x), q(x), min(1, p(x) / q(x))
     (0.5, 0.25, 1.0),
@@ -28,7 +28,7 @@ CASES = [  # p(x), q(x), min(1, p(x) / q(x))
 
 
 def giving(x: float) -> Distribution:
-    """A distribution that gives token X this probability; where that is 0 it does not contain it."""
+    """Return a distribution in which token X has this probability; 0 = it does not contain X."""
     tokens = np.array([X, OTHER], np.int32)
     probabilities = np.array([x, 1.0 - x])
     return Distribution(tokens[probabilities > 0], probabilities[probabilities > 0])
@@ -51,14 +51,14 @@ def test_acceptance_is_the_quotient(rule: str, p: float, q: float, expected: flo
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_acceptance_is_known_under_the_coupled_rule(p: float) -> None:
-    """Whatever p and q are."""
+    """For any p and q."""
     acceptance = RULES["coupled"].acceptance
     assert acceptance(X, giving(0.5), giving(p), X) == 1.0
     assert acceptance(X, giving(0.5), giving(p), OTHER) == 0.0
 
 
 class Asked:
-    """Random streams that accept, and note with which chance."""
+    """Random streams that always accept, and record the probabilities."""
 
     chances: tuple[float, ...] = ()
 
@@ -75,7 +75,9 @@ class Asked:
 
 @pytest.mark.parametrize(("p", "q", "expected"), [case for case in CASES if case[1] and case[0]])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_single_token_is_accepted_with_that_chance(rule: str, p: float, q: float, expected: float) -> None:
+def test_a_single_token_is_accepted_with_this_probability(
+    rule: str, p: float, q: float, expected: float
+) -> None:
     class Same:
         def after(self, i: int) -> Distribution:
             return giving(p)

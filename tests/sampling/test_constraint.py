@@ -1,4 +1,4 @@
-"""Constraints are pure functions of the tokens; bad and hostile ones end in one line, never in an abort."""
+"""Constraints are pure functions of the tokens; invalid and hostile ones give a one-line error."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def grammars(vocabulary: LlamaVocabulary) -> Grammars:
 
 
 def spelled(vocabulary: LlamaVocabulary, text: bytes) -> TokenArray:
-    """A text token by token, a byte each: any split must do where nothing is forced."""
+    """Return one token for each byte of a text: any split is allowed if no token is forced."""
     found = {vocabulary.piece(token): token for token in range(vocabulary.size)}
     return tokens(*(found[bytes([byte])] for byte in text))
 
 
 def accepts(grammar: Grammar, vocabulary: LlamaVocabulary, text: str) -> bool:
-    """Whether a text is what a grammar wants, the model's own split."""
+    """Whether a grammar accepts a text as the model tokenizes it."""
     ids = vocabulary.tokenize(b"\n" + text.encode(), add_special=False)
     while b"".join(vocabulary.piece(token) for token in ids.tolist()) != text.encode():
         ids = ids[1:]
@@ -65,10 +65,10 @@ def accepts(grammar: Grammar, vocabulary: LlamaVocabulary, text: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", list(MAKE))
-def test_the_answer_depends_on_the_tokens_alone(
+def test_the_allowed_tokens_depend_only_on_the_generated_tokens(
     kind: str, grammars: Grammars, vocabulary: LlamaVocabulary
 ) -> None:
-    """A row that was asked many things answers as a fresh one does."""
+    """A sequence gives the same answers after many calls as a fresh one."""
     rng, grammar = random.Random(kind), MAKE[kind](grammars)
     row, path, n_ends = grammar.start_sequence(), list[int](), 0
     for _ in range(1200):
@@ -85,13 +85,13 @@ def test_the_answer_depends_on_the_tokens_alone(
         if not len(answer) or len(path) > 60 or rng.random() < 0.1:
             path = path[: rng.randrange(len(path) + 1)]
         elif rng.random() < 0.05:
-            path.append(rng.randrange(vocabulary.size))  # hardly ever allowed
+            path.append(rng.randrange(vocabulary.size))  # rarely allowed
         else:
             path.append(rng.choice(answer.tolist()))
     assert n_ends or kind in ("schema", "GBNF")
 
 
-def test_nothing_follows_the_end_or_what_is_not_allowed(
+def test_nothing_follows_an_end_token_or_a_forbidden_token(
     grammars: Grammars, vocabulary: LlamaVocabulary
 ) -> None:
     row = grammars.grammar('start: "ab"').start_sequence()
@@ -126,7 +126,7 @@ def accepts_tokens(row: object, generated: TokenArray) -> bool:
         ('{"name": "x", "the and": ["1"], "kind": "one"}', False),
         ('{"name": "x", "the and": [], "kind": "two"}', False),
         ('{"name": "x", "the and": []}', False),
-        ('{  "name": "x", "the and": [], "kind": "one"}', False),  # blanks without end are not allowed
+        ('{  "name": "x", "the and": [], "kind": "one"}', False),  # the number of blanks is limited
     ],
 )
 def test_json(text: str, is_right: bool, grammars: Grammars, vocabulary: LlamaVocabulary) -> None:
@@ -135,7 +135,7 @@ def test_json(text: str, is_right: bool, grammars: Grammars, vocabulary: LlamaVo
 
 
 GBNF = r"""
-# llama.cpp's arithmetic, and a few more of its forms
+# the arithmetic example of llama.cpp, and more of its syntax
 root  ::= (expr "=" ws term "\n")+
 expr  ::= term ([-+*/] term)*
 term  ::= ident | num | "(" ws expr ")" ws
@@ -151,7 +151,7 @@ def test_gbnf(text: str, is_right: bool, grammars: Grammars, vocabulary: LlamaVo
 
 
 def chain(n: int) -> str:
-    """Rules that name each other: the usual stack has room for 3,000."""
+    """Return a chain of rules; the usual stack has room for 3,000."""
     return "start: a0\n" + "".join(f"a{i}:a{i + 1}\n" for i in range(n)) + f'a{n}: "x"'
 
 
@@ -212,7 +212,7 @@ def test_bad_grammars(name: str, opened: OpenModel) -> None:
     refused(lambda: Grammars(opened("llama").vocabulary).grammar(text), says)
 
 
-def test_a_schema_that_is_no_json(opened: OpenModel) -> None:
+def test_a_schema_that_is_not_json(opened: OpenModel) -> None:
     grammars = Grammars(opened("llama").vocabulary)
     refused(lambda: grammars.json_schema({"const": {1, 2}}), "is not JSON")
     circle: dict[str, object] = {}

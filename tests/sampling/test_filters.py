@@ -1,4 +1,4 @@
-"""The sampling chain: filters by hand on four tokens, the fast selection against a plain one."""
+"""Sampling filters, by hand on four tokens; the fast selection compared with a plain one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chain(
         (chain(), {0: 0.1, 1: 0.4, 2: 0.3, 3: 0.2}),
         (chain(top_k=2), {1: 4 / 7, 2: 3 / 7}),
         (chain(top_k=9), {0: 0.1, 1: 0.4, 2: 0.3, 3: 0.2}),
-        (chain(top_p=0.65), {1: 4 / 7, 2: 3 / 7}),  # .4 is too little, .7 is enough
+        (chain(top_p=0.65), {1: 4 / 7, 2: 3 / 7}),  # 0.4 is not enough, 0.7 is
         (chain(top_p=0.01), {1: 1.0}),
         (chain(min_p=0.6), {1: 4 / 7, 2: 3 / 7}),  # at least 0.24
         (chain(top_k=3, top_p=0.5), {1: 4 / 7, 2: 3 / 7}),  # of the three: 4/9, then 7/9
@@ -71,7 +71,7 @@ def test_penalties(penalty: dict[str, float], expected: list[float]) -> None:
 
 @pytest.mark.parametrize(("share", "kept"), [(0.10005, [0, 1]), (0.09995, [0])])
 def test_the_edge_of_min_p(share: float, kept: list[int]) -> None:
-    """The quick selection before it is a little wider, so it never decides."""
+    """The fast selection before it is a little wider, so it never decides."""
     row = np.log(np.array([1.0, share], dtype=np.float32))
     assert distribution(row, chain(1.0, None, None, 0.1)).tokens.tolist() == kept
 
@@ -116,13 +116,13 @@ def test_the_fast_selection_is_the_plain_one(
     if not set(found.tokens.tolist()) ^ set(plain):
         assert found.probabilities == pytest.approx([plain[t] for t in found.tokens.tolist()])
         return
-    # Where rounding decides at an edge of top-p, one token at the edge may differ.
+    # If rounding decides at the edge of top-p, one token may differ.
     assert top_p is not None
     assert abs(len(found.tokens) - len(plain)) <= 1
 
 
 @pytest.mark.parametrize("row", [[np.nan, 1.0], [-np.inf, -np.inf], [np.inf, 0.0]])
-def test_scores_that_are_no_numbers_are_refused(row: list[float]) -> None:
+def test_scores_that_are_not_numbers_are_refused(row: list[float]) -> None:
     with pytest.raises(ValueError, match="not finite"):
         distribution(np.array(row, dtype=np.float32), chain())
 
@@ -136,7 +136,7 @@ def test_confidence_is_the_draft_s_own_probability() -> None:
     assert confidence(ROW, 2, distribution(ROW, chain(top_k=2))) == pytest.approx(3 / 7)
     assert confidence(ROW, 1, Distribution.certain(1)) == pytest.approx(0.4)
     assert confidence(ROW, 2, Distribution.certain(2), np.array([0, 2, 3])) == pytest.approx(0.5)
-    assert confidence(ROW, 1, Distribution.certain(1), np.array([0])) == 1.0  # 4, if it could be
+    assert confidence(ROW, 1, Distribution.certain(1), np.array([0])) == 1.0  # at most 1
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, float]) -> None:
         {"repeat_penalty": 1e-9, "presence_penalty": -9.0, "frequency_penalty": 0.0, "logit_bias": {0: -9.0}},
     ],
 )
-def test_settings_at_the_edge_of_their_range_are_taken(edge: dict[str, float]) -> None:
+def test_settings_at_the_edge_of_their_range_are_accepted(edge: dict[str, float]) -> None:
     made = Sampling(**edge)  # type: ignore[arg-type]
     assert {name: getattr(made, name) for name in edge} == edge
 
 
-def test_what_is_usual() -> None:
-    """llama.cpp's own chain."""
+def test_defaults() -> None:
+    """They are those of llama.cpp."""
     assert Sampling() == Sampling(0.8, 40, 0.95, 0.05, None, None, None, 64, None)
     assert Sampling(repeat_penalty=1.0).penalises
     assert Sampling(presence_penalty=0.0).penalises
@@ -189,7 +189,7 @@ def test_what_is_usual() -> None:
 
 
 def test_a_bias_is_added_before_anything_else() -> None:
-    """A draft may have fewer tokens than the target, whose bias it is."""
+    """The bias is the target's; a draft may have fewer tokens."""
     row, bias = ROW.copy(), {0: 2.0, 2: -1.5, 4: 9.0, 7: 9.0}
     expected = row + np.array([2.0, 0.0, -1.5, 0.0], dtype=np.float32)
     assert biased(row, bias).tolist() == expected.tolist()

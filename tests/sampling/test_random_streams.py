@@ -1,4 +1,4 @@
-"""Chance from a seed: the right law, independent where it must be, the same where it must be."""
+"""Random numbers from a seed: their distribution, their independence, and shared noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOLDEN_CHANCES = [False, True, True, False, False, True, True, True]
 
 
 def test_golden_values() -> None:
-    """A seed means the same text in every version."""
+    """A seed gives the same completion in every version."""
     streams = SeededStreams(7)
     assert [streams.choose(SKEWED, Stream.TOKEN, position) for position in range(12)] == GOLDEN_TOKENS
     assert [streams.chance(0.5, Stream.ACCEPT, position, 3) for position in range(8)] == GOLDEN_CHANCES
@@ -66,22 +66,22 @@ def test_draws_that_differ_in_anything_are_independent(name: str, other: object)
     assert abs(same - n / 2) < 4 * np.sqrt(n) / 2
 
 
-def test_the_same_question_has_the_same_answer() -> None:
+def test_the_same_arguments_give_the_same_number() -> None:
     assert SeededStreams(5).choose(SKEWED, Stream.TOKEN, 9) == SeededStreams(5 + 2**64).choose(
         SKEWED, Stream.TOKEN, 9
     )
 
 
 @pytest.mark.parametrize("stream", list(Stream))
-def test_a_draw_is_the_greatest_of_what_candidates_are_compared_by(stream: Stream) -> None:
+def test_a_draw_has_the_greatest_perturbed_score(stream: Stream) -> None:
     streams = SeededStreams(5)
     for position in range(50):
         compared = streams.perturbed(SKEWED, stream, position)
         assert SKEWED.tokens[compared.argmax()] == streams.choose(SKEWED, stream, position)
 
 
-def test_the_chance_of_a_drafts_draft() -> None:
-    """What position alone decides is everybody's; what belongs to an attempt differs from every other's."""
+def test_the_random_numbers_of_a_drafts_draft() -> None:
+    """Numbers for a position alone are shared by all; numbers for an attempt differ from all others."""
     streams, n = SeededStreams(5), 2000
     first, second = CascadeStreams(streams), CascadeStreams(streams)
     first.start, second.start = 3, 4
@@ -105,8 +105,8 @@ def test_golden_value_of_a_seed_of_64_bits() -> None:
     assert [streams.choose(SKEWED, Stream.TOKEN, position) for position in range(12)] == GOLDEN_LONG
 
 
-def test_two_models_that_nearly_agree_nearly_always_draw_alike() -> None:
-    """What makes the coupled rule accept: at least (1 - TV) / (1 + TV)."""
+def test_models_that_nearly_agree_usually_draw_the_same_token() -> None:
+    """With probability at least (1 - TV) / (1 + TV), so the coupled rule accepts."""
     near = Distribution(SKEWED.tokens, np.array([0.55, 0.3, 0.1, 0.05]))
     streams, n = SeededStreams(8), 4000
     same = sum(
