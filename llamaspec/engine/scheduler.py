@@ -92,11 +92,7 @@ class Scheduler:
             waiting: list[Slot] = []
             by_model: dict[str, list[tuple[Slot, ForwardRequest]]] = {}
             for each in self._slots:
-                if (
-                    each.request is not None
-                    and not each.sequence.is_swapped_out
-                    and not each.waits_for_reader
-                ):
+                if each.request is not None and each.is_running:
                     waiting.append(each)
                     by_model.setdefault(each.request.model, []).append((each, each.request))
             if sum(self._prepare(name, asking) for name, asking in by_model.items()) == len(waiting):
@@ -151,10 +147,7 @@ class Scheduler:
 
     def _can_wait(self, slot: Slot) -> bool:
         """Whether a sequence with a lower rank is running, whose end will make room for this one."""
-        return any(
-            other.rank < slot.rank and not other.sequence.is_swapped_out and not other.waits_for_reader
-            for other in self._slots
-        )
+        return any(other.rank < slot.rank and other.is_running for other in self._slots)
 
     def _plan(self, slot: Slot, request: ForwardRequest, n_cached: int) -> bool:
         """Choose the part of a prepared request to evaluate; answer it at once if all of it is cached."""

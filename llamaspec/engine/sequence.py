@@ -173,6 +173,11 @@ class Slot:
         return self.sequence.events.qsize() >= MAX_UNREAD
 
     @property
+    def is_running(self) -> bool:
+        """Whether the sequence is not swapped out and does not wait for its reader."""
+        return not self.sequence.is_swapped_out and not self.waits_for_reader
+
+    @property
     def n_cells(self) -> int:
         """KV cells that the prompt, or the next evaluation, needs."""
         return max(self.sequence.n_prompt, 0 if self.request is None else self.request.n_tokens)
