@@ -99,11 +99,9 @@ def speculate(config: Speculation) -> Speculating:
         tokens = np.concatenate((tokens, round_.tokens))
 
 
-def _next_round(
-    tokens: TokenArray, config: Speculation, sampler: Sampler, costs: PromptReading | None
-) -> NextRound:
+def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> NextRound:
     """Continue `tokens` by one round."""
-    length, rule = config.length, config.rule
+    length, rule, reading = config.length, config.rule, config.length.reading
 
     # Draft as many tokens as the policy wants, and verify those that are worth their time.
     n_most = config.limit - len(tokens) - 1  # the target adds a token of its own
