@@ -10,7 +10,7 @@ import pytest
 from fake_constraint import Steps
 from fakes import FakeModel, Length, tokens
 from llamaspec.drafters.common_vocabulary import SameTokens
-from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.model import DeferredPrompt, ModelDrafter
 from llamaspec.errors import (
     ContextFullError,
     EvaluationAbortedError,
@@ -155,6 +155,56 @@ def test_a_prompt_of_one_token_needs_no_preparation() -> None:
     assert list(drafter().prepare(tokens(1))) == []
     (request,) = drafter().prepare(tokens(1, 2, 3))
     assert (request.tokens.tolist(), request.n_logits) == ([1, 2], 0)
+
+
+class InChunks:
+    """Lets the draft model process a prompt in chunks, and records what it observes."""
+
+    unused = None
+
+    def __init__(self, *chunks: int) -> None:
+        self.chunks = list(chunks)
+        self.observed: list[int] = []
+
+    @property
+    def n_to_read(self) -> int:
+        return self.chunks[0]
+
+    def start_prompt(self, n_unread: int) -> None:
+        self.observed.append(n_unread)
+
+    def observe_prompt(self, n: int, seconds: float) -> None: ...
+
+    def observe_reading(self, n: int, seconds: float) -> None:
+        self.observed.append(n)
+        self.chunks.pop(0)
+
+    def plain_seconds(self, n_sequences: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("chunks", "requests"),
+    [
+        ((0,), [[], [5, 6, 7], [6, 7]]),  # the whole prompt, and a draft
+        ((2, 0), [[], [3], [5, 6, 7], [6, 7]]),  # a chunk after the cached token, then the rest
+        ((3, 3), [[], [4], [5], [6, 7]]),  # no draft beside the last chunk
+    ],
+)
+def test_a_deferred_prompt_is_processed_as_the_policy_says(
+    chunks: tuple[int, ...], requests: list[list[int]]
+) -> None:
+    policy, prompt = InChunks(*chunks), tokens(0, 1, 2, 3, 4, 0)
+    deferred = DeferredPrompt(policy, n_cached=lambda tokens: 1)
+    drafting = replace(drafter(), deferred=deferred, sampler=Sampler(GREEDY, len(prompt)))
+    for part in (prompt[:3], prompt):
+        assert list(drafting.prepare(part)) == []
+    assert policy.observed == [5]
+    found = []
+    for i in range(len(requests)):
+        made, _ = asked(drafting.propose(prompt, Length(2 if i else 0)), FakeModel(vocabulary_size=5))
+        found.append([len(request.tokens) for request in made])
+    assert found == requests
+    assert not deferred.is_pending
 
 
 def test_tokens_that_only_the_target_has_are_replaced() -> None:
