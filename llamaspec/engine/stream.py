@@ -99,7 +99,7 @@ class TextStream:
         return pieces
 
     def next_ready(self) -> Piece | None:
-        """Return the first of these pieces, or None. Pieces that are not read are not in `completion`."""
+        """Return the next piece that exists now, or None. `completion` has only the returned pieces."""
         sequence = self._begun()
         while not self._is_closed:
             if self._pieces:
