@@ -321,7 +321,6 @@ def _milliseconds(timing: Spread) -> str:
 # audit
 
 
-_FAULT = "--exact promises the same log-probabilities, so this is a fault; please report it"
 _ROUNDING = (
     "such differences are rounding, normal without --exact, and do not fail the audit; but the same seed may "
     "give another text if other tokens are cached or other sequences run"
@@ -355,8 +354,10 @@ def audit(
         exactness = store.known_exactness(pair, out.say) if decoding.exact else None
         found = run_audit(pair, task, shared.make_policy(pair, decoding, exactness), progress)
         options = pair.target.options
+    passed = found.is_exact if decoding.exact else found.is_lossless
     if as_json:
-        shown = {"seed": seed, "rule": task.rule, **asdict(found), "identical_widths": found.identical_widths}
+        shown = {"seed": seed, "rule": task.rule, "passed": passed, **asdict(found)}
+        shown["identical_widths"] = found.identical_widths
         if exactness is not None:
             shown["exact"] = {**asdict(exactness), "cache_type_v": options.cache_type_v}
         click.echo(json.dumps(shown))
@@ -369,16 +370,13 @@ def audit(
                 f"--exact here: {options.cache_type_k} keys, {options.cache_type_v} values; "
                 f"batch sizes {widths}; prompts are processed {parts}"
             )
-    if not (found.is_exact if decoding.exact else found.is_lossless):
+    if not passed:
         sys.exit(1)
 
 
 def _show_audit(found: Audit, task: Task, *, is_exact: bool) -> None:
     if not found.compares_texts:
-        click.echo(
-            f"not compared with plain decoding: the {task.rule} rule draws another text from the same "
-            "distribution"
-        )
+        click.echo(f"not compared with plain decoding, because the {task.rule} rule draws another text")
     elif found.first_difference is None:
         click.echo(f"same seed, same text: all {found.n_tokens} tokens are those of plain decoding")
     else:
@@ -395,7 +393,9 @@ def _show_audit(found: Audit, task: Task, *, is_exact: bool) -> None:
         click.echo(
             f"log-probabilities {situation}: {f'{n} of {found.n_compared} differ' if n else 'the same'}"
         )
-    if any(found.n_changed.values()):
-        click.echo(_FAULT if is_exact else _ROUNDING)
-    if found.forks:
+    if is_exact and not found.is_exact:
+        click.echo("--exact promises the same text and log-probabilities, so this is a fault; please report it")
+    elif found.forks:
         click.echo("larger batches round differently on this machine; --exact prevents forks")
+    elif any(found.n_changed.values()):
+        click.echo(_ROUNDING)

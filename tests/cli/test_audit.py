@@ -1,4 +1,4 @@
-"""`llamaspec audit`: says so when drafting changes the text, and when it does not."""
+"""`llamaspec audit`: whether drafting changes the text."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def test_a_sound_pair_passes(target_file: Path, draft_file: Path, temperature: s
         "audit", *naming([target_file, draft_file]), "-t", temperature, "-n", "40", "-k", "3", "--json"
     )
     assert answer.code == 0
+    assert answer.json["passed"] is True
     assert answer.json["n_tokens"] == 40
     assert answer.json["forks"] == []
     assert answer.json["first_difference"] is None
@@ -52,7 +53,7 @@ def test_changed_log_probabilities_are_judged(
     code: int,
     says: str,
 ) -> None:
-    """It said "40 of 40 differ" and ended with 0."""
+    """It used to print "40 of 40 differ" above exit code 0 without a word."""
     changed = {"behind a cached prompt": 4}
     monkeypatch.setattr("llamaspec.measure.exactness.changes", lambda *_: changed.items())
     answer = invoke("audit", *naming([*demo_files]), *options, "-n", "4", "--threads", "1")
@@ -62,7 +63,7 @@ def test_changed_log_probabilities_are_judged(
 
 @pytest.fixture
 def biased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that rounds wider batches otherwise, by far."""
+    """Simulate a machine that rounds wider batches very differently."""
     honest = LlamaModel.evaluate
 
     def biased(self: LlamaModel, batch: Batch, n_padding: int = 0) -> list[Logits]:
@@ -81,6 +82,7 @@ def test_a_machine_that_rounds_wider_batches_otherwise_is_found_out(
     answer = invoke("audit", *naming([target_file, draft_file]), "-t", "0", "-n", "40", "-k", "3", "--json")
     assert answer.code == 1
     found = answer.json
+    assert found["passed"] is False
     assert found["first_difference"] is not None
     assert found["forks"]
     assert max(fork["width"] for fork in found["forks"]) == 4

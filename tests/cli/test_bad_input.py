@@ -1,4 +1,4 @@
-"""Bad input: one line that says what was wrong and what to do, a code that is not 0, and nothing else."""
+"""Bad input gives one line with the fault and the remedy, an exit code other than 0, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assert_refused(answer: Answer, says: str, code: int) -> None:
 
 @pytest.fixture(scope="module")
 def files(store: ModelStore, target_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files by the names that the tables below use."""
+    """Return files by the names in the tables below."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "text.gguf").write_text("# not a model\n" * 100)
     (folder / "empty.txt").write_bytes(b"")
@@ -83,7 +83,7 @@ def test_model_files_do_not_end_the_process(files: dict[str, Path], name: str) -
 
 @pytest.mark.parametrize("command", ["generate", "compare"])
 def test_a_draft_of_another_vocabulary_that_has_a_draft(files: dict[str, Path], command: str) -> None:
-    """Alone it drafts all the same; test_common_vocabulary.py."""
+    """Without a draft of its own it may draft: test_common_vocabulary.py."""
     answer = invoke(command, *naming([files["GOOD"], files["OTHER"]]), "--draft", files["GOOD"], "-p", "x")
     assert_refused(answer, "token 70 is 'D' in the target and 'other' in the draft; choose a draft", 1)
     answer = invoke(command, *naming([files["GOOD"], files["LONGER"]]), "--draft", files["GOOD"], "-p", "x")
@@ -143,7 +143,7 @@ def test_no_stdin_at_all(files: dict[str, Path]) -> None:
 
 TEMPERATURES = ("-1", "nan", "inf", "-inf")
 VALUES = [
-    # Refused by the values themselves, which also guard the Python interface.
+    # Refused by the values, also in the Python interface.
     *((["-t", value], f"temperature must be >= 0, got {float(value)}", 2) for value in TEMPERATURES),
     (["--top-p", "0"], "top-p must be in (0, 1], got 0.0", 2),
     *(
@@ -226,7 +226,7 @@ NAMING_FILES = [
 def test_files_are_checked_before_models(
     files: dict[str, Path], command: str, option: str, kind: str
 ) -> None:
-    """A wrong one was noticed only after minutes of loading."""
+    """A wrong file used to be noticed only after minutes of loading."""
     answer = invoke(command, "--target", files["MISSING"], option, files["FOLDER"])
     assert_refused(answer, kind, 1)
     assert files["FOLDER"].name in answer.stderr

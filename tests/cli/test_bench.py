@@ -1,4 +1,4 @@
-"""`llamaspec bench`: real servers over the embedded pair, beside programs whose answers are known."""
+"""`llamaspec bench`: real servers with the embedded pair, and programs with known answers."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_tables_name_the_command() -> None:
 @pytest.mark.usefixtures("demo_files")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: signal.Signals) -> None:
-    """And no server is left running."""
+    """No server is left running either."""
     peer = write_program(tmp_path / "slow", ["word "] * 3, 0.2)
     command = [*ENTRY, "bench", *OPTIONS, "-r", "500", "--llama-server", str(peer), "--spec-types", "none"]
     command += ["--share", str(tmp_path / "part.json")]
@@ -132,7 +132,7 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
     assert popen.stderr is not None
-    while not popen.stderr.readline().startswith("llamaspec: 2/1000 "):  # the first request has all answers
+    while not popen.stderr.readline().startswith("llamaspec: 2/1000 "):  # all have answered the first
         assert popen.poll() is None
     servers = psutil.Process(popen.pid).children()
     assert len(servers) == 3
@@ -187,7 +187,7 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("demo_files", "own_cache")
 def test_the_plain_arm_drafts_nothing() -> None:
-    """It was `serve --no-draft`, which still drafts what a schema leaves no choice about."""
+    """It used to be `serve --no-draft`, which still drafts the tokens that a schema forces."""
     answer = invoke("bench", "--task", "json", "--threads", "1", "-n", "16", "--json")
     assert answer.code == 0, answer.stderr
     drafted = {sample["arm"]: sample["n_drafted"] for sample in answer.json["samples"]}

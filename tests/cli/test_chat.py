@@ -1,4 +1,4 @@
-"""`llamaspec chat`: files, several lines, the pipe, and a person at a real terminal."""
+"""`llamaspec chat`: files, messages of several lines, pipes, and a real terminal."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> N
         f"tokens were cached ({n_cached / n_read:.0%})"
     )
     assert load_conversation(save) == chat.messages
-    # A file of another chat is not overwritten, its own is.
+    # Only the chat's own file is overwritten.
     assert "exists" in invoke(*options(talker), "--save", save, stdin=b"x\n").stderr
     again = invoke(*options(talker), "--load", save, "--save", save, stdin=b"five\n")
     assert again.stdout == load_conversation(save)[-1].text + "\n"
@@ -200,7 +200,7 @@ def test_an_answer_is_as_long_as_the_context_allows(talker: list[Path]) -> None:
 
 
 def test_going_on_in_a_pipe(talker: list[Path], own_cache: None) -> None:
-    """A pipe disturbs no conversation that was held at a terminal, unless it goes on with it."""
+    """A chat from a pipe replaces the last conversation only if it resumes it."""
     assert "there is no last conversation" in invoke(*options(talker), "--resume", stdin=b"x\n").stderr
     invoke(*options(talker), stdin=b"x\n")
     assert "there is no last conversation" in invoke(*options(talker), "--resume", stdin=b"x\n").stderr
@@ -237,13 +237,13 @@ def test_an_own_template(talker: list[Path], tmp_path: Path) -> None:
 
 
 def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
-    """The obvious first command failed: the pair had no template."""
+    """`llamaspec chat` alone used to fail, because the embedded pair had no template."""
     options = ["--threads", "1", "--seed", "1", "-t", "0", "-n", "8"]
     answer = invoke("chat", *options, stdin=b"import os\n")
     assert answer.code == 0
     assert "only continues Python code" in answer.stderr
     generated = invoke("generate", "import os\n", *options, "--no-stats")
-    assert answer.stdout == generated.stdout  # a conversation is its messages, as lines
+    assert answer.stdout == generated.stdout  # the template joins messages by newlines
 
 
 # A person at a terminal
@@ -328,7 +328,7 @@ def test_a_message_is_edited(spawn: Callable[..., pexpect.spawn], pair: Pair, tm
 
 
 def send(child: pexpect.spawn, line: str) -> str:
-    """Type a line; what is shown until the next prompt."""
+    """Type a line, and return what is shown until the next prompt."""
     child.sendline(line)
     child.expect_exact(line)
     child.expect("> ")
@@ -366,13 +366,13 @@ def test_a_person_talks(spawn: Callable[..., pexpect.spawn], pair: Pair) -> None
 
 
 def test_ctrl_c(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
-    """During an answer it stops that and keeps it, at the prompt it loses nothing; the history stays."""
+    """Ctrl-C stops an answer and keeps its text; at the prompt nothing is lost, the history included."""
     child = spawn("--save", "talk.json", n_tokens=8000)
     child.sendline("tell me a story")
     child.expect("tell me a story\r\n")
-    child.expect(r"[^\s]{2}")  # something is said
+    child.expect(r"[^\s]{2}")  # the answer has begun
     child.sendintr()
-    child.expect(r"\n> ")  # the answer may hold a > of its own
+    child.expect(r"\n> ")  # the answer may contain a >
     messages = load_conversation(tmp_path / "talk.json")
     assert [message.role for message in messages] == ["user", "assistant"]
     assert len(messages[1].text) > 0
@@ -381,7 +381,7 @@ def test_ctrl_c(spawn: Callable[..., pexpect.spawn], tmp_path: Path) -> None:
     child.expect(r"\.\.\. ")
     until_it_waits(child.pid)
     child.sendintr()
-    child.expect("> ")  # takes the unfinished message back
+    child.expect("> ")  # the unfinished message is discarded
     until_it_waits(child.pid)
     child.sendintr()
     child.expect("Ctrl-D leaves\r\n")

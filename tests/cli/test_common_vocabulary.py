@@ -1,4 +1,4 @@
-"""A draft with another vocabulary in the commands: no option is needed, and the text is the target's own."""
+"""A draft with another vocabulary needs no option, and the text is the target's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRAFTS = {
 
 @pytest.fixture(params=DRAFTS)
 def pair(request: pytest.FixtureRequest, store: ModelStore, target_file: Path) -> list[str | Path]:
-    """The options that name a pair."""
+    """Return the options that name a pair."""
     draft = store.path("llama", DRAFTS[request.param])
     return ["--target", target_file, "--draft", draft, "--threads", "1"]
 
@@ -37,7 +37,7 @@ def test_the_text_is_the_targets_own(pair: list[str | Path]) -> None:
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_draft_without_the_target_s_start_token(store: ModelStore, target_file: Path) -> None:
-    """A draft step was timed behind the start token alone, of which such a draft reads nothing."""
+    """The draft step was timed after the start token alone, which such a draft skips."""
     draft = store.path("llama", Recipe(vocabulary=replace(sentencepiece_vocabulary(), adds_bos=False)))
     answer = invoke("generate", "--target", target_file, "--draft", draft, "--threads", "1", "-n", "5", "x")
     assert answer.code == 0, answer.stderr

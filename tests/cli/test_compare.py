@@ -1,4 +1,4 @@
-"""`llamaspec compare`: three arms on one prompt, and the sanity check of a model that drafts for itself."""
+"""`llamaspec compare`: three arms on one prompt, and a model that drafts for itself."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_sanity_check_is_named(models: list[Path], tmp_path: Path) -> None:
 
 
 def test_without_draft_tokens_a_difference_is_noise(models: list[Path]) -> None:
-    """It was called a speed-up."""
+    """Its speed used to be called a speed-up."""
     answer = compare(models, "-k", "0")
     assert answer.stdout.splitlines()[-1] == "nothing was drafted, so any difference is noise"
     assert "x" not in answer.stdout.splitlines()[3]
@@ -118,7 +118,7 @@ def test_ngram_drafts_are_compared_without_a_draft(models: list[Path]) -> None:
 
 
 def test_texts_that_end_early(store: ModelStore) -> None:
-    """Arms may be of different lengths; a text of which nothing is kept has a speed too."""
+    """Arms may have different lengths, and an empty completion has a speed, too."""
     target = store.path("llama", Recipe(dtype="q8_0", end_score=9.0))
     found: dict[str, Any] = compare([target, target], "-k", "4", "--seed", "3", "--json").json
     assert found["same_text"] is True
@@ -131,7 +131,7 @@ def test_progress_goes_in_even_steps_and_each_seed_runs_twice(models: list[Path]
         task = Task(pair.target.vocabulary.tokenize(b"the end"), Sampling(temperature=2.0), 5, 8, "coupled")
         found = run_compare(pair, [task], 4, FixedLength(2), told.append)
         alone = [replace(task, seed=seed).run_plain(pair).tokens for seed in (5, 6)]
-    assert told == pytest.approx([n / 15 for n in range(1, 16)])  # three arms, and a run that warms up
+    assert told == pytest.approx([n / 15 for n in range(1, 16)])  # three arms, and a warm-up run each
     assert [run.tokens for run in found.target.runs] == [*alone, *alone]
     assert alone[0] != alone[1]
     assert found.same_text
@@ -157,7 +157,7 @@ def test_the_draft_stays_the_pairs_and_what_runs_it_alone_is_closed(
 
 
 def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
-    """The very predictable default prompt is what a first look should be at."""
+    """A first look should show the very predictable default prompt."""
     answer = invoke("compare", "-n", "48", "-r", "1", "-k", "4", "-t", "0", "--json", "--threads", "1")
     assert "embedded pair" in answer.stderr
     assert answer.json["same_text"] is True

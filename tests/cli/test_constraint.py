@@ -1,4 +1,4 @@
-"""`generate --json-schema` and `--grammar`: a file or the text itself, and what is said of wrong ones."""
+"""`generate --json-schema` and `--grammar`: given as a file or as text, valid and invalid."""
 
 from __future__ import annotations
 

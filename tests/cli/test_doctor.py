@@ -1,4 +1,4 @@
-"""`llamaspec doctor`: what it says of machines and models, sound ones and others."""
+"""`llamaspec doctor`: its findings on machines and models, sound and faulty."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def examined(
     context_size: int = 1024,
     options: ModelOptions | None = None,
 ) -> Examined:
-    """A model that nobody has loaded."""
+    """A model that is not loaded."""
     model = SimpleNamespace(
         path=Path("big.gguf"),
         description="llama 7B Q4_0",
@@ -71,13 +71,13 @@ def examined(
 
 
 def timed(target: float, draft: float) -> Probe:
-    """A probe that found these seconds of a token."""
+    """Return a probe with these seconds per token."""
     single, step = (Spread(seconds, seconds, seconds) for seconds in (target, draft))
     return Probe((64,), (), (WidthTiming(1, (single,), 0.0),), step)
 
 
 def listed(answer: Answer) -> dict[str, dict[str, Any]]:
-    """The findings by topic."""
+    """Return the findings by topic."""
     return {finding["topic"]: finding for finding in answer.json["findings"]}
 
 
@@ -155,7 +155,7 @@ def test_the_trial_leaves_no_trace(opened: OpenModel, kind: str) -> None:
 
 @pytest.mark.parametrize("cache", ["f32", "f16", "q8_0"])
 def test_memory_is_measured(opened: OpenModel, cache: str) -> None:
-    """Keys and values of 2 layers and 64 units for each token, and little besides."""
+    """The KV cache has keys and values of 2 layers with 64 units for each token; the rest is small."""
     options = {"cache_type_k": cache, "cache_type_v": cache}
     exact = 2 * 2 * 64 * {"f32": 4, "f16": 2, "q8_0": 34 / 32}[cache]
     assert exact <= opened("llama", **options).try_memory().bytes_per_token <= exact + 32
@@ -170,7 +170,7 @@ def test_states_have_one_size(opened: OpenModel) -> None:
 def test_another_vocabulary_is_tried(
     store: ModelStore, target_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A target with other numbers drafts for itself: all is accepted, which is enough where all is wanted."""
+    """If a model drafts for itself, all tokens are accepted, so the highest limit is met."""
     monkeypatch.setattr("llamaspec.measure.doctor.FEW", 1.0)
     other = store.path("llama", Recipe(dtype="q8_0", shuffled=1))
     answer = invoke("doctor", *naming([target_file, other]), "--json")
@@ -201,7 +201,7 @@ def test_the_trial_of_a_very_slow_target_is_short(opened: OpenModel) -> None:
 
 
 def test_a_draft_with_too_little_in_common(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found before anything is tried; the draft is no more than its vocabulary here."""
+    """The fault is found before a model is tried, so a file with only a vocabulary will do as the draft."""
     monkeypatch.setattr("llamaspec.sequence_drafters.difference", lambda *_: "token 0")
     draft = cast(LlamaModel, SimpleNamespace(vocabulary=FakeVocabulary([b"only", b"words"])))
     (found,) = pair_findings(opened("llama"), draft, None, lambda label: nullcontext(lambda done: None))
@@ -303,7 +303,7 @@ def test_other_programs(n_taken: float, is_busy: bool) -> None:
     ("changes", "n_ctx", "level"),
     [
         ({}, 1024, "ok"),
-        ({}, 2**19 - 2**15, "warning"),  # 0.97 of it
+        ({}, 2**19 - 2**15, "warning"),  # 0.97 of the memory
         ({}, 2**20, "problem"),
         ({"free_bytes": None}, 2**20, "ok"),
         ({"can_offload": True, "devices": (GPU, CPU), "free_bytes": 0}, 1024, "ok"),
@@ -338,7 +338,7 @@ def test_flash_attention() -> None:
 
     with_gpu = replace(MACHINE, can_offload=True, devices=(GPU, CPU))
     assert said("off", machine=with_gpu).level == "warning"
-    assert (said("off").level, said("off").text) == ("ok", "off")  # CPUs are not slower without it
+    assert (said("off").level, said("off").text) == ("ok", "off")  # CPUs are no slower without it
     assert [said("auto", chosen, with_gpu).text for chosen in (True, False, None)] == [
         "auto: on",
         "auto: off, not possible here",
@@ -353,7 +353,7 @@ def test_pace(step: float, level: str) -> None:
 
 
 def test_active_parameters() -> None:
-    """The shape of Qwen3-30B-A3B, whose parameters are counted here matrix by matrix."""
+    """The model has the shape of Qwen3-30B-A3B; its parameters are counted here matrix by matrix."""
     sizes = {
         "block_count": 48,
         "embedding_length": 2048,

@@ -1,4 +1,4 @@
-"""`llamaspec draft`, as people call it."""
+"""`llamaspec draft` through its real entry point."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def target(target_file: Path, tmp_path: Path) -> Path:
 
 
 def test_make_writes_what_pays_and_says_when_nothing_does(target: Path, tmp_path: Path) -> None:
-    """What pays is this machine's to say; the answer and the files agree in any case."""
+    """Whether a draft is faster depends on the machine, but the answer and the files always agree."""
     text = tmp_path / "text.txt"
     text.write_text("a text of the kind that is wanted\n" * 20)
     answer = run("draft", "make", target, "--text", text, "--budget", "0.02", "--threads", "1", "--json")
@@ -64,7 +64,7 @@ def test_what_cannot_be_is_one_line(target: Path, arguments: list[str | Path], p
 def test_no_command_replaces_a_file_that_it_reads(
     target: Path, draft_file: Path, tmp_path: Path, way: str
 ) -> None:
-    """`draft trim small.gguf --output small.gguf --force` replaced the draft by its own copy."""
+    """`draft trim small.gguf --output small.gguf --force` used to overwrite the draft."""
     if way == "distil" and not _has_torch():
         pytest.skip("the extra `train` is not installed")
     text, link = tmp_path / "text.txt", tmp_path / "link.gguf"
@@ -101,7 +101,7 @@ def test_without_torch_the_remedy_is_said(target: Path, monkeypatch: pytest.Monk
 
 
 def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command, with a training that only copies: without torch."""
+    """Return the command with a training that only copies, so that it needs no torch."""
     asked: list[tuple[object, ...]] = []
 
     def copy(path: Path, _options: object, texts: object, wish: object, output: Path, *_: object) -> None:
@@ -190,7 +190,7 @@ def test_what_cannot_be_trimmed(target: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def with_draft(target: Path) -> Path:
-    """A target beside which a draft lies that was made for it."""
+    """Return a target with a draft beside it that was made for it."""
     entries = {DRAFT_FOR: file_identity(target)}
     write_copy(target, made_path(target, "L1-copy"), pruned=(1,), entries=entries, threads=1)
     return target

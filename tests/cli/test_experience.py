@@ -1,4 +1,4 @@
-"""What a run learns about a pair is kept for the next run, and never changes the text."""
+"""What a run learns about a pair is kept for the next run; it never changes the text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from llamaspec.measure.store import WORTH_KEEPING, auto_length, keep, keep_learn
 
 PROMPT = "Once upon a time"
 ONE_THREAD = ModelOptions(threads=1)
-LONG, SHORT = 80, WORTH_KEEPING - 1  # tokens, of which an evaluation gives one or more
+LONG, SHORT = 80, WORTH_KEEPING - 1  # tokens; an evaluation gives at least one
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def text(models: list[Path], n: int = LONG) -> str:
     answer = generate(PROMPT, "--seed", "5", "-n", str(n), "--json", models=models).json
-    assert len(answer["tokens"]) == n  # the seed is one of a long text
+    assert len(answer["tokens"]) == n  # this seed gives a long text
     found: str = answer["text"]
     return found
 
@@ -76,7 +76,7 @@ def test_a_policy_begins_with_it(models: list[Path]) -> None:
 
 
 def test_before_the_first_run_a_policy_begins_with_the_probe(models: list[Path]) -> None:
-    """What an earlier run has learnt is newer."""
+    """What an earlier run has learnt is newer than the probe."""
     one, four, step = (Spread(seconds, seconds, seconds) for seconds in (3.0, 4.5, 0.6))
     widths = WidthTiming(1, (one,), 0.0), WidthTiming(4, (four,), 0.0)
     probe = Probe((64,), (), widths, step)

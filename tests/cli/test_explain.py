@@ -50,7 +50,7 @@ def test_the_timeline_holds_every_round(models: list[Path], tmp_path: Path) -> N
 def test_a_timeline_that_cannot_be_written_is_said_before_the_text(
     models: list[Path], tmp_path: Path, name: str
 ) -> None:
-    """It was said only after the text."""
+    """The message used to come after the text."""
     answer = generate("-n", "4", "--timeline", str(tmp_path / name), "hello", models=models)
     assert answer.code == 1
     assert answer.stdout == ""

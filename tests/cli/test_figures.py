@@ -1,4 +1,4 @@
-"""The figures that people are shown, against values made by hand: units, shares, signs, and who was who."""
+"""The figures in the output, compared with values computed by hand: units, shares, signs and names."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_the_draft_that_the_line_of_json_names() -> None:
 
 @pytest.fixture
 def biased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that rounds wider batches otherwise, by far."""
+    """An audit on a machine that rounds wider batches very differently."""
     honest = LlamaModel.evaluate
 
     def biased(self: LlamaModel, batch: list[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
@@ -280,14 +280,14 @@ PROBE = Probe(
 
 @pytest.fixture
 def probed(models: list[Path], own_cache: None) -> None:
-    """An earlier probe found PROBE."""
+    """PROBE is the stored result of an earlier probe."""
     target, draft = (ModelFile(path, ModelOptions(threads=1)) for path in models)
     keep_probe(DraftPlan(target, (draft,)), PROBE)
 
 
 @pytest.mark.usefixtures("probed")
 def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Best lengths by (1 + a + a² ...) / (verify + K draft steps), with width 4 padded to 5."""
+    """The best length maximises (1 + a + a² ...) / (verify + K draft steps); width 4 is padded to 5."""
     monkeypatch.setenv("COLUMNS", "200")
     told = invoke("probe", *naming(models), "--show").stdout
     assert [" ".join(line.strip("█▌▋▊▉▏▎▍ ").split()) for line in told.splitlines()] == [
@@ -320,7 +320,7 @@ def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("probed")
 def test_a_probe_on_a_busy_machine_says_so(models: list[Path]) -> None:
-    """One said ±195 % of single tokens, and that drafts are faster where they are not."""
+    """One such probe had a spread of 195 %, and claimed that drafts are faster, which was wrong."""
     assert "busy" not in invoke("probe", *naming(models), "--show").stdout
     target, draft = (ModelFile(path, ModelOptions(threads=1)) for path in models)
     noisy = replace(PROBE.widths[0], timings=(Spread(0.005, 0.010, 0.013), PROBE.widths[0].timings[1]))
@@ -337,7 +337,7 @@ def test_the_rows_of_a_probe(models: list[Path]) -> None:
 
 
 def test_the_picture_of_a_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In milliseconds: the medians at each depth, the quartiles around them, and the break-even line."""
+    """The plot shows medians at each depth, their quartiles and the break-even line, in milliseconds."""
     figure = pytest.importorskip("matplotlib.figure")
     drawn: list[Any] = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **_: drawn.append(self))
@@ -400,7 +400,7 @@ def shown(found: Comparison, monkeypatch: pytest.MonkeyPatch, models: list[Path]
 
 
 def test_the_table_of_a_comparison(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quartiles of three values lie half-way to the median; 4 / 0.8 tokens/s is the median of `both`."""
+    """Quartiles of three values are half-way to the median; the median of `both` is 4 / 0.8 tokens/s."""
     answer = shown(compared(), monkeypatch, models)
     assert [" ".join(line.split()) for line in answer.stdout.splitlines()] == [
         "method runs seconds tokens/s speed-up",
@@ -417,7 +417,7 @@ def test_the_table_of_a_comparison(models: list[Path], monkeypatch: pytest.Monke
     assert answer.stdout.splitlines()[-1] == "nothing was drafted, so any difference is noise"
 
 
-@pytest.mark.usefixtures("own_cache")  # no verdict that another test has kept
+@pytest.mark.usefixtures("own_cache")  # without the verdicts of other tests
 def test_the_line_of_a_comparison(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     found = shown(compared(), monkeypatch, models, "--json").json
     both = found.pop("arms")[2]

@@ -1,4 +1,4 @@
-"""`llamaspec generate` through its real entry point: what comes out, and why it ends."""
+"""`llamaspec generate` through its real entry point: its output, and why it ends."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_the_list_names_heads(own_list: Path, target: Path, target_file: Path) -
     assert "mtp" not in rows["none"]
     listed = {entry["name"]: entry for entry in json.loads(invoke("models", "list", "--json").stdout)}
     assert (listed["own"]["has_heads"], listed["none"]["has_heads"]) == (True, False)
-    assert rows["qwen3.8-27b"].split().index("mtp") == 5  # from the list alone
+    assert rows["qwen3.8-27b"].split().index("mtp") == 5  # known from the list alone
     assert "mtp" not in rows["gpt-oss-20b"]
 
 

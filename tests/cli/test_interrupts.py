@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: what was produced is kept."""
+"""Ctrl-C at any moment keeps the text that was generated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ main()
 
 
 def interrupted(calls: int, *arguments: str | Path) -> Answer:
-    """Ctrl-C at the given evaluation."""
+    """Send Ctrl-C at the given evaluation."""
     return python(INTERRUPTED_AFTER.format(calls=calls), "generate", *arguments)
 
 
@@ -110,7 +110,7 @@ main()
     "call", ["interrupted()", "log(2, b'x', None)"], ids=["a finalizer", "llama.cpp's log"]
 )
 def test_ctrl_c_where_nobody_can_be_told(models: list[Path], call: str) -> None:
-    """Python would print a traceback there, and go on."""
+    """Python alone would print a traceback there and continue."""
     answer = python(LOST.format(call=call), "generate", *naming(models), PROMPT, "-n", "20")
     assert "Traceback" not in answer.stderr
     assert "ignored" not in answer.stderr
@@ -122,7 +122,7 @@ SIGNALS = {signal.SIGINT: {130}, signal.SIGTERM: {-15}, signal.SIGHUP: {-1}, sig
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signals_while_text_is_written(store: ModelStore, tmp_path: Path, number: signal.Signals) -> None:
-    """At random moments behind the first character."""
+    """The signal comes at random moments after the first character."""
     models, rng = [store.path("llama", Recipe(dtype="q8_0"))], random.Random(int(number))
     timeline = tmp_path / "timeline.html"
     options = ["-n", "480", "--seed", "9", "--no-stats", "--timeline", str(timeline)]
@@ -139,7 +139,7 @@ def test_signals_while_text_is_written(store: ModelStore, tmp_path: Path, number
             text += os.read(child.stdout.fileno(), 1)
         child.send_signal(number)
         rest, stderr = child.communicate(timeout=PATIENCE)
-        # A fast machine may have written all of the text before the signal.
+        # A fast machine may have written the whole text before the signal.
         assert child.returncode in SIGNALS[number] | {0}
         assert b"Traceback" not in stderr
         assert b"ignored" not in stderr

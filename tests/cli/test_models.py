@@ -1,4 +1,4 @@
-"""Models by name: the list that comes with llamaspec, and one's own."""
+"""Models by name: the list that comes with llamaspec, and the user's own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_pair_and_a_target_are_one_too_many(env: dict[str, str]) -> None:
     answer = run("generate", "--pair", "big", "--target", "small", "x", env=env)
     assert answer.code == 2
     assert "drop --target" in answer.stderr
-    with_environment = {**env, "LLAMASPEC_TARGET": "missing.gguf"}  # the command line is nearer
+    with_environment = {**env, "LLAMASPEC_TARGET": "missing.gguf"}  # the command line overrides it
     assert run("generate", "--pair", "big", "-n", "2", "--threads", "1", "x", env=with_environment).code == 0
 
 
@@ -180,7 +180,7 @@ def test_a_list_that_cannot_be_written(env: dict[str, str], tmp_path: Path) -> N
 
 
 def test_a_file_needs_neither_the_list_nor_the_hub(target_file: Path, draft_file: Path) -> None:
-    """Whoever names files does not wait for what reads lists and asks networks."""
+    """Commands that name files do not import what reads lists and uses the network."""
     code = (
         "import sys; from llamaspec.cli.main import main\n"
         "try: main()\n"
@@ -232,7 +232,7 @@ def test_drafts_that_are_in_no_list_are_named(own_list: Path) -> None:
 
 @pytest.mark.parametrize("columns", ["40", "72", "75", "80", "100"])
 def test_the_list_is_readable(own_list: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
-    """Names are whole at every width, because people copy them."""
+    """Names are never broken, because people copy them."""
     monkeypatch.setenv("COLUMNS", columns)
     lines = invoke("models", "list").stdout.splitlines()
     shown = " ".join(" ".join(lines).split())
@@ -256,7 +256,7 @@ def test_a_list_keeps_what_it_says(own_list: Path, target_file: Path) -> None:
 
 @pytest.fixture
 def cache(own_list: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache, empty but for a state of acme/big-GGUF; and a victim beside the cache."""
+    """Return the hub's cache with one state of acme/big-GGUF, and a file beside the cache."""
     folder = own_list.parent / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     (folder / "models--acme--big-GGUF" / "snapshots" / "state").mkdir(parents=True)
@@ -345,7 +345,7 @@ def test_a_name_too_long_for_a_file(own_list: Path) -> None:
 
 
 def test_a_terminal_gets_no_control_characters(own_list: Path) -> None:
-    """Neither colours nor titles nor a second line, and no markup of the library that draws tables."""
+    """Text of the list sets no colour or title, starts no line, and is not taken for rich's markup."""
     entry = {"path": "x.gguf", "licence": "\x1b[31m[red]M", "notes": "one\ntwo\u202e", "draft": "\x07nobody"}
     own_list.write_text(json.dumps({"na\x1b]0;t\x07me": entry}))
     for arguments in (["list"], ["show", "na\x1b]0;t\x07me"], ["path", "\x1b[2Jx"], ["remove", "\x1b[2Jx"]):

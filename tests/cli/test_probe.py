@@ -1,4 +1,4 @@
-"""`llamaspec probe`: what it measures, keeps and says."""
+"""`llamaspec probe`: what it measures, keeps and prints."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None
     assert invoke("probe", *options, "--show", "--json").json == first
     assert (
         "without --show" in invoke("probe", *options, "--threads", "2", "--show").stderr
-    )  # another machine's
+    )  # of another machine
     for told in ("forgotten", "there was no stored result for this pair"):
         forgot = invoke("probe", *options, "--forget")
         assert (forgot.code, forgot.stdout, forgot.complaints) == (0, "", [told])
@@ -87,7 +87,7 @@ def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None
 
 @pytest.mark.parametrize("option", ["--show", "--forget"])
 def test_a_pair_that_is_not_here_is_not_fetched(env: dict[str, str], hub: Hub, option: str) -> None:
-    """Both fetched the models, to say that nothing is known of them."""
+    """Both used to fetch the models first."""
     answer = run("probe", "--pair", "big", option, env=env)
     assert answer.code == 1
     assert "big is not on this machine; run `llamaspec models pull big`" in answer.stderr
@@ -116,13 +116,13 @@ def test_the_table_the_rows_and_the_picture(
     assert rows[0] == "width,depth,median_seconds,low_seconds,high_seconds,logit_difference"
     assert len(rows) > 10
     picture = tmp_path / "curve.svg"
-    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text as text
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # write text as text
     assert invoke("probe", *naming(models), "--show", "--plot", str(picture)).code == 0
     drawn = picture.read_text()
     assert "<svg" in drawn
     assert "break-even" in drawn
     assert found["verdict"] in drawn
-    monkeypatch.setattr("llamaspec.cli.measure.open_models", None)  # so nothing is measured in vain
+    monkeypatch.setattr("llamaspec.cli.measure.open_models", None)  # nothing may be loaded
     answer = invoke("probe", *naming(models), "--plot", str(tmp_path / "no" / "curve.png"))
     assert answer.code == 1
     assert "curve.png; name a file in a writable folder" in answer.stderr
@@ -156,7 +156,7 @@ def test_widths_that_round_otherwise_are_not_exact(
 def test_prompts_that_are_rounded_otherwise_are_not_exact(
     models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that are read at once leave other bits behind than those that are read in parts."""
+    """Prompts processed at once have other bits than those processed in chunks."""
     honest, is_wide = LlamaModel.evaluate, [False]
 
     def biased(self: LlamaModel, batch: Batch, n_padding: int = 0) -> list[Logits]:
@@ -188,7 +188,7 @@ def test_what_is_exact_is_found_out_once(
             "llamaspec.measure.store.find_exactness", lambda pair: Exactness((1,), reads=False)
         )
         assert known_exactness(usual) == known
-        assert known_exactness(other) == Exactness((1,), reads=False)  # other attention
+        assert known_exactness(other) == Exactness((1,), reads=False)  # of other attention
 
 
 def test_without_draft_tokens_exact_widths_are_kept_to(

@@ -23,7 +23,7 @@ from patience import PATIENCE, until_it_waits
         (["-"], PROMPT.encode()),
         (["-f", "-"], PROMPT.encode()),
         (["-p", "-"], PROMPT.encode()),
-        # A pipe that nobody asked for is not read.
+        # A pipe is read only if no prompt is given.
         ([PROMPT], b"something else"),
     ],
 )
@@ -39,7 +39,7 @@ def test_places_of_the_prompt(models: list[Path], tmp_path: Path, arguments: lis
 
 @pytest.mark.parametrize("content", [b"x", b"x\n", b"x\n\n", b"\n", b"x\r\n", "é€\n".encode(), b" x "])
 def test_a_prompt_is_taken_byte_for_byte(models: list[Path], tmp_path: Path, content: bytes) -> None:
-    """Also the newline at its end, from a file and from a pipe."""
+    """The newline at the end belongs to the prompt, from a file and from a pipe."""
     file = tmp_path / "prompt.txt"
     file.write_bytes(content)
     right = expected(models, 3, 4, prompt=content.decode())

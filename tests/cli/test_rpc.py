@@ -1,4 +1,4 @@
-"""--rpc and what belongs to it on the command line; `llamaspec worker`."""
+"""`--rpc`, the options for devices, and `llamaspec worker`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPT = "def f(self):\n    return "
 
 @needs_rpc
 def test_a_worker_that_dies_leaves_the_text_so_far_and_one_line(models: list[Path]) -> None:
-    """The text is longer than what the pipe holds, so it cannot be over before the worker is killed."""
+    """The text is longer than the pipe's buffer, so it cannot end before the worker is killed."""
     beginning = expected(models, seed=3, n=200).text
     with running_worker() as worker:
         command = ["generate", *naming(models), "--n-ctx", 8192, "-n", 8000, "--seed", 3, "--no-stats"]
@@ -44,7 +44,7 @@ def test_a_worker_that_dies_leaves_the_text_so_far_and_one_line(models: list[Pat
 
 @needs_rpc
 def test_a_worker_that_never_answers(models: list[Path]) -> None:
-    """As one does that serves another client."""
+    """A worker that serves another client behaves like this."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         line = said(run("generate", *naming(models), "--rpc", address, "x"))

@@ -1,4 +1,4 @@
-"""Signals at random moments: a command at a terminal leaves it as it was, and no traceback."""
+"""After a signal at a random moment, the terminal is as before, and there is no traceback."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def at_terminal(*arguments: str | Path) -> pexpect.spawn[bytes]:
 
 @pytest.fixture(scope="module")
 def usual() -> list[Any]:
-    """The settings of a new terminal."""
+    """Return the settings of a new terminal."""
     master, terminal = pty.openpty()
     found = termios.tcgetattr(terminal)
     os.close(master)
@@ -50,7 +50,7 @@ def usual() -> list[Any]:
 
 
 def ended(child: pexpect.spawn[bytes], usual: list[Any]) -> int:
-    """Wait for the end; the exit code of a command that left its terminal as it was."""
+    """Wait for the command, check that its terminal is as before, and return the exit code."""
     child.expect(pexpect.EOF)
     shown: bytes = child.before
     assert termios.tcgetattr(child.child_fd) == usual
@@ -78,7 +78,7 @@ def test_signals_at_random_moments(
 def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(
     talker: list[Path], usual: list[Any], number: signal.Signals
 ) -> None:
-    """Line editing turns echo off; a shell that starts afterwards would not show what is typed."""
+    """Line editing turns echo off, and the next shell would not show what is typed."""
     child = at_terminal("chat", *naming(talker))
     until(lambda: termios.tcgetattr(child.child_fd) != usual)
     until_it_waits(child.pid)

@@ -1,4 +1,4 @@
-"""The moments before a command runs, and after it: Ctrl-C is no traceback, and help needs no llama.cpp."""
+"""Before and after a command: Ctrl-C gives no traceback, and help does not load llama.cpp."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOADED = (
 
 
 def started(code: str, *arguments: str) -> Answer:
-    """`python -m llamaspec`, after other code."""
+    """Run `python -m llamaspec` after other code."""
     return python(code + MAIN, *arguments)
 
 
@@ -45,7 +45,7 @@ def started(code: str, *arguments: str) -> Answer:
     "module", ["llamaspec.cli.signals", "click", "llamaspec.cli.options", "numpy", "llama_cpp"]
 )
 def test_ctrl_c_while_modules_are_loaded(module: str) -> None:
-    """It was a traceback of 20 lines."""
+    """It used to print a traceback of 20 lines."""
     assert started(WHILE_LOADING.format(module=module), "generate", "-h") == Answer(130, "", "")
 
 
@@ -63,7 +63,7 @@ WRITES = (
 def test_streams_may_be_closed(
     own_list: Path, target_file: Path, arguments: tuple[str, ...], closed: str
 ) -> None:
-    """`>&-` in a shell, or a program without a console."""
+    """A shell closes them with `>&-`; programs without a console have none."""
     invoke("models", "add", "mine", target_file)
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", *ENTRY, *arguments]
     folder = str(own_list.parent)
@@ -97,7 +97,7 @@ def test_ctrl_c_when_all_is_done() -> None:
 
 
 def test_ctrl_c_that_is_ignored_stays_so() -> None:
-    """As behind `nohup`, or in the background of a script."""
+    """`nohup` ignores it, and so do background jobs of scripts."""
     answer = started(f"{WHILE_LOADING.format(module='click')}{IGNORED}\n{AT_THE_END}", "-h")
     assert (answer.code, answer.stderr) == (0, "")
 

@@ -25,7 +25,7 @@ from tiny_models import Recipe
 
 
 def test_a_pipe_that_closes_early(store: ModelStore) -> None:
-    """The text is longer than the pipe holds, so that it cannot be at its end before the pipe closes."""
+    """The text is longer than the pipe's buffer, so it cannot end before the pipe closes."""
     target = store.path("llama", Recipe(dtype="q8_0", n_context=1 << 15))
     arguments = [*naming([target]), PROMPT, "--n-ctx", "32768", "-n", "32000", "--seed", "1"]
     child = subprocess.Popen(
@@ -56,7 +56,7 @@ def test_a_full_disk(models: list[Path]) -> None:
 
 
 def test_a_terminal_that_knows_few_letters(models: list[Path]) -> None:
-    """Text beyond the terminal's encoding is replaced, never a traceback."""
+    """Characters that the terminal's encoding lacks are replaced; there is no traceback."""
     latin = {"PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}
     answer = run(
         "generate", *naming(models), PROMPT, "-n", "60", "--seed", "5", env=latin, encoding="latin-1"
@@ -170,7 +170,7 @@ def test_statistics_do_not_swallow_the_prompt(models: list[Path], details: list[
 
 
 def test_names_and_defaults_are_a_contract() -> None:
-    """Scripts depend on them."""
+    """Scripts depend on these names."""
     found = {
         name: parameter.default
         for parameter in command.params
@@ -214,7 +214,7 @@ def test_thoughts(
     at_terminal: bool,
     shown: str,
 ) -> None:
-    """Dim, escaped, on stderr; hidden ones leave one mark for a person and none in a file."""
+    """Reasoning is dim and escaped on stderr; if hidden, a terminal shows one mark and a file none."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: at_terminal, raising=False)
     thoughts = Thoughts(is_shown=is_shown)
     thoughts.add("I \x1b[2J")
@@ -225,7 +225,7 @@ def test_thoughts(
 
 
 def test_work_that_says_nothing_for_long_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of few tokens and a large model: the first part took seconds, and nothing was seen."""
+    """With a short prompt and a large model, nothing was shown for seconds."""
     shown = io.StringIO()
     monkeypatch.setattr(terminal, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(terminal, "stderr_console", lambda: Console(file=shown, force_terminal=True))
@@ -239,7 +239,7 @@ def test_work_that_says_nothing_for_long_has_a_bar(monkeypatch: pytest.MonkeyPat
 def test_a_pipe_has_plain_lines_instead_of_a_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing was said for the minutes that servers took to start."""
+    """Nothing was shown for the minutes that servers took to start."""
     monkeypatch.setattr(terminal, "PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.01)
     said = ""
