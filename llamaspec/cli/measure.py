@@ -356,8 +356,8 @@ def audit(
         options = pair.target.options
     passed = found.is_exact if decoding.exact else found.is_lossless
     if as_json:
-        shown = {"seed": seed, "rule": task.rule, "passed": passed, **asdict(found)}
-        shown["identical_widths"] = found.identical_widths
+        more = {"passed": passed, "identical_widths": found.identical_widths}
+        shown = {"seed": seed, "rule": task.rule, **asdict(found), **more}
         if exactness is not None:
             shown["exact"] = {**asdict(exactness), "cache_type_v": options.cache_type_v}
         click.echo(json.dumps(shown))
@@ -394,7 +394,7 @@ def _show_audit(found: Audit, task: Task, *, is_exact: bool) -> None:
             f"log-probabilities {situation}: {f'{n} of {found.n_compared} differ' if n else 'the same'}"
         )
     if is_exact and not found.is_exact:
-        click.echo("--exact promises the same text and log-probabilities, so this is a fault; please report it")
+        click.echo("--exact promises identical results, so this is a fault; please report it")
     elif found.forks:
         click.echo("larger batches round differently on this machine; --exact prevents forks")
     elif any(found.n_changed.values()):
