@@ -63,7 +63,7 @@ class Faults:
         return True
 
     def interrupt(self, monkeypatch: pytest.MonkeyPatch, *, after: bool) -> None:
-        """An exception before or after calls of llama.cpp."""
+        """Raise an exception before or after calls of llama.cpp."""
 
         def around(name: str, function: Callable[..., object]) -> Callable[..., object]:
             def call(*arguments: object) -> object:
@@ -79,7 +79,7 @@ class Faults:
             monkeypatch.setattr(lib, name, around(name, getattr(lib, name)))
 
     def fail(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-        """Calls of llama.cpp that fail: before they did anything, or behind what they did."""
+        """Make calls of llama.cpp fail, before or after they have done their work."""
 
         def around(name: str, function: Callable[..., object], answers: tuple[object, ...]) -> Any:
             def call(*arguments: object) -> object:
@@ -97,7 +97,7 @@ class Faults:
             monkeypatch.setattr(lib, name, around(name, getattr(lib, name), answers))
 
     def abort(self, monkeypatch: pytest.MonkeyPatch, model: LlamaModel) -> None:
-        """llama.cpp stops at the first node of its graph."""
+        """Make llama.cpp stop at the first node of its graph."""
         decode = lib.llama_decode
 
         def call(*arguments: object) -> object:
@@ -143,17 +143,17 @@ def check_rows(model: LlamaModel, other: LlamaModel, kind: str, faults: Faults, 
         leaving, batch = rows.leaving(), rows.batch()
         try:
             with faults.armed():
-                for row in leaving:
-                    model.release(row)
+                for number in leaving:
+                    model.release(number)
                 answers = evaluate(model, batch)
         except (KeyboardInterrupt, EvaluationAbortedError, EvaluationError, MemoryFullError) as error:
-            for row in leaving:
-                model.release(row)
+            for number in leaving:
+                model.release(number)
             if isinstance(error, KeyboardInterrupt):
                 batch = rows.batch()
             answers = evaluate(model, batch)
-        for row, answer in answers.items():
-            assert_same(answer, fresh(other, dict(batch)[row]), TOLERANCE[kind])
+        for number, answer in answers.items():
+            assert_same(answer, fresh(other, dict(batch)[number]), TOLERANCE[kind])
 
 
 @pytest.mark.parametrize("kind", MEMORIES)

@@ -335,11 +335,11 @@ def test_ctrl_c_while_loading(store: ModelStore, capfd: pytest.CaptureFixture[st
 
 
 def test_progress_is_reported(store: ModelStore) -> None:
-    told: list[float] = []
-    with LlamaModel(store.path(), ModelOptions(threads=1), told.append):
+    fractions: list[float] = []
+    with LlamaModel(store.path(), ModelOptions(threads=1), fractions.append):
         pass
-    assert told == sorted(told)
-    assert told[-1] == 1.0
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
 
 
 def test_errors_are_explained_by_llama_cpp(damaged: dict[str, Path]) -> None:

@@ -18,8 +18,8 @@ UINT8, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, FLOAT64 = 0, 4, 5, 6, 7, 8, 
 LONG = struct.pack("<Q", 1 << 40)
 
 
-def text(said: bytes) -> bytes:
-    return struct.pack("<Q", len(said)) + said
+def text(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content
 
 
 def entry(key: str, kind: int, value: bytes) -> bytes:
@@ -34,8 +34,10 @@ def whole(key: str, value: int) -> bytes:
     return entry(key, INT32, struct.pack("<i", value))
 
 
-def tokens(*said: bytes) -> bytes:
-    return entry("tokenizer.ggml.tokens", ARRAY, array(STRING, len(said), b"".join(map(text, said))))
+def tokens(*spellings: bytes) -> bytes:
+    return entry(
+        "tokenizer.ggml.tokens", ARRAY, array(STRING, len(spellings), b"".join(map(text, spellings)))
+    )
 
 
 LLAMA = entry("general.architecture", STRING, text(b"llama"))
@@ -148,7 +150,7 @@ NEXT = {**QWEN3, "block_count": 8}
 
 
 @pytest.mark.parametrize(
-    ("architecture", "said", "sizes"),
+    ("architecture", "entries", "sizes"),
     [
         ("qwen3", QWEN3, [(1024, 1024)] * 28),  # 1024 / 16 for each of 8 heads would be 512
         ("llama", {"block_count": 2, "embedding_length": 64, "attention.head_count": 4}, [(64, 64)] * 2),
@@ -166,13 +168,13 @@ NEXT = {**QWEN3, "block_count": 8}
     ],
 )  # fmt: skip
 def test_what_each_layer_caches(
-    architecture: str, said: dict[str, int | list[int]], sizes: list[tuple[int, int]]
+    architecture: str, entries: dict[str, int | list[int]], sizes: list[tuple[int, int]]
 ) -> None:
     """Once, all heads had the size of the model divided by the number of heads of the first layer.
 
-    Qwen3 0.6B has twice as much, so its context was checked against half of the memory that it takes.
+    Those of Qwen3 0.6B are twice as large, so the check of memory saw half of what a context needs.
     """
-    metadata = {f"{architecture}.{key}": value for key, value in said.items()}
+    metadata = {f"{architecture}.{key}": value for key, value in entries.items()}
     assert kv_row_sizes(GgufFile({"general.architecture": architecture, **metadata})) == sizes
 
 

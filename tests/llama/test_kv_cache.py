@@ -112,11 +112,11 @@ def test_the_rest_of_a_finished_sequence_goes_to_the_store() -> None:
     """Two agents take turns with one system prompt: no token is processed twice."""
     checked = Checked(256)
     first, second = (np.concatenate([text(60), text(50, seed)]) for seed in (1, 2))
-    for row in range(6):
-        tokens = (first, second)[row % 2][: 80 + 5 * row]
-        n_cached = checked.run(row, ForwardRequest(TARGET, tokens))
-        assert n_cached == (0, 60, 80, 85, 90, 95)[row]
-        checked.cache.release(row)
+    for number in range(6):
+        tokens = (first, second)[number % 2][: 80 + 5 * number]
+        n_cached = checked.run(number, ForwardRequest(TARGET, tokens))
+        assert n_cached == (0, 60, 80, 85, 90, 95)[number]
+        checked.cache.release(number)
 
 
 @pytest.mark.parametrize("n_shared", [5, 20, 40])
@@ -133,9 +133,9 @@ def test_cells_shared_with_a_running_sequence_are_not_copied(n_shared: int) -> N
 
 def test_on_a_gpu_finished_sequences_stay_until_their_room_is_needed() -> None:
     checked = Checked(128, keeps_finished=True)
-    for row in range(3):
-        checked.run(row, request(40, row))
-        checked.cache.release(row)
+    for number in range(3):
+        checked.run(number, request(40, number))
+        checked.cache.release(number)
     assert checked.cache.n_used == 120
     assert checked.store.n_bytes == 0
     assert checked.run(3, request(41, 1)) == 40
@@ -168,7 +168,7 @@ def test_compaction_keeps_sequences_and_shared_cells() -> None:
     checked.prepare((3, wanted, 0))
     assert checked.cache.n_compactions == 1
     assert checked.cells.of(checked.garbage) == []
-    assert [checked.held(row).n for row in range(4)] == [60, 70, 11, 5]
+    assert [checked.held(number).n for number in range(4)] == [60, 70, 11, 5]
     assert checked.held(0).cells[:60].tolist() == checked.held(1).cells[:60].tolist()
     checked.evaluate((3, wanted))
 
@@ -321,10 +321,10 @@ def test_an_exception_at_any_line_leaves_a_right_record() -> None:
             pass
         finally:
             sys.settrace(before)
-        for row in (1, 3):
-            checked.cache.release(row)
-        for row, seed in ((0, 0), (2, 2)):
-            checked.run(row, request(30, seed))
+        for number in (1, 3):
+            checked.cache.release(number)
+        for number, seed in ((0, 0), (2, 2)):
+            checked.run(number, request(30, seed))
     assert n_lines > 300
 
 
@@ -342,15 +342,15 @@ def test_random_operations(seed: int, trees: bool, can_copy: bool, keeps_finishe
     checked = Checked(160, 7, 10 if trees else 0, stored=stored, **options)
     rows, n_full = (RandomTrees if trees else RandomRows)(rng, longest=50, n_sequences=5), 0
     for _ in range(400):
-        for row in rows.leaving():
-            checked.cache.release(row)
+        for number in rows.leaving():
+            checked.cache.release(number)
             checked.check()
         n_padding = int(rng.choice([0, 0, 3]))
-        prepared = [(row, wanted, n_padding) for row, wanted in rows.batch()]
+        prepared = [(number, wanted, n_padding) for number, wanted in rows.batch()]
         answers = checked.prepare(*prepared)
         fitting = [
-            (row, wanted)
-            for (row, wanted, _), n_cached in zip(prepared, answers, strict=True)
+            (number, wanted)
+            for (number, wanted, _), n_cached in zip(prepared, answers, strict=True)
             if isinstance(n_cached, int) and n_cached < wanted.n_tokens
         ]
         n_full += sum(isinstance(answer, ContextFullError) for answer in answers)
@@ -394,19 +394,19 @@ def test_bookkeeping_of_32_sequences_with_32k_tokens(n_shared: int) -> None:
     texts = rng.integers(2, 32_000, (n_sequences, n_tokens)).astype(np.int32)
     texts[:, :n_shared] = texts[0, :n_shared]
     lengths = np.full(n_sequences, n_tokens - 400)
-    for row in range(n_sequences):
-        beginning = ForwardRequest(TARGET, texts[row, : lengths[row]], n_logits=0)
-        cache.prepare_all([(row, beginning, 0)])
-        cache.commit([(row, texts[row, cache.running[row].n : lengths[row]])])
+    for number in range(n_sequences):
+        beginning = ForwardRequest(TARGET, texts[number, : lengths[number]], n_logits=0)
+        cache.prepare_all([(number, beginning, 0)])
+        cache.commit([(number, texts[number, cache.running[number].n : lengths[number]])])
     steps = []
     for _ in range(50):
         batch = [
-            ForwardRequest(TARGET, texts[row, : lengths[row] + 1].copy(), draft=texts[row, :4])
-            for row in range(n_sequences)
+            ForwardRequest(TARGET, texts[number, : lengths[number] + 1].copy(), draft=texts[number, :4])
+            for number in range(n_sequences)
         ]
         begin = time.thread_time()
-        answers = cache.prepare_all([(row, wanted, 0) for row, wanted in enumerate(batch)])
-        cache.commit([(row, np.append(each.tokens[-1:], each.draft)) for row, each in enumerate(batch)])
+        answers = cache.prepare_all([(number, wanted, 0) for number, wanted in enumerate(batch)])
+        cache.commit([(number, np.append(each.tokens[-1:], each.draft)) for number, each in enumerate(batch)])
         steps.append(time.thread_time() - begin)
         assert answers == lengths.tolist()
         lengths += 1

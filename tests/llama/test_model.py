@@ -54,14 +54,14 @@ def test_cached_answers_are_those_of_a_fresh_model(
     rng = np.random.default_rng(100 * longest + n_calls)
     rows, n_answers = RandomRows(rng, longest, n_sequences), 0
     for _ in range(n_calls):
-        for row in rows.leaving():
-            model.release(row)
+        for number in rows.leaving():
+            model.release(number)
         batch = rows.batch()
         if rng.random() < 0.2:  # some requests are prepared, and evaluated later or never
-            model.prepare([(row, wanted, 0) for row, wanted in rows.batch()])
+            model.prepare([(number, wanted, 0) for number, wanted in rows.batch()])
         answers = evaluate(model, batch, int(rng.choice([0, 0, 2])))
-        for row, answer in answers.items():
-            assert_same(answer, fresh(other, dict(batch)[row]), TOLERANCE[kind])
+        for number, answer in answers.items():
+            assert_same(answer, fresh(other, dict(batch)[number]), TOLERANCE[kind])
         n_answers += len(answers)
     assert n_answers > n_calls
     if kind in ("llama", "gemma3"):
@@ -81,15 +81,15 @@ def test_sequences_longer_than_a_batch(opened: OpenModel, kind: str) -> None:
     for batch in batches:
         answers = evaluate(model, batch)
         assert len(answers) == len(batch)
-        for row, wanted in batch:
-            assert_same(answers[row], fresh(other, wanted), TOLERANCE[kind])
+        for number, wanted in batch:
+            assert_same(answers[number], fresh(other, wanted), TOLERANCE[kind])
             assert_same(fresh(model, wanted), fresh(other, wanted), TOLERANCE[kind])
 
 
 def test_as_many_sequences_draft_as_a_draft_model_scores_positions(opened: OpenModel) -> None:
     """A server may run 16 completions at once: the sixteenth drafts, too."""
     model = opened(n_ctx=64, n_cells=1024, max_scored=DRAFT_SCORED, **EXACT)
-    batch = [(row, ForwardRequest(TARGET, tokens(1, 2 + row))) for row in range(DRAFT_SCORED)]
+    batch = [(number, ForwardRequest(TARGET, tokens(1, 2 + number))) for number in range(DRAFT_SCORED)]
     assert all(isinstance(n, int) for n in model.prepare([(*entry, 0) for entry in batch]))
     assert [len(logits) for logits in model.evaluate(batch)] == [1] * DRAFT_SCORED
 
@@ -99,8 +99,8 @@ def test_sequences_that_swap_their_requests(opened: OpenModel) -> None:
     model, other = opened(**EXACT), opened(**EXACT)
     evaluate(model, [(0, request(80, 1)), (1, request(80, 2))])
     swapped = [(0, request(82, 2)), (1, request(82, 1))]
-    for row, answer in evaluate(model, swapped).items():
-        assert_same(answer, fresh(other, swapped[row][1]))
+    for number, answer in evaluate(model, swapped).items():
+        assert_same(answer, fresh(other, swapped[number][1]))
 
 
 def test_a_sliding_window_does_not_return_to_reused_cells(opened: OpenModel) -> None:
@@ -127,8 +127,8 @@ def test_rejected_draft_tokens_leave_no_trace(opened: OpenModel, kind: str, veri
 def test_the_same_request_again(opened: OpenModel, kind: str) -> None:
     """Everything is cached, and there is still an answer: once, a model with states had none."""
     model, other = opened(kind, **EXACT), opened(kind, **EXACT)
-    for row, n in ((0, 40), (0, 40), (0, 30), (0, 30)):
-        assert_same(model.forward(request(n), row), fresh(other, request(n)), TOLERANCE[kind])
+    for number, n in ((0, 40), (0, 40), (0, 30), (0, 30)):
+        assert_same(model.forward(request(n), number), fresh(other, request(n)), TOLERANCE[kind])
     model.release(0)
     for n_logits in (0, 1):  # as when a prompt is processed and then continued
         wanted = request(30, n_logits=n_logits)
@@ -159,7 +159,7 @@ def test_the_caller_may_reuse_its_array(opened: OpenModel) -> None:
 def test_sequences_that_are_too_long_together(opened: OpenModel, kind: str) -> None:
     """Each fits alone. One that does not fit beside the others gets an error; the others continue."""
     model, other = opened(kind, n_ctx=256, **EXACT), opened(kind, n_ctx=256, **EXACT)
-    batch = [(row, request(120, row)) for row in range(3)]
+    batch = [(number, request(120, number)) for number in range(3)]
     if kind in ("mamba", "jamba", "lfm2"):  # each sequence has its own context
         assert full(model, batch) == []
     else:
@@ -167,10 +167,10 @@ def test_sequences_that_are_too_long_together(opened: OpenModel, kind: str) -> N
         (error,) = (answer for answer in model.prepare([(9, request(200, 9), 0)]) if answer)
         assert isinstance(error, ContextFullError)
         assert str(error).startswith("the context of 256 tokens is full: this completion needs 200, other ")
-    for row, answer in evaluate(model, batch).items():
-        assert_same(answer, fresh(other, batch[row][1]), TOLERANCE[kind])
-    for row in range(3):
-        model.release(row)
+    for number, answer in evaluate(model, batch).items():
+        assert_same(answer, fresh(other, batch[number][1]), TOLERANCE[kind])
+    for number in range(3):
+        model.release(number)
     assert_same(model.forward(request(250, 1)), fresh(other, request(250, 1)), TOLERANCE[kind])
 
 
@@ -195,9 +195,9 @@ def test_garbage_between_sequences_is_removed(
     """Long before the cache is full."""
     model, other = opened(kind, n_cells=2048, **EXACT), opened(kind, **EXACT)
     for n in range(100, 140):
-        batch = [(row, request(n, row, draft=text(12, 9))) for row in range(2)]
+        batch = [(number, request(n, number, draft=text(12, 9))) for number in range(2)]
         answers = evaluate(model, batch)
-    for row, wanted in batch:
-        assert_same(answers[row], fresh(other, wanted), TOLERANCE[kind])
+    for number, wanted in batch:
+        assert_same(answers[number], fresh(other, wanted), TOLERANCE[kind])
     assert 0 < len(compactions) < 10
     assert model.cache_use()[0] < 600

@@ -40,9 +40,9 @@ LONG = Recipe(n_context=2048)
 def test_more_requests_than_sequences(opened: OpenModel) -> None:
     """As many as a draft model scores positions at once; once, the last of them had no sequence."""
     model = opened(max_scored=4)
-    answers = model.prepare([(row, request(5, row), 0) for row in range(5)])
+    answers = model.prepare([(number, request(5, number), 0) for number in range(5)])
     assert [type(answer) for answer in answers] == [int, int, int, int, ContextFullError]
-    model.evaluate([(row, request(5, row)) for row in range(4)])
+    model.evaluate([(number, request(5, number)) for number in range(4)])
     model.release(1)
     assert model.prepare([(4, request(5, 4), 0), (0, request(6, 0), 0)]) == [0, 5]
 
@@ -192,7 +192,7 @@ def test_cells_for_several_sequences(opened: OpenModel) -> None:
     """`n_cells` is for all sequences together, `n_ctx` for each."""
     model = opened(n_ctx=256, n_cells=700)
     assert model.context_size == 256
-    assert full(model, [(row, request(250, row)) for row in range(4)]) == [3]
+    assert full(model, [(number, request(250, number)) for number in range(4)]) == [3]
     with pytest.raises(ValueError, match="257 tokens do not fit a context of 256"):
         model.prepare([(0, request(257), 0)])
 

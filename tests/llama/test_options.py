@@ -26,7 +26,7 @@ def test_exact_options_leave_cpus_one_attention_kernel(monkeypatch: pytest.Monke
     for types in (("q8_0", "f16"), ("q8_0", "q8_0"), ("f32", "bf16")):
         kept = ModelOptions(cache_type_k=types[0], cache_type_v=types[1])
         assert exact(kept, chooses_values=False).cache_type_v == types[1]
-    for of_keys, of_values in (("f16", "f16"), ("f16", "f32"), ("f32", "f16")):  # f32 is converted
+    for of_keys, of_values in (("f16", "f16"), ("f16", "f32"), ("f32", "f16")):  # llama.cpp converts f32
         options = ModelOptions(cache_type_k=of_keys, cache_type_v=of_values)
         assert exact(options).cache_type_v == "bf16"
         with pytest.raises(ValueError, match="drop --cache-type-v"):

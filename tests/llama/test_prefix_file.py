@@ -29,11 +29,11 @@ def filled(model: LlamaModel) -> list[Any]:
     shared = np.concatenate([text(60), text(30, 2)])
     texts = [text(92), text(71, 1), shared]
     answers = []
-    for row, tokens in enumerate(texts):
-        model.forward(ForwardRequest(TARGET, tokens), row)
-        answers.append(model.forward(ForwardRequest(TARGET, tokens), row).copy())  # alone, not in a batch
-    for row in range(3):
-        model.release(row)
+    for number, tokens in enumerate(texts):
+        model.forward(ForwardRequest(TARGET, tokens), number)
+        answers.append(model.forward(ForwardRequest(TARGET, tokens), number).copy())  # alone, not in a batch
+    for number in range(3):
+        model.release(number)
     return [*zip(texts, answers, strict=True)]
 
 
@@ -41,16 +41,16 @@ def filled(model: LlamaModel) -> list[Any]:
 def test_another_process_computes_the_same_logits(
     opened: OpenModel, evaluated: Count, tmp_path: Path, options: dict[str, str]
 ) -> None:
-    before, after, told = opened(**options), opened(**options), list[str]()
+    before, after, reported = opened(**options), opened(**options), list[str]()
     folder = PrefixFolder(tmp_path / "saved", LARGE)
-    said = filled(before)
-    folder.save([before], told.append)
-    assert told == []
-    folder.load([after], told.append)
-    assert told == [f"loaded {92 + 71 + 90} tokens of prefixes"]
+    computed = filled(before)
+    folder.save([before], reported.append)
+    assert reported == []
+    folder.load([after], reported.append)
+    assert reported == [f"loaded {92 + 71 + 90} tokens of prefixes"]
     evaluated.taken()
-    for row, (tokens, logits) in enumerate(said):
-        answer = after.forward(ForwardRequest(TARGET, tokens), row)
+    for number, (tokens, logits) in enumerate(computed):
+        answer = after.forward(ForwardRequest(TARGET, tokens), number)
         assert np.array_equal(answer, logits)
     assert evaluated.taken() == 3
     (file,) = folder.path.iterdir()
@@ -64,7 +64,7 @@ def test_isolated_sequences_use_no_saved_prefixes(opened: OpenModel, tmp_path: P
     before.forward(request(60))
     before.release(-1)
     folder.save([before], pytest.fail)
-    folder.load([after], lambda said: None)
+    folder.load([after], lambda _: None)
     assert after.n_cached(text(60)) == 60
     after.isolate_sequences()
     assert after.n_cached(text(60)) == 0
@@ -106,7 +106,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_file_is_ignored_and_replaced(
     opened: OpenModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
-    before, after, folder, told = opened(), opened(), PrefixFolder(tmp_path / "saved", LARGE), list[str]()
+    before, after, folder, reported = opened(), opened(), PrefixFolder(tmp_path / "saved", LARGE), list[str]()
     written, given = set[bytes](), list[bytes]()
     copy_out, copy_in = Cells.copy_out, Cells.copy_in
 
@@ -121,19 +121,19 @@ def test_a_damaged_file_is_ignored_and_replaced(
 
     filled(before)
     monkeypatch.setattr(Cells, "copy_out", copied_out)
-    folder.save([before], told.append)
+    folder.save([before], reported.append)
     monkeypatch.setattr(Cells, "copy_in", copied_in)
     (file,) = folder.path.iterdir()
     DAMAGE[kind](file)
-    folder.load([after], told.append)
-    assert len(told) == 1
-    assert told[0].startswith(f"ignoring {file}: ")
+    folder.load([after], reported.append)
+    assert len(reported) == 1
+    assert reported[0].startswith(f"ignoring {file}: ")
     assert after.cache_use()[0] == 0
     assert set(given) <= written
     filled(after)
-    folder.save([after], told.append)
-    folder.load([before], told.append)
-    assert told[1:] == [f"loaded {92 + 71 + 90} tokens of prefixes"]
+    folder.save([after], reported.append)
+    folder.load([before], reported.append)
+    assert reported[1:] == [f"loaded {92 + 71 + 90} tokens of prefixes"]
 
 
 def test_prefixes_of_other_models_or_settings_are_not_used(opened: OpenModel, tmp_path: Path) -> None:
@@ -143,28 +143,28 @@ def test_prefixes_of_other_models_or_settings_are_not_used(opened: OpenModel, tm
     folder.load([other], pytest.fail)  # reports what it loads
     assert other.cache_use()[0] == 0
     folder.file_of(model).rename(folder.file_of(other))
-    told: list[str] = []
-    folder.load([other], told.append)
-    assert told == [f"ignoring {folder.file_of(other)}: it is damaged"]
+    reported: list[str] = []
+    folder.load([other], reported.append)
+    assert reported == [f"ignoring {folder.file_of(other)}: it is damaged"]
 
 
 def test_the_folder_has_a_maximum_size(opened: OpenModel, evaluated: Count, tmp_path: Path) -> None:
     """In a file, the most recently used prefixes stay; of several files, the most recently written."""
-    model, other, told = opened(), opened(cache_type_v="q8_0"), list[str]()
+    model, other, reported = opened(), opened(cache_type_v="q8_0"), list[str]()
     folder = PrefixFolder(tmp_path, LARGE)
     filled(other)
-    folder.save([other], told.append)
+    folder.save([other], reported.append)
     filled(model)
-    folder.save([model], told.append)
+    folder.save([model], reported.append)
     n_bytes = folder.file_of(model).stat().st_size
     assert folder.file_of(other).exists()
     filled(model)
     small = PrefixFolder(tmp_path, n_bytes - 1)
-    small.save([model], told.append)
+    small.save([model], reported.append)
     assert [*tmp_path.iterdir()] == [folder.file_of(model)]
     assert folder.file_of(model).stat().st_size < n_bytes
     later = opened()
-    folder.load([later], told.append)
+    folder.load([later], reported.append)
     evaluated.taken()
     later.forward(ForwardRequest(TARGET, np.concatenate([text(60), text(30, 2)])))
     assert evaluated.taken() == 1
@@ -178,12 +178,12 @@ def test_the_folder_has_a_maximum_size(opened: OpenModel, evaluated: Count, tmp_
 def test_states_and_windows_are_saved_too(
     opened: OpenModel, evaluated: Count, tmp_path: Path, kind: str
 ) -> None:
-    before, after, folder, told = opened(kind), opened(kind), PrefixFolder(tmp_path, LARGE), list[str]()
+    before, after, folder, reported = opened(kind), opened(kind), PrefixFolder(tmp_path, LARGE), list[str]()
     before.forward(request(40), number=0)
     before.release(0)
     folder.save([before], pytest.fail)
-    folder.load([after], told.append)
-    assert told == ["loaded 40 tokens of prefixes"]
+    folder.load([after], reported.append)
+    assert reported == ["loaded 40 tokens of prefixes"]
     evaluated.taken()
     answer = after.forward(request(44), number=0).copy()
     assert evaluated.taken() == 4
@@ -200,9 +200,9 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_failed_write_is_reported_in_one_line(opened: OpenModel, tmp_path: Path) -> None:
-    model, told = opened(), list[str]()
+    model, reported = opened(), list[str]()
     folder = PrefixFolder(tmp_path / "gone", LARGE)
     folder.path.rmdir()
     filled(model)
-    folder.save([model], told.append)
-    assert told == [f"cannot save prefixes in {folder.path}: No such file or directory"]
+    folder.save([model], reported.append)
+    assert reported == [f"cannot save prefixes in {folder.path}: No such file or directory"]

@@ -53,12 +53,12 @@ def test_a_long_prompt_is_processed_once(model: LlamaModel, other: LlamaModel, e
 def test_a_conversation_uses_the_prompt_context_if_it_has_enough_new_tokens(
     model: LlamaModel, other: LlamaModel, evaluated: Count
 ) -> None:
-    for row, (n, n_new) in enumerate(((200, 200), (230, 30), (400, 170), (700, 300))):
-        answer = evaluate(model, [(row, request(n))])[row]
+    for number, (n, n_new) in enumerate(((200, 200), (230, 30), (400, 170), (700, 300))):
+        answer = evaluate(model, [(number, request(n))])[number]
         assert evaluated.taken() == n_new
         assert_same(answer, fresh(other, request(n)))
         evaluated.taken()
-        model.release(row)
+        model.release(number)
 
 
 @pytest.mark.parametrize(("n", "gain", "in_prompt_context"), [
@@ -163,10 +163,10 @@ def test_random_requests(
     monkeypatch.setattr(prompt_processor, "MIN_TOKENS", 8)
     rows, n_answers = RandomRows(np.random.default_rng(seed), longest=90, n_sequences=4), 0
     for _ in range(150):
-        for row in rows.leaving():
-            model.release(row)
+        for number in rows.leaving():
+            model.release(number)
         batch = rows.batch()
-        for row, answer in evaluate(model, batch).items():
-            assert_same(answer, fresh(other, dict(batch)[row]))
+        for number, answer in evaluate(model, batch).items():
+            assert_same(answer, fresh(other, dict(batch)[number]))
             n_answers += 1
     assert n_answers > 150

@@ -151,7 +151,7 @@ class Machine:
         self.idle += seconds * max(self.n_cores - self.n_others, 0)
 
     def evaluate(self, seconds: float = STEP) -> int:
-        """One evaluation; returns its threads."""
+        """Simulate an evaluation; return its number of threads."""
         self.governor.begin()
         n = self.governor.n_threads
         wanted = n * self.spins + self.n_others
@@ -253,7 +253,7 @@ class Unsteady(Machine):
         self.step, self.period, self.fixed = step, period, n
 
     def evaluate(self, seconds: float = 0.005) -> int:
-        """As long as one thread alone takes `step`, in slices of so many seconds."""
+        """Simulate an evaluation that takes one thread `step` seconds, in slices of `seconds`."""
         self.governor.begin()
         n, left = self.fixed or self.governor.n_threads, self.step
         while left > 0:
@@ -267,7 +267,7 @@ class Unsteady(Machine):
         return n
 
     def speed(self) -> float:
-        """Evaluations per second, over a minute."""
+        """Return the evaluations per second, over a minute."""
         n = 0
         while self.wall < 60:
             self.evaluate()

@@ -83,7 +83,7 @@ def test_the_text_is_the_targets_own_beside_other_completions(
             found = drafted_side_by_side(pair, prompts, temperature)
             assert max(round_.n_sequences for completion in found for round_ in completion.rounds) > 1
             assert {round_.source for completion in found for round_ in completion.rounds} == {Source.MTP}
-    assert shapes == {(1, 1)}, "of each row its own scores and its own hidden row"
+    assert shapes == {(1, 1)}, "one row of logits and one hidden row for each sequence"
 
 
 def test_a_sequence_that_the_target_drops_in_between_is_prepared_again(store: ModelStore) -> None:

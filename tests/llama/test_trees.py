@@ -26,15 +26,15 @@ def test_random_trees_of_several_sequences(opened: OpenModel, kind: str) -> None
     model, other = (opened(kind, n_ctx=128, n_cells=256, **EXACT) for _ in range(2))
     rows, n_trees = RandomTrees(rng, longest=70), 0
     for _ in range(120):
-        for row in rows.leaving():
-            model.release(row)
+        for number in rows.leaving():
+            model.release(number)
         batch = rows.batch()
         crowded = full(model, batch)
         batch = [entry for entry in batch if entry[0] not in crowded]
         answers = evaluate(model, batch, int(rng.choice([0, 2])))
-        for row, wanted in batch:
+        for number, wanted in batch:
             right = alone(other, wanted)
-            assert_same(answers[row], right, TOLERANCE[kind])
+            assert_same(answers[number], right, TOLERANCE[kind])
             n_trees += wanted.is_tree
     assert n_trees > 80
 
@@ -59,8 +59,8 @@ def test_paths_have_the_bits_of_chains(opened: OpenModel, dtype: str) -> None:
         wanted = ForwardRequest(TARGET, held, 1, rng.integers(2, 288, 9).astype(np.int32), parents)
         answer = model.forward(wanted)
         known = list(zip(paths(wanted), answer, strict=True))
-        for path, row in known:
-            assert np.array_equal(other.forward(ForwardRequest(TARGET, path))[0], row)
+        for path, number in known:
+            assert np.array_equal(other.forward(ForwardRequest(TARGET, path))[0], number)
         held = np.concatenate([known[int(rng.integers(10))][0], text(1, int(rng.integers(100)))])
 
 
@@ -95,8 +95,8 @@ def test_a_new_level_extends_the_cached_tree(opened: OpenModel) -> None:
 
 def test_too_many_branches_for_one_evaluation_are_split(opened: OpenModel) -> None:
     model, other = (opened(n_ctx=1024, **EXACT) for _ in range(2))
-    batch = [(row, tree(10 + row, [-1] * 12, row)) for row in range(5)]
-    model.prepare([(row, wanted, 0) for row, wanted in batch])
+    batch = [(number, tree(10 + number, [-1] * 12, number)) for number in range(5)]
+    model.prepare([(number, wanted, 0) for number, wanted in batch])
     answers = [logits.copy() for logits in model.evaluate(batch)]
     for (_, wanted), answer in zip(batch, answers, strict=True):
         assert_same(answer, alone(other, wanted))

@@ -160,7 +160,7 @@ def _no_bytes(parts: Parts) -> None:
 
 
 EPSILON = "llama.attention.layer_norm_rms_epsilon"
-SAID = {  # before llama.cpp opens the file
+IMPOSSIBLE = {  # metadata: found before llama.cpp opens the file
     "tokens twice": (_twice, "1 of its 288 tokens are duplicates"),
     "no layers": (setting("llama.block_count", 0), "llama.block_count is 0, not from 1 to 4096"),
     "too many layers": (
@@ -178,11 +178,11 @@ SAID = {  # before llama.cpp opens the file
 }
 
 
-@pytest.mark.parametrize("fault", SAID)
+@pytest.mark.parametrize("fault", IMPOSSIBLE)
 def test_metadata_is_checked(
     store: ModelStore, tmp_path: Path, trials: list[subprocess.Popen[bytes]], fault: str
 ) -> None:
-    change, reason = SAID[fault]
+    change, reason = IMPOSSIBLE[fault]
     path = changed(store.path(), tmp_path / "bad.gguf", change)
     with pytest.raises(ModelFileError) as raised:
         open_and_close(path)
@@ -196,7 +196,7 @@ def test_a_crash_of_llama_cpp_ends_only_the_child(
 ) -> None:
     """Our own checks are off, as for damage that they miss."""
     monkeypatch.setattr(trial, "check_metadata", lambda _path: None)
-    path = changed(store.path(), tmp_path / "bad.gguf", SAID[fault][0])
+    path = changed(store.path(), tmp_path / "bad.gguf", IMPOSSIBLE[fault][0])
     with pytest.raises(ModelFileError, match=r"bad.gguf crashes llama.cpp \(SIG[A-Z]*\): .*; download"):
         open_and_close(path)
 

@@ -17,7 +17,7 @@ CUT = ("llama", "gemma3")  # models whose memory can be cut
 @pytest.mark.parametrize("kind", CUT)
 def test_the_number_of_evaluated_positions(opened: OpenModel, evaluated: Count, kind: str) -> None:
     model, costs = opened(kind), []
-    for row, wanted in (
+    for number, wanted in (
         (0, request(50)),  # all tokens
         (0, request(50)),  # again: only the scored position
         (0, request(50, draft=text(54)[50:])),  # the last token and four draft tokens
@@ -27,7 +27,7 @@ def test_the_number_of_evaluated_positions(opened: OpenModel, evaluated: Count, 
         (0, request(54)),  # and the first has lost none
         (2, request(60, 1)),  # other tokens
     ):
-        model.forward(wanted, row)
+        model.forward(wanted, number)
         costs.append(evaluated.taken())
     assert costs == [50, 1, 5, 1, 1, 1, 1, 60]
 
@@ -49,14 +49,14 @@ def test_the_minimum_length_of_a_shared_prefix(
 @pytest.mark.parametrize("kind", CUT)
 def test_a_common_prompt_is_processed_once(opened: OpenModel, evaluated: Count, kind: str) -> None:
     """Also if its sequence has ended, and if several sequences start at once."""
-    model, batch = opened(kind), [(row, request(200, n_logits=0)) for row in range(5)]
+    model, batch = opened(kind), [(number, request(200, n_logits=0)) for number in range(5)]
     model.forward(request(150), number=9)
     model.release(9)
     evaluated.taken()
     for entry in batch:
         evaluate(model, [entry])
     assert evaluated.taken() == 50
-    evaluate(model, [(row, request(201 + row, draft=text(3, row))) for row in range(5)])
+    evaluate(model, [(number, request(201 + number, draft=text(3, number))) for number in range(5)])
     assert evaluated.taken() == sum(range(1, 6)) + 15
 
 
@@ -66,11 +66,11 @@ def test_states_of_several_sequences_roll_back_independently(
 ) -> None:
     """Each sequence has its own context; once, several sequences evaluated all tokens again every round."""
     model = opened(kind)
-    for row in range(3):
-        model.forward(request(60, row, n_logits=0), row)
+    for number in range(3):
+        model.forward(request(60, number, n_logits=0), number)
     evaluated.taken()
     for n in (61, 62, 63):
-        evaluate(model, [(row, request(n, row, draft=text(4, 9))) for row in range(3)])
+        evaluate(model, [(number, request(n, number, draft=text(4, 9))) for number in range(3)])
         assert evaluated.taken() <= 3 * (5 + 2)
 
 
@@ -91,13 +91,13 @@ def test_a_second_turn_costs_only_its_own_tokens(opened: OpenModel, evaluated: C
 def test_agents_in_turns_process_no_token_twice(opened: OpenModel, evaluated: Count, kind: str) -> None:
     """Two growing conversations and short requests in between: each finds its tokens in the store."""
     model = opened(kind)
-    for turn, row in enumerate(range(0, 12, 3)):
+    for turn, number in enumerate(range(0, 12, 3)):
         for agent in (1, 2):
-            model.forward(request(60 + 30 * turn, agent), row + agent)
-            model.release(row + agent)
+            model.forward(request(60 + 30 * turn, agent), number + agent)
+            model.release(number + agent)
             assert evaluated.taken() == (30 if turn else 60)
-        model.forward(request(20, 10 + turn), row)
-        model.release(row)
+        model.forward(request(20, 10 + turn), number)
+        model.release(number)
         assert evaluated.taken() == 20
 
 
@@ -166,13 +166,13 @@ def test_cached_tokens_are_not_evaluated(opened: OpenModel, evaluated: Count, ki
     """An evaluation saves as many tokens as `prepare` returns, after any requests."""
     model, rows = opened(kind, n_ctx=256), RandomRows(np.random.default_rng(1))
     for _ in range(200):
-        for row in rows.leaving():
-            model.release(row)
-        batch = [(row, wanted) for row, wanted in rows.batch() if wanted.n_logits]
-        prepared = model.prepare([(row, wanted, 0) for row, wanted in batch])
+        for number in rows.leaving():
+            model.release(number)
+        batch = [(number, wanted) for number, wanted in rows.batch() if wanted.n_logits]
+        prepared = model.prepare([(number, wanted, 0) for number, wanted in batch])
         assert not any(isinstance(n_cached, ContextFullError) for n_cached in prepared)
-        for (row, wanted), n_cached in zip(batch, prepared, strict=True):
-            model.evaluate([(row, wanted)])
+        for (number, wanted), n_cached in zip(batch, prepared, strict=True):
+            model.evaluate([(number, wanted)])
             assert isinstance(n_cached, int)
             assert n_cached <= len(wanted.tokens) - wanted.n_logits
             assert evaluated.taken() == wanted.n_tokens - n_cached
