@@ -124,8 +124,8 @@ def search(
     """Measure candidates until no neighbour of the best one is better; return them, the best first.
 
     `influence` is how much each layer changes its input; 0 = not at all. The search starts with a few numbers
-    of layers far apart. From the best one it takes steps of half the length each time. The other types come
-    last. `measure` returns None if llama.cpp cannot use a candidate, or there is no time left.
+    of layers far apart, and takes smaller and smaller steps from the best one. The other types come last.
+    `measure` returns None if llama.cpp cannot use a candidate, or there is no time left.
     """
     found: dict[Candidate, MeasuredCandidate | None] = {}
     least_first = sorted(range(len(influence)), key=lambda layer: (influence[layer], -layer))

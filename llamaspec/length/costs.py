@@ -20,11 +20,8 @@ Array = npt.NDArray[np.float64]
 WIDEST = 1 << 16  # positions
 SHORTEST, LONGEST = 1e-12, 1e6  # seconds: other times cannot have been measured
 DENSE = 16  # up to this, each width has its own average; beyond, each power of two
-PLAIN_SECONDS, STEP, POSITION = (
-    0.03,
-    0.12,
-    0.2,
-)  # guesses: width 1; a draft step and a position, next to it
+PLAIN_SECONDS = 0.03  # first guess of width 1
+STEP, POSITION = 0.12, 0.2  # first guesses of a draft step and one more position, relative to width 1
 TIMED = 2  # timings of plain decoding before anything is drafted
 PROBED, MOST = 2, 15  # timings that a prior counts as; that an average remembers
 CALIBRATED = (2, 4, 8, 16)  # widths that are timed by padding plain rounds
@@ -32,7 +29,7 @@ TOGETHER = 0.1  # share of a surprise that moves all widths
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
 PAD = 0.96  # an evaluation is padded if it then takes less than this share of the time
 LAG = 2  # tokens that a draft model usually has to process before its next step
-READING = 0.1  # guess: a prompt token of the draft model, in draft steps
+READING = 0.1  # first guess of a prompt token of the draft model, in draft steps
 PROMPT = 64  # minimum positions of a prompt chunk whose time is used for its width
 
 
@@ -214,9 +211,8 @@ class Costs:
         else:
             self._learn(average, surprise)
         self._usable = np.empty(0)
-        early, self._early = self._early, []
-        for learn in early:
-            learn()
+        while self._early:
+            self._early.pop(0)()
 
     def observe_prompt(self, width: int, seconds: float) -> None:
         """Learn the cost of a wide evaluation from a prompt chunk of the target.

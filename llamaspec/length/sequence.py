@@ -134,7 +134,7 @@ class AutoSequence:
         others = [each for each in policy.running() if each is not self]
         n_sequences = min(1 + len(others), costs.widest_allowed)  # more are not evaluated together
         n_drafting = min(1 + sum(each.is_drafting for each in others), n_sequences)
-        # All that draft take as many each: where the curve has steps, one position never pays for all.
+        # All drafting sequences get the same length: if the curve has steps, one position alone never pays.
         n, n_copies = (
             min(longest, max((max(REACH, widest * 3 // 2) - n_sequences) // n_drafting, 1))
             for longest, widest in (
