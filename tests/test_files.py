@@ -1,4 +1,4 @@
-"""Small files that are kept: what is read, what is refused, and how they are written."""
+"""Small files: reading, refusing, writing and validating."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_regular_file_below_the_limit_is_read(tmp_path: Path) -> None:
     assert read_file(path, 4) == read_file(tmp_path / "link", 4) == b"abcd"
 
 
-def test_whatever_would_block_or_never_end_is_refused(tmp_path: Path) -> None:
+def test_files_that_block_or_never_end_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "large").write_bytes(b"12345")
@@ -68,7 +68,7 @@ def test_a_failure_leaves_the_old_content_and_nothing_else(
     assert [(found.name, found.read_text()) for found in tmp_path.iterdir()] == [("x", "old")]
 
 
-def test_a_link_stays_one_but_a_pipe_is_replaced(tmp_path: Path) -> None:
+def test_a_link_stays_a_link_but_a_pipe_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     target, link = tmp_path / "kept" / "x", tmp_path / "link"
     target.write_text("old")
@@ -84,7 +84,7 @@ def test_a_link_stays_one_but_a_pipe_is_replaced(tmp_path: Path) -> None:
     assert not Path("/dev/null").is_file()
 
 
-def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_killed_writers_are_deleted(tmp_path: Path) -> None:
     names = (".x[1].aaa.tmp", ".x[1].bbb.tmp", ".y.aaa.tmp")
     for name in names:
         (tmp_path / name).write_text("")
@@ -122,7 +122,7 @@ def test_a_dataclass_from_json() -> None:
         ('{"parts": [], "n": 1, "name": "\\ud800"}', "Invalid JSON"),
     ],
 )
-def test_anything_else_is_one_line(text: str, reason: str) -> None:
+def test_invalid_json_is_one_line(text: str, reason: str) -> None:
     with pytest.raises(ValueError) as raised:
         parse_json(Whole, text)
     message = str(raised.value)
@@ -136,7 +136,7 @@ def test_bytes_that_are_not_utf_8() -> None:
         parse_json(Whole, b'{"parts": [], "n": 1, "name": "\xff"}')
 
 
-# What a terminal may be given
+# Text for terminals
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,12 @@ def test_only_copies(files: dict[str, Path]) -> None:
     assert (plan.drafts, plan.heads, plan.copying) == ((), None, Copying.ON)
 
 
-def test_nothing_drafts(files: dict[str, Path]) -> None:
+def test_plain_decoding(files: dict[str, Path]) -> None:
     assert plan_of(files, "big", copying=Copying.OFF).is_plain
     assert not plan_of(files, "big").is_plain
 
 
-def test_the_own_heads(files: dict[str, Path]) -> None:
+def test_the_target_s_own_heads(files: dict[str, Path]) -> None:
     plan = plan_of(files, "with-heads", "mtp")
     assert plan.has_own_heads
     assert plan.target.options.heads
@@ -82,7 +82,7 @@ def test_only_models_draft_for_each_other(files: dict[str, Path], other: str) ->
             plan_of(files, "big", *drafts)
 
 
-def test_auto_means_the_own_heads(files: dict[str, Path]) -> None:
+def test_auto_means_the_target_s_own_heads(files: dict[str, Path]) -> None:
     assert plan_of(files, "with-heads", "auto") == plan_of(files, "with-heads", "mtp")
 
 
@@ -104,7 +104,7 @@ def test_a_name_is_resolved_once(files: dict[str, Path]) -> None:
     assert asked == ["big", "small", "tiny"]
 
 
-def test_heads_and_a_draft_model_are_too_much() -> None:
+def test_heads_and_a_draft_model_exclude_each_other() -> None:
     file = ModelFile(Path("x.gguf"), OPTIONS)
     with pytest.raises(ValueError, match="not both"):
         DraftPlan(file, (file,), file)

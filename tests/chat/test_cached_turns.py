@@ -1,4 +1,4 @@
-"""A conversation costs only its new tokens: what is cached, and that the cache changes nothing."""
+"""A conversation costs only its new tokens, and the KV cache does not change answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tiny_models import Recipe
 from tiny_vocabulary import Vocabulary
 
 
-def test_only_what_is_new_is_prefilled(pair: Pair) -> None:
+def test_only_new_tokens_are_prefilled(pair: Pair) -> None:
     """Everything is cached but the last token of the answer, which was never evaluated."""
     chat = session(pair, system="Be brief.")
     say(chat, "hello there")
@@ -31,8 +31,8 @@ def test_only_what_is_new_is_prefilled(pair: Pair) -> None:
         assert n_cached == known - 1
 
 
-def test_an_answer_that_ends_is_cached_as_a_whole(chat_folder: Path) -> None:
-    """The model has read it to say that it ends there."""
+def test_an_answer_that_ended_is_cached_completely(chat_folder: Path) -> None:
+    """The model has evaluated all of it to choose the end-of-text token."""
     path = write_chat_model(chat_folder / "ending.gguf", ENDING)
     with open_pair(path, target_options=ModelOptions(threads=1)) as ending:
         chat = session(ending, max_tokens=500, n_drafted=0)
@@ -46,8 +46,8 @@ def test_an_answer_that_ends_is_cached_as_a_whole(chat_folder: Path) -> None:
             known = n_prompt + n_answer
 
 
-def test_what_is_cached_is_not_evaluated(pair: Pair, evaluated: Count) -> None:
-    """Also when the conversation is longer than the parts in which a prompt is prefilled."""
+def test_cached_tokens_are_not_evaluated(pair: Pair, evaluated: Count) -> None:
+    """Also if the conversation is longer than a chunk of a prompt."""
     with open_pair(pair.target.path, target_options=ModelOptions(n_ctx=2048, threads=1)) as alone:
         chat = session(alone, n_drafted=0)
         say(chat, "once upon a time " * 60)
@@ -74,8 +74,8 @@ def test_cache_and_draft_change_nothing(pair: Pair, forgets: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "mamba", "lfm2"])
-def test_conversations_with_other_memories(store: ModelStore, kind: str) -> None:
-    """Where the cache cannot go back the conversation is prefilled anew, and the text is the same."""
+def test_conversations_with_other_kinds_of_memory(store: ModelStore, kind: str) -> None:
+    """If the cache cannot go back, the conversation is processed again, and the text is the same."""
     with open_pair(store.path(kind), target_options=ModelOptions(threads=1)) as other:
         template = ChatTemplate(TEMPLATE, "<s>", "</s>")
         chat, fresh = (session(other, template=template, n_drafted=0) for _ in range(2))
@@ -88,7 +88,7 @@ def test_conversations_with_other_memories(store: ModelStore, kind: str) -> None
 
 @pytest.mark.parametrize("vocabulary", [ASCII, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
 @pytest.mark.parametrize("template", [TEMPLATE, PLAIN], ids=["control tokens", "plain text"])
-def test_tokens_of_the_model_are_kept(chat_folder: Path, vocabulary: Vocabulary, template: str) -> None:
+def test_the_model_s_own_tokens_are_kept(chat_folder: Path, vocabulary: Vocabulary, template: str) -> None:
     """A model may write "the" with other tokens than the tokenizer would."""
     path = chat_folder / f"{len(list(chat_folder.iterdir()))}.gguf"
     write_chat_model(path, Recipe(vocabulary=vocabulary), template)
@@ -106,14 +106,14 @@ def test_tokens_of_the_model_are_kept(chat_folder: Path, vocabulary: Vocabulary,
         canonical = fresh(words, render(talk))
         assert second != canonical
         assert b"".join(map(words.piece, second)) == b"".join(map(words.piece, canonical))
-        assert transcript.read(render(talk)).tolist() == second  # asked again, nothing is new
+        assert transcript.read(render(talk)).tolist() == second  # nothing is new
         # Another text has its own tokens.
         other = render([Message("user", "he ended")])
         assert transcript.read(other).tolist() == fresh(words, other)
 
 
 def fresh(words: LlamaVocabulary, rendered: Rendered) -> list[int]:
-    """Tokens of a conversation of which nothing is known."""
+    """Return the tokens of a conversation without known text."""
     found: list[int] = words.begun(rendered.tokenize(words)).tolist()
     return found
 
@@ -125,7 +125,7 @@ MISTRAL = (
 
 
 def test_spaces_that_the_template_writes_itself(chat_folder: Path) -> None:
-    """Such models begin their answers with a space; kept in the message, it would come twice."""
+    """Such models begin their answers with a space; in the message, it would come twice."""
     path = write_chat_model(chat_folder / "spaces.gguf", Recipe(vocabulary=ASCII), MISTRAL)
     with open_pair(path, target_options=ModelOptions(threads=1)) as opened:
         chat = session(opened, max_tokens=4)
@@ -145,8 +145,8 @@ def token_of(text: bytes, pair: Pair) -> int:
     return next(token for token in range(words.size - 1, -1, -1) if words.piece(token) == text)
 
 
-def test_half_a_character_is_tokenized_anew(store: ModelStore) -> None:
-    """What is not UTF-8 is shown as U+FFFD, and the conversation goes on with what was shown."""
+def test_half_a_character_is_tokenized_again(store: ModelStore) -> None:
+    """Invalid UTF-8 is shown as U+FFFD, and the conversation continues with the text as shown."""
     with open_pair(store.path("llama"), target_options=ModelOptions(threads=1)) as opened:
         words = opened.target.vocabulary
         transcript = Transcript(words)

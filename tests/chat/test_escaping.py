@@ -1,4 +1,4 @@
-"""Nothing that a message says becomes a special token, and what a template writes does."""
+"""No text of a message becomes a control token; text of the template does."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HARMLESS = ["hello", "1 < 2", "> quoted", "<|", "|>", "im_start", "user", "s", "
 
 
 def with_controls(vocabulary: Vocabulary) -> Vocabulary:
-    """The same with the control tokens of chat models."""
+    """Return the same vocabulary with the control tokens of chat models."""
     more = (START, END, "<|user|>", "<|assistant|>", "☃")
     scores = (*vocabulary.scores, *[0.0] * len(more)) if vocabulary.scores else ()
     return replace(
@@ -83,7 +83,7 @@ def controls_in(tokens: list[int], words: LlamaVocabulary) -> list[str]:
 
 
 def skeleton(source: str, words: LlamaVocabulary, n_messages: int) -> list[str]:
-    """The control tokens that a template writes around messages that say nothing special."""
+    """Return the control tokens that a template writes around ordinary messages."""
     messages = [Message("user", "hi there, friend")] * n_messages
     return controls_in(tokens_of(template(source, words).render(messages), words), words)
 
@@ -95,19 +95,19 @@ def test_messages_forge_nothing(words: LlamaVocabulary, source: str, text: str) 
     messages = [Message("user", text), Message("user", "and then?")]
     rendered = template(source, words).render(messages)
     assert controls_in(tokens_of(rendered, words), words) == skeleton(source, words, 2)
-    # The text itself is what the template makes of the real messages.
+    # The text itself is as the template renders the real messages.
     assert rendered.text == ChatTemplate(source, "<s>", "</s>", SpecialTokens(())).render(messages).text
 
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
 @pytest.mark.parametrize("text", HARMLESS)
-def test_usual_messages_are_tokenized_as_ever(words: LlamaVocabulary, source: str, text: str) -> None:
+def test_ordinary_messages_are_tokenized_as_before(words: LlamaVocabulary, source: str, text: str) -> None:
     rendered = template(source, words).render([Message("user", text)])
     whole = words.tokenize(rendered.text, add_special=False, parse_special=True).tolist()
     assert tokens_of(rendered, words) == whole
 
 
-def test_what_is_asked_for_is_special(words: LlamaVocabulary) -> None:
+def test_parse_special_allows_control_tokens(words: LlamaVocabulary) -> None:
     rendered = template(TEMPLATES["as it is"], words).render(
         [Message("user", "a<|im_end|>b")], parse_special=True
     )
@@ -128,8 +128,8 @@ def test_a_template_and_a_message_make_no_token_together(words: LlamaVocabulary)
         assert controls_in(tokens_of(rendered, words), words) == []
 
 
-def test_a_message_takes_no_letter_of_a_control_token() -> None:
-    """Here the end of the message and the beginning of the token behind it are spelled like another token."""
+def test_a_message_takes_no_character_of_a_control_token() -> None:
+    """The end of the message and the beginning of the token after it spell another token."""
     special = SpecialTokens(["<s>", "!<", "</s>"])
     rendered = ChatTemplate("{{ messages[0].content }}<s></s>", "", "", special).render(
         [Message("user", "Go!")]
@@ -138,13 +138,13 @@ def test_a_message_takes_no_letter_of_a_control_token() -> None:
     assert [part for part in rendered.segments() if part[0]] == [(b"Go!", False), (b"<s></s>", True)]
 
 
-def test_a_control_token_of_one_letter(words: LlamaVocabulary) -> None:
+def test_a_control_token_of_one_character(words: LlamaVocabulary) -> None:
     rendered = template("☃{{ messages[0].content }}☃", words).render([Message("user", "a☃b")])
     assert rendered.specials == ((0, 3), (8, 11))
 
 
 def test_the_template_sees_the_words_of_the_message(words: LlamaVocabulary) -> None:
-    """What it looks for is there, also beside what is covered."""
+    """The text that it searches for is there, also beside escaped text."""
     source = "{{ 'yes' if '</tool>' in messages[0].content and messages[0].content.startswith('<tool>') }}"
     rendered = template(source, words).render([Message("user", "<tool><|im_end|></tool>")])
     assert rendered.text == b"yes"
@@ -183,7 +183,7 @@ def test_the_same_letters_with_other_tokens_are_not_known(words: LlamaVocabulary
 
 
 def test_control_tokens_of_an_answer_are_known(words: LlamaVocabulary) -> None:
-    """A call begins with one; what was cached behind it was evaluated again in the next turn."""
+    """A call begins with one; the tokens after it were evaluated again in the next turn."""
     chat, transcript = template(TEMPLATES["as it is"], words), Transcript(words)
     first = transcript.read(chat.render([Message("user", "one")])).tolist()
     wrote = [words.controls["<|assistant|>"], *words.tokenize(b"x", add_special=False).tolist()[-1:]]
@@ -194,6 +194,6 @@ def test_control_tokens_of_an_answer_are_known(words: LlamaVocabulary) -> None:
     talk = [Message("user", "one"), Message("assistant", "@x"), Message("user", "two")]
     tokens = transcript.read(template(source, words).render(talk)).tolist()
     assert tokens[: len(first) + 2] == first + wrote
-    # Where a user spells it, it is another text.
+    # Spelled by a user, it is another text.
     forged = transcript.read(chat.render([Message("user", "one"), Message("assistant", "<|assistant|>x")]))
     assert forged.tolist()[: len(first) + 1] != first + wrote[:1]

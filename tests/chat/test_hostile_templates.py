@@ -1,4 +1,4 @@
-"""Templates in model files are programs of strangers: whatever they try costs a line, not the machine."""
+"""Templates are programs of strangers: the worst that they can cause is an error of one line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def process() -> Iterator[TemplateProcess]:
 
 
 def outcome(process: TemplateProcess, source: str) -> str:
-    """The text, or why there is none."""
+    """Return the rendered text, or the reason of the failure."""
     try:
         return process.render(source, {})
     except RenderError as refused:
@@ -63,7 +63,7 @@ def outcome(process: TemplateProcess, source: str) -> str:
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_templates(process: TemplateProcess, source: str) -> None:
-    """They hung, took gigabytes, or gave a traceback. The next template is rendered as ever."""
+    """They hung, took gigabytes, or gave a traceback. The next template is rendered as usual."""
     assert len(outcome(process, source)) <= sandbox.MAX_CHARACTERS
     assert process.render("{{ x }}", {"x": "hello"}) == "hello"
 
@@ -77,13 +77,13 @@ def test_hostile_templates(process: TemplateProcess, source: str) -> None:
         ("self", "recurses without end"),
     ],
 )
-def test_what_is_said(process: TemplateProcess, name: str, says: str) -> None:
+def test_the_message_for_each_fault(process: TemplateProcess, name: str, says: str) -> None:
     with pytest.raises(RenderError, match=says):
         process.render(HOSTILE[name], {})
 
 
 def test_ctrl_c_while_a_template_computes() -> None:
-    """The answer to what was interrupted is not taken for that to the next request."""
+    """The next request does not get the answer to the interrupted one."""
     script = (
         "import signal, threading, os\n"
         "from llamaspec.chat.sandbox import TemplateProcess\n"
@@ -96,7 +96,7 @@ def test_ctrl_c_while_a_template_computes() -> None:
 
 
 def working() -> tuple[TemplateProcess, psutil.Process]:
-    """A process for templates that has been used, and what it started."""
+    """Yield a template process that was used, and the process that it started."""
     before = set(psutil.Process().children())
     process = TemplateProcess()
     assert process.render("{{ x }}", {"x": "1"}) == "1"
@@ -104,7 +104,7 @@ def working() -> tuple[TemplateProcess, psutil.Process]:
     return process, started
 
 
-def test_a_killed_process_is_begun_again() -> None:
+def test_a_killed_process_is_started_again() -> None:
     process, started = working()
     started.kill()
     started.wait(PATIENCE)
@@ -113,7 +113,7 @@ def test_a_killed_process_is_begun_again() -> None:
     process.close()
 
 
-def test_a_fork_has_its_own() -> None:
+def test_a_fork_has_its_own_process() -> None:
     process, started = working()
     child = os.fork()
     if child == 0:
@@ -162,7 +162,7 @@ def test_several_threads() -> None:
          {"failure": "access to attribute '__class__' of 'dict' object is unsafe"}),
     ],
 )  # fmt: skip
-def test_what_templates_are_written_for(source: str, said: dict[str, str]) -> None:
+def test_the_environment_of_templates(source: str, said: dict[str, str]) -> None:
     request = {"source": source, "variables": {"x": {"b": "<é>", "a": [1, None]}}}
     assert sandbox.respond(request) == said
     assert sandbox.respond({"source": source}) == {"text": ""}, "only compiled"

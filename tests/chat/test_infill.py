@@ -1,4 +1,4 @@
-"""Prompts of fill-in-the-middle: their order, what is left out, and that no text becomes a mark."""
+"""Prompts for filling in the middle: order, omissions, and that no text becomes a mark."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_FILE = Recipe(vocabulary=sentencepiece_vocabulary().with_controls(*FIM[:3]))
 
 
 def spelled(vocabulary: LlamaVocabulary, prompt: list[int]) -> str:
-    """A prompt as text, its marks among it."""
+    """Return a prompt as text with its marks."""
     names = {token: name for name, token in vocabulary.controls.items()}
     pieces = (names[token].encode() if token in names else vocabulary.piece(token) for token in prompt)
     return b"".join(pieces).decode()
@@ -38,8 +38,8 @@ def test_the_order_of_the_parts(coder: LlamaVocabulary) -> None:
     assert spelled(coder, prompt.tolist()) == f"<s><|repo_name|>project\n{others}{cursor}"
 
 
-def test_a_model_that_knows_one_file_only(opened: OpenModel) -> None:
-    """And one that puts a space before every text."""
+def test_a_model_that_knows_only_one_file(opened: OpenModel) -> None:
+    """Also a vocabulary that puts a space before every text."""
     vocabulary = opened(recipe=ONE_FILE).vocabulary
     prompt = fitting_infill_prompt(vocabulary, "def f(", "):", FILES[1:], 300)
     cursor = "<|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>"
@@ -59,9 +59,7 @@ def test_marks_of_other_files_end_a_text(coder: LlamaVocabulary) -> None:
 
 @pytest.mark.parametrize("room", [60, 200, 1000, 9000])
 @pytest.mark.parametrize("length", [0, 5, 400, 5000])
-def test_a_prompt_has_no_more_tokens_than_there_is_room_for(
-    coder: LlamaVocabulary, length: int, room: int
-) -> None:
+def test_a_prompt_fits_its_room(coder: LlamaVocabulary, length: int, room: int) -> None:
     files = [File(f"{i}.py", "x" * (length // 4)) for i in range(8)]
     prompt = fitting_infill_prompt(coder, "p" * length, "s" * length, files, room)
     assert len(prompt) <= room
@@ -76,11 +74,11 @@ def test_the_last_files_and_the_text_next_to_the_cursor_are_kept(coder: LlamaVoc
     assert [str(i) for i in range(5) if f"<|file_sep|>{i}\n" in text] == ["3", "4"]
 
 
-def test_a_long_text_begins_alike_for_many_keys(coder: LlamaVocabulary) -> None:
-    """Else every key would read the whole text again."""
+def test_a_long_prefix_begins_alike_for_many_keystrokes(coder: LlamaVocabulary) -> None:
+    """Otherwise each keystroke would process the whole text again."""
     text = "".join(f"{i}," for i in range(999))
     prompts = [fitting_infill_prompt(coder, text[:n], "", (), 400).tolist() for n in range(1000, 1100)]
-    begin = [prompt[:-2] for prompt in prompts]  # without the marks behind the cursor
+    begin = [prompt[:-2] for prompt in prompts]  # without the marks after the cursor
     moves = sum(a != b[: len(a)] for a, b in itertools.pairwise(begin))
     assert 1 <= moves <= 3
 

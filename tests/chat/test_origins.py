@@ -1,4 +1,4 @@
-"""Deltas carry the log-probabilities and the spans of their own text, wherever tokens and marks lie."""
+"""Deltas have the log-probabilities and spans of their own text, wherever tokens and marks begin."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from llamaspec.values import TARGET, TokenArray
 from stepped import Stepped
 from texts import Alphabet, Letters, stream
 
-Told: TypeAlias = list[tuple[str, list[str | bytes]]]  # content, and the tokens that are told with it
+Told: TypeAlias = list[tuple[str, list[str | bytes]]]  # content, and the tokens that come with it
 
 TEXT = AnswerFormat()
 CALLS = AnswerFormat(families.HERMES, Reasoning("<think>", "</think>"))
 CHANNELS = AnswerFormat(families.HARMONY, families.CHANNELS)
 TOOLS: Any = [{"function": {"name": "nap"}}]
-NOBODY: Any = None  # a vocabulary that is not asked
+NOBODY: Any = None  # a vocabulary that is not used
 NAP = '<tool_call>{"name": "nap", "arguments": {}}</tool_call>'
 
 
 class Words(Letters):
-    """Token n is word n; the one behind the last ends the text."""
+    """Token n is word n; the token after the last word ends the completion."""
 
     def __init__(self, words: Sequence[bytes]) -> None:
         super().__init__(end=len(words))
@@ -46,7 +46,7 @@ class Words(Letters):
 def stream_of(
     words: Sequence[str | bytes], form: AnswerFormat = TEXT, stops: Sequence[str] = (), n: int = 99
 ) -> AnswerStream:
-    """An answer that consists of these words; at most `n` of them are generated."""
+    """Return an answer of these words, of which at most `n` are generated."""
     known = Words([b"", *(word.encode() if isinstance(word, str) else word for word in words)])
     size = len(words) + 2
     models: dict[str, FakeModel] = {TARGET: Alphabet(vocabulary_size=size, context_size=size + 2)}
@@ -61,13 +61,13 @@ def stream_of(
 
 
 def answer(words: Sequence[str | bytes], *asked: Any, **more: Any) -> list[ContentDelta]:
-    """The content of the answer, as it comes."""
+    """Return the content of the answer and its tokens, delta by delta."""
     steps = stream_of(words, *asked, **more)
     return [delta for deltas in steps for delta in deltas if isinstance(delta, ContentDelta)]
 
 
 def told(words: Sequence[str | bytes], *asked: Any, **more: Any) -> Told:
-    """Without the end of the text, which every API leaves out."""
+    """Return the tokens without the end-of-text token, which every API leaves out."""
     found = answer(words, *asked, **more)
     return [
         (each.text, [words[token - 1] for token, *_ in each.logprobs if token <= len(words)])
@@ -83,7 +83,7 @@ def told(words: Sequence[str | bytes], *asked: Any, **more: Any) -> Told:
         ([b"a\xe2", b"\x82", b"\xac"], (), [("a", [b"a\xe2"]), ("€", [b"\x82", b"\xac"])]),
         ([b"a", b"\xe2"], (), [("a", [b"a"]), ("\ufffd", [b"\xe2"])]),
         (["a", "", "b"], (), [("a", ["a"]), ("b", ["", "b"])]),  # "" is a control token
-        # What a stop string may begin with is held back.
+        # A possible beginning of a stop string is held back.
         (["aST", "U", "b"], ("STOP",), [("a", ["aST"]), ("STU", ["U"]), ("b", ["b"])]),
         (["S", "T", "S", "x"], ("STOP",), [("ST", ["S", "T"]), ("Sx", ["S", "x"])]),
         (["a", "S", "T"], ("STOP",), [("a", ["a"]), ("ST", ["S", "T"])]),
@@ -100,7 +100,10 @@ def test_tokens_come_with_their_first_text(words: list[Any], stops: tuple[str, .
     ("words", "expected"),
     [
         (["So", " <", "tool", "s>"], [("So", ["So"]), (" <tools>", [" <", "tool", "s>"])]),
-        (["t<t", "x"], [("t", ["t<t"]), ("<tx", ["x"])]),  # the held t was taken for the first one
+        (
+            ["t<t", "x"],
+            [("t", ["t<t"]), ("<tx", ["x"])],
+        ),  # the t that was held back was taken for the first one
         (["a", " ", "\n", NAP[:9], NAP[9:]], [("a", ["a"])]),
         (["a <tool", NAP[5:]], [("a", ["a <tool"])]),
         ([NAP, " \nb", "c"], [("b", [" \nb"]), ("c", ["c"])]),
@@ -110,11 +113,11 @@ def test_tokens_come_with_their_first_text(words: list[Any], stops: tuple[str, .
         (["<think>t </", "think>\n", "t"], [("t", ["t"])]),
     ],
 )
-def test_marks_thoughts_and_calls_are_passed_over(words: list[str], expected: Told) -> None:
+def test_marks_reasoning_and_calls_are_skipped(words: list[str], expected: Told) -> None:
     assert told(words, CALLS) == expected
 
 
-def test_a_cut_mark_is_not_told_with_the_text_before_it() -> None:
+def test_a_cut_mark_does_not_come_with_the_text_before_it() -> None:
     """A stream ended within <tool_call>. The two empty lines before, held back until then, came with the
     log-probabilities of three tokens: the beginning of the mark was among them.
     """
@@ -134,7 +137,7 @@ def test_messages_of_channels_have_marks_between_them() -> None:
 @settings(deadline=None)
 @given(st.text("aST<é€", max_size=12), st.data())
 def test_every_token_comes_with_its_first_character(text: str, data: st.DataObject) -> None:
-    """None is lost or told twice, whatever was held back for a while."""
+    """None is lost or comes twice, whatever was held back."""
     written = text.encode()
     cuts = sorted(data.draw(st.sets(st.integers(0, len(written)))))
     cuts = [0, *cuts, len(written)]

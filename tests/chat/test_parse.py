@@ -1,4 +1,4 @@
-"""Answers of models, taken apart: recorded ones of each family, split everywhere, and malformed ones."""
+"""Parsing answers: recorded ones of each family, split at every place, and malformed ones."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FORMATS = {
 
 
 def parsed(name: str, pieces: Iterable[str], **options: Any) -> list[Delta]:
-    """All deltas, with ids counted and neighbours of one kind joined."""
+    """Return all deltas, with ids counted and neighbours of one kind joined."""
     parser = AnswerParser(FORMATS[name], options.pop("tools", TOOLS), **options)
     found: list[Delta] = []
     for delta in [*(delta for piece in pieces for delta in parser.feed(piece)), *parser.finish()]:
@@ -77,13 +77,13 @@ def answer(content: str = "", *calls: tuple[str, Any], thought: str | None = Non
 
 
 def normal(message: Message) -> Message:
-    """The same with arguments as `json.dumps` writes them."""
+    """Return the message with arguments as `json.dumps` writes them."""
     calls = (ToolCall(c.id, c.name, json.dumps(json.loads(c.arguments))) for c in message.tool_calls)
     return Message("assistant", message.text, tool_calls=tuple(calls), reasoning=message.reasoning)
 
 
 PARIS, BOTH = ("weather", {"city": "Paris"}), ("weather", {"city": "Paris", "days": 2})
-# As the families' own templates, documentation and llama.cpp's tests of real models have them.
+# From the families' own templates and documentation, and llama.cpp's tests of real models.
 RECORDED: dict[str, tuple[str, str, Message]] = {
     "qwen3": (
         "qwen3",
@@ -222,14 +222,14 @@ RECORDED: dict[str, tuple[str, str, Message]] = {
 @pytest.mark.parametrize(("name", "text", "expected"), RECORDED.values(), ids=RECORDED)
 def test_recorded_answers(name: str, text: str, expected: Message) -> None:
     assert normal(message_of(parsed(name, [text]))) == expected
-    assert normal(message_of(parsed(name, text))) == expected  # letter by letter
+    assert normal(message_of(parsed(name, text))) == expected  # character by character
 
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(RECORDED)), st.data())
-def test_any_split_gives_the_same(which: str, data: st.DataObject) -> None:
+def test_every_split_gives_the_same(which: str, data: st.DataObject) -> None:
     name, text, _ = RECORDED[which]
-    text = text[: data.draw(st.integers(0, len(text)))]  # also what was cut off
+    text = text[: data.draw(st.integers(0, len(text)))]  # also cut off
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     assert parsed(name, pieces) == parsed(name, [text])
@@ -250,8 +250,8 @@ FRAGMENTS = [
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.data())
-def test_whatever_a_model_writes(name: str, fragments: list[str], data: st.DataObject) -> None:
-    """Never an exception, the same for every split, and no text lost that belongs to no call."""
+def test_arbitrary_answers(name: str, fragments: list[str], data: st.DataObject) -> None:
+    """There is no exception, every split gives the same, and no text outside calls is lost."""
     text = "".join(fragments)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
@@ -264,7 +264,7 @@ def test_whatever_a_model_writes(name: str, fragments: list[str], data: st.DataO
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.booleans())
-def test_text_is_where_it_says_it_was_written(name: str, fragments: list[str], is_cut: bool) -> None:
+def test_deltas_know_their_place_in_the_answer(name: str, fragments: list[str], is_cut: bool) -> None:
     parser, text, end = AnswerParser(FORMATS[name], TOOLS), "".join(fragments), 0
     for delta in [*(d for piece in fragments for d in parser.feed(piece)), *parser.finish(is_cut=is_cut)]:
         if isinstance(delta, ContentDelta):
@@ -298,12 +298,12 @@ def test_text_is_where_it_says_it_was_written(name: str, fragments: list[str], i
         ("gpt-oss", "<|channel|>final" + "x" * 600 + "<|message|>"),
     ],
 )
-def test_what_is_malformed_is_content(name: str, text: str) -> None:
+def test_malformed_calls_are_content(name: str, text: str) -> None:
     assert parsed(name, [text]) == [ContentDelta(text)]
     assert parsed(name, text) == [ContentDelta(text)]
 
 
-def test_a_name_may_be_spelled_otherwise_without_marks() -> None:
+def test_a_call_without_marks_may_misspell_the_only_tool() -> None:
     """The 1.5B coder calls search-web search_web."""
     for names, expected in ((["search-web"], ["search-web"]), (["search-web", "search.web"], [])):
         tools = [{"function": {"name": name}} for name in names]
@@ -326,7 +326,7 @@ def test_a_name_may_be_spelled_otherwise_without_marks() -> None:
         ("llama", '{"name": "Bob', '{"name": "Bob'),
     ],
 )
-def test_a_call_that_was_cut_is_no_content(name: str, text: str, shown: str) -> None:
+def test_a_call_that_was_cut_is_not_content(name: str, text: str, shown: str) -> None:
     for pieces in ([text], list(text)):
         parser = AnswerParser(FORMATS[name], TOOLS)
         found = message_of(
@@ -335,7 +335,7 @@ def test_a_call_that_was_cut_is_no_content(name: str, text: str, shown: str) -> 
         assert (found.text.rstrip(), found.tool_calls) == (shown, ())
 
 
-def test_half_a_mark_behind_a_call_is_no_content() -> None:
+def test_half_a_mark_after_a_call_is_not_content() -> None:
     for mark in ("</tool_c", "\n<tool_ca"):
         parser = AnswerParser(FORMATS["qwen3"], TOOLS)
         deltas = parser.feed('<tool_call>\n{"name": "now", "arguments": {}}' + mark)
@@ -343,7 +343,7 @@ def test_half_a_mark_behind_a_call_is_no_content() -> None:
         assert (found.text, len(found.tool_calls)) == ("", 1)
 
 
-def test_what_follows_a_broken_call_is_content() -> None:
+def test_text_after_a_broken_call_is_content() -> None:
     broken = '<tool_call>{"name": "now", "arguments": {} oh no'
     assert parsed("qwen3", [broken]) == [
         CallDelta(0, "0", "now"),
@@ -373,8 +373,8 @@ def test_reasoning_that_ends_within_its_mark_is_whole() -> None:
         assert (found.reasoning, found.text) == ("Hm </thi", "")
 
 
-def test_arguments_come_as_they_are_written() -> None:
-    """A client that shows a file while it is written waits for no end."""
+def test_arguments_are_streamed() -> None:
+    """A client can show a file while the model writes it."""
     parser = AnswerParser(FORMATS["qwen-coder"], TOOLS)
     parser.feed("<tool_call>\n<function=edit>\n<parameter=file>\nline 1\nli")
     assert parser.feed("ne 2\nline") == [ArgumentsDelta(0, "ne 2\\nline")]
@@ -395,7 +395,7 @@ def test_arguments_come_as_they_are_written() -> None:
         ("plain", "", " "),
     ],
 )
-def test_what_is_no_call_is_shown_soon(name: str, begin: str, more: str) -> None:
+def test_text_that_is_not_a_call_is_shown_soon(name: str, begin: str, more: str) -> None:
     parser = AnswerParser(FORMATS[name], TOOLS)
     deltas = [delta for piece in (begin, *more * MAX_HEADER) for delta in parser.feed(piece)]
     assert message_of(deltas).text.startswith(begin)
@@ -404,7 +404,7 @@ def test_what_is_no_call_is_shown_soon(name: str, begin: str, more: str) -> None
 # Families
 
 THINKS = "{{- '<think>\\n\\n</think>\\n\\n' }}"
-# The lines of published templates that tell.
+# Lines of published templates that show the family.
 TEMPLATES = {
     "Qwen3": (
         "<tool_call>\\n{\\\"name\\\": <function-name>, \\\"arguments\\\": <args-json-object>}\\n</tool_call>"
@@ -458,7 +458,7 @@ def test_families(source: str, calls: CallFormat | None, opening: str | None) ->
 
 
 def test_the_tokens_of_an_answer() -> None:
-    """Marks are spelled, the tokens of turns never."""
+    """Marks are spelled; the control tokens of turns are not."""
     controls = {
         "<|channel|>": 1,
         "<|message|>": 2,

@@ -1,4 +1,4 @@
-"""Models that think: shown apart, not fed back, and ended where they go on too long."""
+"""Reasoning: shown separately, left out of later prompts, and ended at its budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llamaspec.values import TokenArray
 
 REASONING = Reasoning("<think>", "</think>", "\n\n")
 THINKS = AnswerFormat(None, REASONING)
-# Writes no reasoning of earlier turns, and opens that of the next unless it is told not to.
+# Leaves out the reasoning of earlier turns, and opens that of the next unless a variable disables it.
 THINKING = TEMPLATE + "{{ '<think>\n' if enable_thinking is not defined else '<think></think>' }}"
 SEED = 9
 
@@ -44,7 +44,7 @@ def whole(steps: list[list[Delta]]) -> Message:
     return message_of(delta for deltas in steps for delta in deltas)
 
 
-def test_without_a_budget_it_thinks_on(pair: Pair) -> None:
+def test_without_a_budget_reasoning_is_not_ended(pair: Pair) -> None:
     stream = answer(pair, None)
     found = whole(list(stream))
     assert found.text == ""
@@ -54,8 +54,8 @@ def test_without_a_budget_it_thinks_on(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
-def test_thinking_is_ended(pair: Pair, budget: int) -> None:
-    """What follows is what the model says to the prompt, its thoughts and the closing mark."""
+def test_reasoning_ends_at_its_budget(pair: Pair, budget: int) -> None:
+    """The answer continues after the prompt, the reasoning and the closing mark."""
     words = pair.target.vocabulary
     stream = answer(pair, budget)
     steps = list(stream)
@@ -78,8 +78,8 @@ def test_thinking_is_ended(pair: Pair, budget: int) -> None:
     assert done.summary.n_tokens == budget + n_left
 
 
-def test_a_draft_that_fails_while_it_thinks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It drafts for the answer, and the fault is told all the same."""
+def test_a_draft_that_fails_during_reasoning(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model drafts for the answer again, and the fault is still reported."""
     assert pair.draft is not None
     right, faults = answer(pair, 7), [EvaluationError("llama.cpp failed")]
     said, evaluate = whole(list(right)), pair.draft.evaluate
@@ -98,8 +98,8 @@ def test_a_draft_that_fails_while_it_thinks(pair: Pair, monkeypatch: pytest.Monk
     assert right.completion.draft_fault is None
 
 
-def test_no_room_to_end_it(pair: Pair) -> None:
-    """Neither tokens nor context are left: what it thinks is the answer."""
+def test_no_room_to_end_the_reasoning(pair: Pair) -> None:
+    """Without tokens or context left, the reasoning is the whole answer."""
     stream = answer(pair, 25)
     assert whole(list(stream)).text == ""
     assert len(stream.completion.tokens) == 30
@@ -122,7 +122,7 @@ def test_closed(pair: Pair) -> None:
 
 
 def test_a_conversation(pair: Pair) -> None:
-    """The person sees the answer, and thoughts apart; the next turn is asked without them."""
+    """The user sees the answer and, separately, the reasoning; the next prompt leaves it out."""
     thoughts = list[str]()
     template = ChatTemplate(THINKING, "<s>", "</s>")
     chat = session(pair, template=template, on_reasoning=thoughts.append, reasoning_budget=5)
@@ -133,7 +133,7 @@ def test_a_conversation(pair: Pair) -> None:
     n_first = last(chat)[0]
     say(chat, "two")
     n_prompt, n_cached, _ = last(chat)
-    assert n_cached >= n_first - len("<think>\n") - 1  # up to where the thoughts stood
+    assert n_cached >= n_first - len("<think>\n") - 1  # up to the place of the reasoning
     fresh = template.render(chat.messages[:3]).text
     assert n_prompt == len(pair.target.vocabulary.tokenize(fresh[len("<s>") :], parse_special=True))
 
@@ -153,7 +153,7 @@ def test_through_the_entry_point(talker: list[Path], tmp_path: Path) -> None:
     assert endless.stdout == "\n"
     assert len(off.stdout) > 20
     assert invoke(*options, "--reasoning-budget", "-1", stdin=b"").code == 2
-    # A model that thinks though it is asked not to may not write a token of it.
+    # A model whose reasoning is disabled must not write any.
     (tmp_path / "t.jinja").write_text(PLAIN + "<think>{# </think> #}")
     forbidden, none, one = (
         invoke(*options, *more, stdin=b"one\n").stdout
@@ -184,10 +184,10 @@ FINAL = "<|channel|>final<|message|>"
         (CHANNELS, "", "Hm", b"", ""),
     ],
 )
-def test_how_an_answer_is_begun(
+def test_the_beginning_of_a_continued_answer(
     answer_format: AnswerFormat, text: str, reasoning: str, prompt: bytes, expected: str
 ) -> None:
-    """Marks are the family's; words are never marks."""
+    """Only the marks of the family are marks."""
     parts = answer_format.beginning(text, reasoning, prompt)
     assert "".join(part for part, _ in parts) == expected
     assert not {part for part, is_mark in parts if is_mark} & {text, reasoning} - {""}

@@ -1,4 +1,4 @@
-"""A conversation: seeds, other answers, stopping, and what is left out when the context is full."""
+"""A conversation: seeds, other answers, stopping, and dropping turns if the context is full."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_regenerate(pair: Pair) -> None:
     assert third not in (first, second)
 
 
-def test_going_on_is_the_longer_answer(pair: Pair) -> None:
-    """Parts of an answer together are the answer that a larger limit gives at once."""
+def test_a_continued_answer_is_the_longer_answer(pair: Pair) -> None:
+    """The parts of an answer are together the answer with a larger limit."""
     whole = session(pair, max_tokens=60)
     say(whole, "one")
     chat = session(pair)
@@ -72,8 +72,8 @@ def test_going_on_is_the_longer_answer(pair: Pair) -> None:
     assert say(chat, "two") == say(whole, "two")
 
 
-def test_an_answer_from_a_file_goes_on_in_the_final_channel(pair: Pair) -> None:
-    """An answer of gpt-oss was continued directly behind <|start|>assistant, where a channel has to stand."""
+def test_an_answer_from_a_file_continues_in_the_final_channel(pair: Pair) -> None:
+    """An answer of gpt-oss was continued directly after <|start|>assistant, where a channel must follow."""
     template = ChatTemplate(f"{TEMPLATE}{{# <|channel|><|message|><|start|> #}}", "<s>", "</s>")
     chat = session(pair, template=template)
     chat.replace([Message("user", "one"), Message("assistant", "two")])
@@ -96,7 +96,7 @@ def test_another_message_in_place_of_the_last(pair: Pair) -> None:
     assert chat.messages == other.messages
 
 
-def test_stopping_keeps_what_was_said(pair: Pair) -> None:
+def test_stopping_keeps_the_text_so_far(pair: Pair) -> None:
     chat = session(pair)
     whole = say(session(pair), "one")
     with closing(chat.ask("one")) as pieces:
@@ -122,7 +122,7 @@ def test_stopping_before_a_word_takes_the_message_back(pair: Pair) -> None:
 
 
 class Spy(ChatTemplate):
-    """Notes what was asked last."""
+    """Records the last prompt."""
 
     asked: tuple[str, ...] = ()
 
@@ -174,7 +174,7 @@ def test_a_full_context_ends_the_answer(talker: list[Path]) -> None:
         say(chat, "one")
         assert chat.last is not None
         assert chat.last.completion.stop_reason is StopReason.CONTEXT
-        say(chat, "two")  # goes on without the turn that filled it
+        say(chat, "two")  # continues without the turn that filled the context
         assert last(chat)[0] < 128
 
 
@@ -183,7 +183,7 @@ def test_a_full_context_ends_the_answer(talker: list[Path]) -> None:
 HELLO = Message("user", "hello")
 
 
-def test_what_other_programs_add_is_left_out(tmp_path: Path) -> None:
+def test_fields_of_other_programs_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('[{"role": "user", "content": "hello", "time": 3}]')
     assert load_conversation(tmp_path / "x.json") == (HELLO,)
 

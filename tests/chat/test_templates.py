@@ -1,4 +1,4 @@
-"""Chat templates: what they refuse, and how a conversation begins."""
+"""Chat templates: refusals, the beginning of a conversation, tools."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_template_that_writes_nothing_is_one_line(talker: list[Path], tmp_path
 
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("{{ bos_token }}", "")])
 def test_a_conversation_begins_once(pair: Pair, template: str) -> None:
-    """Whether or not the template writes the token that begins a text."""
+    """Whether or not the template writes the beginning-of-text token."""
     words = pair.target.vocabulary
     tokens = words.begun(ChatTemplate(template, "<s>", "</s>").render([HELLO]).tokenize(words)).tolist()
     assert tokens.count(words.bos) == 1
@@ -91,7 +91,7 @@ def test_a_conversation_begins_once(pair: Pair, template: str) -> None:
 
 SPECIAL = SpecialTokens(["<|im_start|>", "<|im_end|>", "<|tool|>", "</s>", "<|function|>", "<|object|>"])
 SEEN = "{{ {'messages': messages, 'tools': tools, 'kwargs': [mood, enable_thinking]} | tojson }}"
-# As Qwen's and gpt-oss's templates go through tools, calls and results.
+# Tools, calls and results as in the templates of Qwen and gpt-oss.
 TURNS = """\
 {%- for tool in tools or [] %}<|tool|>{{ tool | tojson }}
 {%- for name, field in tool.function.parameters.properties.items() %}
@@ -164,18 +164,18 @@ def test_nothing_is_forged(text: str, name: str) -> None:
     found = rendered(text, name)
     written = [found.text[a:b] for a, b in found.specials]
     assert written == [b"<|tool|>", *[b"<|im_start|>", b"<|im_end|>"] * 3]
-    # The text itself is what the template makes of the real words.
+    # The text itself is as the template renders the real words.
     plain = ChatTemplate(TURNS, "", "</s>", SpecialTokens(()))
     assert found.text == rendered(text, name, plain).text
     assert b": string text" in found.text
 
 
-def test_whether_tools_are_told() -> None:
+def test_whether_a_template_takes_tools() -> None:
     assert ChatTemplate(TURNS, "", "").takes_tools
     assert not ChatTemplate("{{ messages[0].content }} toolset", "", "").takes_tools
 
 
-def test_what_is_nested_without_end() -> None:
+def test_endless_nesting() -> None:
     deep: Any = "x"
     for _ in range(5000):
         deep = [deep]
@@ -192,7 +192,7 @@ def test_what_is_nested_without_end() -> None:
 
 
 def test_a_conversation_in_words() -> None:
-    """For a template that takes no tools: turns stay turns."""
+    """A template without tools gets calls and results as turns."""
     calls = (ToolCall("a", "find", '{"x": 1}'), ToolCall("b", "nap", "{oh"))
     said = [
         HELLO,

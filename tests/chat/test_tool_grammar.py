@@ -1,4 +1,4 @@
-"""Grammars for calls of tools, asked of llguidance: right calls pass, wrong ones do not."""
+"""Grammars of tool calls, in llguidance: they accept right calls and refuse wrong ones."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ SPECIAL_ONLY: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
 
 @pytest.mark.parametrize("marks", [[], MARKS], ids=["text", "tokens"])
 @pytest.mark.parametrize(("answer_format", "choice", "right", "wrong"), CASES.values(), ids=CASES)
-def test_what_a_grammar_accepts(
+def test_the_language_of_each_grammar(
     answer_format: AnswerFormat, choice: Any, right: list[str], wrong: list[str], marks: list[str]
 ) -> None:
     for text in right:
@@ -222,11 +222,11 @@ def test_what_a_grammar_accepts(
     ("answer_format", "choice", "right", "wrong"), SPECIAL_ONLY.values(), ids=SPECIAL_ONLY
 )
 def test_harmony(answer_format: AnswerFormat, choice: Any, right: list[str], wrong: list[str]) -> None:
-    test_what_a_grammar_accepts(answer_format, choice, right, wrong, MARKS)
+    test_the_language_of_each_grammar(answer_format, choice, right, wrong, MARKS)
 
 
-def test_what_is_accepted_is_parsed() -> None:
-    """The two halves of a format agree."""
+def test_accepted_answers_are_parsed() -> None:
+    """The grammar and the parser of a format agree."""
     for answer_format, choice, right, _ in [*CASES.values(), *SPECIAL_ONLY.values()]:
         for text in right if choice != "auto" else ():
             parser = AnswerParser(answer_format, TOOLS)
@@ -238,7 +238,7 @@ def test_what_is_accepted_is_parsed() -> None:
 
 
 @pytest.mark.parametrize("marks", [[], MARKS], ids=["text", "tokens"])
-def test_one_call_where_several_are_not_wanted(marks: list[str]) -> None:
+def test_one_call_if_several_are_not_wanted(marks: list[str]) -> None:
     for choice in ("auto", "required"):
         assert accepts(HERMES, ONE, marks, choice, is_parallel=False)
         assert not accepts(HERMES, f"{ONE}\n{OTHER}", marks, choice, is_parallel=False)
@@ -251,7 +251,7 @@ def test_the_prompt_has_opened_the_reasoning(choice: str) -> None:
     assert not accepts(thinks, f"Hm.\n</think>\n\n{ONE.replace('city', 'town')}", [], choice, thinking=True)
 
 
-def test_formats_that_are_not_known() -> None:
+def test_unknown_formats() -> None:
     assert tool_grammar(AnswerFormat(), TOOLS, {}, is_forced=True) is None
     assert tool_grammar(AnswerFormat(families.HARMONY, families.CHANNELS), TOOLS, {}, is_forced=True) is None
 
@@ -276,7 +276,7 @@ ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 
 def test_reasoning_does_not_spell_its_end() -> None:
-    """Where the mark is a control token, what followed the spelled one counted as the answer: it was free."""
+    """If the mark was a control token, text after a spelled mark counted as the answer, unconstrained."""
     words = Bytes(["<think>", "</think>"])
     grammar = answer_grammar(AnswerFormat(None, THINK), {"type": "integer"}, words.controls, thinking=True)
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words))
@@ -295,7 +295,7 @@ def test_reasoning_does_not_spell_its_end() -> None:
             AnswerFormat(None, THINK),
             True,
             ["Hm</think>\n\n5", "</think>5"],
-            ["5", "Hm</think>", "a</think>b", "Hm</think>" + "\n" * 9 + "5"],  # blanks without end
+            ["5", "Hm</think>", "a</think>b", "Hm</think>" + "\n" * 9 + "5"],  # endless whitespace
         ),
         (
             AnswerFormat(families.HARMONY, families.CHANNELS),
@@ -305,7 +305,7 @@ def test_reasoning_does_not_spell_its_end() -> None:
         ),
     ],
 )
-def test_json_behind_reasoning(
+def test_json_after_reasoning(
     answer_format: AnswerFormat, thinking: bool, right: list[str], wrong: list[str], marks: list[str]
 ) -> None:
     words = Bytes(marks if answer_format.calls is None else MARKS)  # harmony's are always tokens
@@ -316,7 +316,7 @@ def test_json_behind_reasoning(
 
 
 def gemma(value: Any) -> str:
-    """As Gemma's template writes it."""
+    """Return a value as Gemma's template writes it."""
     if isinstance(value, str):
         return f"{Q}{value}{Q}"
     if isinstance(value, list):
@@ -335,7 +335,7 @@ VALUES: list[Any] = [
 
 @pytest.mark.parametrize("marks", [[], MARKS], ids=["text", "tokens"])
 @pytest.mark.parametrize("value", VALUES)
-def test_any_value_that_gemma_writes_is_read(value: Any, marks: list[str]) -> None:
+def test_every_value_of_gemma_is_parsed(value: Any, marks: list[str]) -> None:
     tools: list[Any] = [{"function": {"name": "f", "parameters": {}}}]
     words, answer_format = Bytes(marks), AnswerFormat(families.GEMMA4)
     grammar = tool_grammar(answer_format, tools, words.controls, is_forced=True)

@@ -1,4 +1,4 @@
-"""The cache of this process, which asks the hub on this machine."""
+"""The cache folder of this process, and a local hub."""
 
 from __future__ import annotations
 

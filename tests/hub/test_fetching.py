@@ -1,4 +1,4 @@
-"""Fetching from a hub on this machine: what can go wrong, what a hostile hub may try, and use without it."""
+"""Fetching from a local hub: faults, attacks of a hostile hub, and use without a hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILE = RemoteFile("acme/big-GGUF", "big-Q8_0.gguf")
 
 
 def refused(file: RemoteFile = FILE) -> str:
-    """The line that a failing fetch ends with."""
+    """Return the error of a fetch that fails."""
     with pytest.raises(ModelFileError) as raised:
         fetch(file)
     line = str(raised.value)
@@ -39,7 +39,7 @@ def refused(file: RemoteFile = FILE) -> str:
 
 
 def written(folder: Path) -> list[str]:
-    """All files below the folder of a test that fetching leaves: no locks, nothing of the test."""
+    """Return all files that fetching left in the folder of a test, except locks."""
     ours = ("models.yaml", "CACHEDIR.TAG")
     found = (path for path in folder.rglob("*") if path.is_file() and path.name not in ours)
     return [
@@ -83,7 +83,7 @@ def test_all_parts_of_a_split_model(env: dict[str, str], split_files: list[Path]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_killed_fetch_goes_on_where_it_stopped(
+def test_a_killed_fetch_resumes(
     hub: Hub, env: dict[str, str], tmp_path: Path, number: signal.Signals
 ) -> None:
     hub.stalls = True
@@ -130,7 +130,7 @@ def test_no_hub(hub: Hub, env: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["big", "hf:acme/big-GGUF"])
-def test_a_hub_that_says_nothing(env: dict[str, str], name: str) -> None:
+def test_a_hub_that_does_not_answer(env: dict[str, str], name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         away = {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}", "HF_HUB_ETAG_TIMEOUT": "1"}
         assert "timed out" in said(run("generate", "--target", name, "x", env={**env, **away}))
@@ -150,10 +150,10 @@ def test_another_file_than_the_list_describes(env: dict[str, str]) -> None:
     assert "is not the file in the list" in said(run("models", "pull", "small", env=env))
 
 
-# What goes wrong on the way
+# Faults of a transfer
 
 
-def test_a_dropped_connection_goes_on_where_it_stopped(hub: Hub, cache: Path) -> None:
+def test_a_dropped_connection_resumes(hub: Hub, cache: Path) -> None:
     hub.drops = 1
     assert resolve_model(LARGE_ADDRESS).read_bytes() == hub.files[LARGE]
     assert len(hub.ranges) == 1
@@ -162,7 +162,7 @@ def test_a_dropped_connection_goes_on_where_it_stopped(hub: Hub, cache: Path) ->
 
 @pytest.fixture
 def left(hub: Hub, cache: Path) -> Path:
-    """A file, which a test has to write, where a transfer that was ended leaves what it has."""
+    """Return the path of an interrupted transfer; the test writes the file."""
     blobs = cache / "models--acme--big-GGUF" / "blobs"
     blobs.mkdir(parents=True)
     return blobs / f"{hub.tag(BIG)}.incomplete"
@@ -188,10 +188,8 @@ def test_a_wrong_beginning_is_fetched_again(hub: Hub, left: Path, wrong: str) ->
     assert fetch(FILE).read_bytes() == hub.files[BIG]
 
 
-def test_a_place_that_cannot_be_written_is_said(
-    hub: Hub, left: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The permission is feigned: tests may run as a user who may write everywhere."""
+def test_a_folder_that_is_not_writable(hub: Hub, left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is simulated, because tests may run as root."""
     opened = Path.open
 
     def refusing(path: Path, *arguments: Any, **settings: Any) -> Any:
@@ -203,8 +201,8 @@ def test_a_place_that_cannot_be_written_is_said(
     assert f"cannot store {FILE}: Permission denied; make the folder writable" in refused()
 
 
-def test_a_size_that_was_wrong_does_not_stay_in_the_way(hub: Hub, cache: Path) -> None:
-    """The next transfer starts behind the end of the file, where the hub has nothing."""
+def test_a_wrong_size_does_not_block_the_next_transfer(hub: Hub, cache: Path) -> None:
+    """The next transfer would start after the end of the file, where the hub has nothing."""
     hub.sizes[BIG] = len(hub.files[BIG]) + 1000
     refused()
     refused()
@@ -212,7 +210,7 @@ def test_a_size_that_was_wrong_does_not_stay_in_the_way(hub: Hub, cache: Path) -
     assert fetch(FILE).read_bytes() == hub.files[BIG]
 
 
-def test_what_ended_transfers_left_is_deleted_when_it_is_old(hub: Hub, left: Path) -> None:
+def test_old_leftovers_of_transfers_are_deleted(hub: Hub, left: Path) -> None:
     hours = 3600.0
     ages = {
         f"{'a' * 64}.0123abcd.incomplete": 8 * 24 * hours,  # of huggingface-hub
@@ -228,7 +226,7 @@ def test_what_ended_transfers_left_is_deleted_when_it_is_old(hub: Hub, left: Pat
     assert kept == {"c"}
 
 
-def test_removing_deletes_what_an_ended_transfer_left(left: Path) -> None:
+def test_removing_deletes_leftovers_of_transfers(left: Path) -> None:
     left.write_bytes(bytes(1000))
     assert remove(FILE) == 0  # somebody may be writing to it
     assert left.exists()
@@ -240,7 +238,7 @@ def test_removing_deletes_what_an_ended_transfer_left(left: Path) -> None:
 def test_ctrl_c_while_content_is_checked_loses_nothing(
     hub: Hub, cache: Path, split_files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts that were checked stay; the one that was not has no name yet, and is checked the next time."""
+    """Checked parts stay. A part that was not checked has no name yet, and is checked the next time."""
     checked = list[Path]()
 
     def interrupted(path: Path, *arguments: Any) -> str:
@@ -259,11 +257,11 @@ def test_ctrl_c_while_content_is_checked_loses_nothing(
     n_sent = hub.n_sent
     assert fetch(split) == first
     assert hub.n_sent - n_sent == split_files[2].stat().st_size
-    assert len(checked) == 5  # the first again, because others may have written it
+    assert len(checked) == 5  # the first again, because another program may have written it
     assert {path.name for path in first.parent.iterdir()} == {path.name for path in split_files}
 
 
-def test_where_there_are_no_links_the_file_lies_in_its_place(
+def test_without_links_the_file_itself_has_the_name(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
@@ -276,7 +274,7 @@ def test_where_there_are_no_links_the_file_lies_in_its_place(
     assert not list(cache.rglob("blobs/*"))
 
 
-def test_what_was_fetched_earlier_stays_when_the_repository_moves_on(hub: Hub, cache: Path) -> None:
+def test_a_fetched_file_stays_when_the_repository_changes(hub: Hub, cache: Path) -> None:
     hub.files["acme/big-GGUF/other.gguf"] = hub.files[SMALL]
     first = fetch(FILE)
     hub.commit = "f" * 40
@@ -325,7 +323,7 @@ def test_a_hash_or_a_commit_is_never_a_path(
 
 
 @pytest.mark.parametrize("size", [None, "0", "-5", "many", "1" + 400 * "0", "1" + 5000 * "0", "9" * 16])
-def test_a_size_that_cannot_be(hub: Hub, cache: Path, tmp_path: Path, size: str | None) -> None:
+def test_an_impossible_size(hub: Hub, cache: Path, tmp_path: Path, size: str | None) -> None:
     hub.headers = {"X-Linked-Size": size, "Content-Length": "0" if size is None else None}
     assert "the hub gives an invalid size" in refused()
     assert written(tmp_path) == []
@@ -334,7 +332,7 @@ def test_a_size_that_cannot_be(hub: Hub, cache: Path, tmp_path: Path, size: str 
 @pytest.mark.parametrize(
     "location", ["file:///etc/passwd", "http://[", "//", "/\x7f", "http://a b/", "http://h:99999/"]
 )
-def test_an_address_that_cannot_be(hub: Hub, cache: Path, tmp_path: Path, location: str) -> None:
+def test_an_impossible_address(hub: Hub, cache: Path, tmp_path: Path, location: str) -> None:
     hub.elsewhere, hub.headers = hub.url, {"Location": location}
     refused()
     assert written(tmp_path) == []
@@ -346,7 +344,7 @@ def test_other_sizes_than_announced_leave_nothing(hub: Hub, cache: Path, tmp_pat
     hub.sizes.clear()
     hub.extra_bytes = 300 << 20
     assert "sends more than" in refused()
-    assert hub.n_sent < 200 << 20  # what is buffered on the way
+    assert hub.n_sent < 200 << 20  # the size of buffers
     assert written(tmp_path) == []
 
 
@@ -358,13 +356,13 @@ def test_a_wrong_hash_leaves_nothing(hub: Hub, cache: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("content", [b"<html>sorry</html>" * 100, b"GGUF", b"GGUF<html>" + bytes(100)])
 def test_only_a_model_is_kept(hub: Hub, cache: Path, tmp_path: Path, content: bytes) -> None:
-    """With the right size and the right hash of the wrong thing."""
+    """The size and the hash are right, but the content is not a model."""
     hub.files[BIG] = content
     assert "big-Q8_0.gguf on the hub is not a model" in refused()
     assert written(tmp_path) == []
 
 
-def test_content_that_another_program_left_is_checked(hub: Hub, cache: Path) -> None:
+def test_content_of_another_program_is_checked(hub: Hub, cache: Path) -> None:
     blob = cache / "models--acme--big-GGUF" / "blobs" / hub.tag(BIG)
     blob.parent.mkdir(parents=True)
     blob.write_bytes(b"<html>")
@@ -377,7 +375,7 @@ def test_content_that_another_program_left_is_checked(hub: Hub, cache: Path) -> 
     "listing",
     [b"[" * 100_000, b"[]", b"{}", b'{"id": "a/b", "siblings": [{"rfilename": 3}]}', b"\xff"],
 )  # fmt: skip
-def test_a_list_of_files_that_is_none(hub: Hub, cache: Path, listing: bytes) -> None:
+def test_an_invalid_list_of_files(hub: Hub, cache: Path, listing: bytes) -> None:
     hub.listing = listing
     line = refused(RemoteFile(FILE.repo, "big-Q8_1.gguf"))
     assert "has no file big-Q8_1.gguf; see the files on its page" in line
@@ -398,14 +396,14 @@ def other_server(hub: Hub) -> Iterator[Hub]:
 
 @pytest.mark.parametrize("redirect", ["elsewhere", "elsewhere_with_content"])
 def test_the_token_goes_to_its_own_hub_only(hub: Hub, cache: Path, other_server: Hub, redirect: str) -> None:
-    """Also where the hub says that it has the content itself, and then points elsewhere."""
+    """Also if the hub announces the content as its own and then redirects."""
     setattr(hub, redirect, other_server.url)
     assert fetch(FILE).read_bytes() == hub.files[BIG]
     assert set(hub.authorizations) == {"Bearer hf_secret"}
     assert other_server.authorizations == [None]
 
 
-def test_the_token_stays_where_it_is_not_to_be_sent_unasked(
+def test_the_token_is_not_sent_if_the_user_forbids_it(
     hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)

@@ -56,10 +56,8 @@ def test_files_that_are_accepted(file: str) -> None:
     [((255,), True), ((256,), False), ((3, 256), False), ((255, 255, 255, 200, 55), True),
      ((255, 255, 255, 200, 56), False)],
 )  # fmt: skip
-def test_a_plain_name_is_no_longer_than_file_systems_take(
-    lengths: tuple[int, ...], *, expected: bool
-) -> None:
-    """255 bytes between two slashes and 1024 in all, some of them in characters of two bytes."""
+def test_the_longest_plain_names(lengths: tuple[int, ...], *, expected: bool) -> None:
+    """255 bytes between two slashes and 1024 in all; some characters have two bytes."""
     assert is_plain("/".join(n // 2 * "ä" + n % 2 * "a" for n in lengths)) == expected
 
 
@@ -109,7 +107,9 @@ def test_the_known_draft(hub: Hub, cache: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--show", "--forget"])
 @pytest.mark.parametrize("naming", [("--pair", "big"), ("--target", ADDRESS)])
-def test_looking_asks_nobody(hub: Hub, cache: Path, option: str, naming: tuple[str, ...]) -> None:
+def test_locating_a_model_makes_no_requests(
+    hub: Hub, cache: Path, option: str, naming: tuple[str, ...]
+) -> None:
     with pytest.raises(ModelFileError, match="big is not on this machine; run `llamaspec models pull big`"):
         locate_model("big")
     assert "on this machine" in said(invoke("probe", option, *naming))
@@ -117,7 +117,7 @@ def test_looking_asks_nobody(hub: Hub, cache: Path, option: str, naming: tuple[s
     assert not cache.exists()
 
 
-def test_library_errors_speak_of_no_options(cache: Path) -> None:
+def test_library_errors_name_no_options(cache: Path) -> None:
     assert "leave the draft out" in said(invoke("generate", "--pair", "small", "x"))
     for name in ("nobody", "hf:acme", "small:Q4_0", "hf:a/b:../x.gguf"):
         with pytest.raises(ModelFileError) as error:
@@ -130,7 +130,7 @@ def test_library_errors_speak_of_no_options(cache: Path) -> None:
 
 @pytest.fixture
 def folder(cache: Path) -> Path:
-    """The folder of a repository as huggingface-hub keeps it; see `keep`."""
+    """Return the folder of a repository, in the form of huggingface-hub; see `keep`."""
     return cache / "models--acme--big-GGUF"
 
 
@@ -144,7 +144,7 @@ def keep(folder: Path, name: str, content: bytes, commit: str = "c" * 40) -> Pat
     return link
 
 
-def test_the_main_branch_comes_before_what_is_newer(folder: Path) -> None:
+def test_the_main_branch_comes_before_newer_snapshots(folder: Path) -> None:
     file = RemoteFile("acme/big-GGUF", "m.gguf")
     old, new = (keep(folder, "m.gguf", text, commit * 40) for text, commit in ((b"old", "a"), (b"n", "b")))
     os.utime(old.parent, (1, 1))
@@ -154,7 +154,7 @@ def test_the_main_branch_comes_before_what_is_newer(folder: Path) -> None:
     assert find_here(file) == old
 
 
-def test_parts_count_only_together(folder: Path) -> None:
+def test_a_split_model_needs_all_parts_together(folder: Path) -> None:
     file = RemoteFile("acme/big-GGUF", "m-00001-of-00002.gguf")
     first = keep(folder, "m-00001-of-00002.gguf", b"1")
     keep(folder, "m-00002-of-00002.gguf", b"2", commit="d" * 40)
@@ -163,7 +163,7 @@ def test_parts_count_only_together(folder: Path) -> None:
     assert find_here(file) == first
 
 
-def test_removing_frees_what_nothing_else_needs(folder: Path) -> None:
+def test_removing_frees_content_that_nothing_else_needs(folder: Path) -> None:
     one, two = keep(folder, "one.gguf", b"shared"), keep(folder, "two.gguf", b"shared too")
     also = two.with_name("also.gguf")
     also.symlink_to(one.readlink())
@@ -175,8 +175,8 @@ def test_removing_frees_what_nothing_else_needs(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_removing_leaves_what_is_outside_of_the_folder(folder: Path, tmp_path: Path) -> None:
-    """A store that newer versions of huggingface-hub share, a link of the user's, a folder elsewhere."""
+def test_removing_leaves_files_outside_the_folder(folder: Path, tmp_path: Path) -> None:
+    """A store of newer versions of huggingface-hub, a link of the user, and another folder."""
     outside = tmp_path / "outside"
     outside.mkdir()
     for name in ("one.gguf", "two.gguf", "three.gguf"):
