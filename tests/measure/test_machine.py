@@ -84,6 +84,7 @@ def test_memory_that_a_pair_can_use(
 
 def test_the_expected_effect_of_drafts() -> None:
     with_card = replace(MACHINE, devices=(CARD, CPU), can_offload=True)
-    sentences = [expectation(each) for each in (None, MACHINE, with_card, replace(with_card, system="darwin"))]
+    on_metal = replace(with_card, system="darwin")
+    sentences = [expectation(each) for each in (None, MACHINE, with_card, on_metal)]
     for text, begins in zip(sentences, ("whether", "on CPUs", "on GPUs", "on Metal"), strict=True):
         assert text.startswith(begins)
