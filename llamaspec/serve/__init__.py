@@ -1,4 +1,4 @@
-"""The HTTP server. `ServeSettings` is here, so that reading the command line does not import starlette."""
+"""The HTTP server. `ServeSettings` is here so that parsing the command line does not import starlette."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 
-MAX_PARALLEL = 16  # maximum number of sequences that a draft model evaluates at once
+MAX_PARALLEL = 16  # the maximum number of sequences that a draft model evaluates at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,18 @@ class ServeSettings:
     cors_origins: tuple[str, ...] = ()
     alias: str | None = None  # the model's name in responses
     request_timeout: float | None = 600.0  # seconds
-    grace_seconds: float = 30.0  # for running requests, when the server stops
-    keep_alive_seconds: float = 4.0  # between comments in a silent stream
+    grace_seconds: float = 30.0  # that running requests have to finish when the server stops
+    keep_alive_seconds: float = 4.0  # without an event before a stream gets a comment
     log_format: LogFormat = "text"
     body_bytes: int = 8 << 20  # maximum size of a body
-    body_seconds: float = 30.0  # maximum time for a body to arrive
+    body_seconds: float = 30.0  # within which a body must arrive
 
     def __post_init__(self) -> None:
         if not all(key.isascii() and key.isprintable() and key.strip() for key in self.keys):
             raise ValueError("an API key must be printable ASCII and not empty")
         if not self.is_local and not self.keys and not self.no_auth:
             raise ValueError(
-                f"--host {self.host} lets other machines in; give --api-key, or --no-auth if you want that"
+                f"--host {self.host} is open to other machines; give --api-key, or --no-auth to allow that"
             )
 
     @property
@@ -56,5 +56,5 @@ class ServeSettings:
             return False
 
     def knows_key(self, given: str) -> bool:
-        """Whether a key is valid; takes the same time however much of it is right."""
+        """Whether a key is valid. Takes the same time however many characters are right."""
         return sum(secrets.compare_digest(given.encode(), key.encode()) for key in self.keys) > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -22,7 +21,7 @@ from llamaspec.serve.bodies import (
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.errors import anthropic_error
-from llamaspec.serve.forms import Form, WholeAnswer, arguments_of, figures, sse
+from llamaspec.serve.forms import Data, Form, WholeAnswer, arguments_of, figures, new_id, sse
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
     Content,
@@ -38,11 +37,9 @@ from llamaspec.serve.requests import ChatRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Endpoint, Service
 
-Data = dict[str, Any]
-
 
 class ThinkingFields(Fields):
-    """Whether and how much the model reasons before it answers."""
+    """Whether the model reasons before it answers, and how much."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
@@ -78,7 +75,7 @@ class MessagesBody(GenerationBody, CountTokensBody):
     stop_sequences: Stops | None = None
 
     def answer_options(self) -> AnswerOptions:
-        """The options of its answer."""
+        """Return the options of its answer."""
         return AnswerOptions(limit=self.max_tokens, stops=self.stop_sequences or ())
 
 
@@ -96,19 +93,19 @@ async def _count_tokens(service: Service, http: Request, body: CountTokensBody) 
 
 
 class MessagesForm(Form):
-    """The message object and its events; a content block is opened, grows, and is closed before the next."""
+    """Writes a message object or its events. A content block grows, and stops before the next starts."""
 
     def __init__(self, model: str, body: MessagesBody, n_prompt: int, builder: RequestBuilder) -> None:
         self._n_prompt, self._builder, self._stops = n_prompt, builder, body.stop_sequences or ()
-        self._options, message_id = body.drafting, f"msg_{secrets.token_hex(12)}"
-        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+        self._options = body.drafting
+        self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
         self._is_begun = False
         self._content: list[Data] = []  # blocks
-        self._open_type: str | None = None  # of the last block, if it is open
-        self._text = ""  # of the open block
+        self._open_type: str | None = None  # of the last block; None if it has stopped
+        self._text = ""  # of the last block
 
     def whole(self, answers: Sequence[WholeAnswer]) -> Data:
-        """The message object."""
+        """Return the message object."""
         (answer,) = answers
         for delta in answer.deltas:
             self._add(0, delta)
@@ -119,13 +116,13 @@ class MessagesForm(Form):
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         if self._is_begun:
             return _event("ping")
-        n_read, n_cached = progress.n_read, progress.n_cached
-        if n_read is not None and (n_cached < n_read or n_read == progress.n_to_read):  # rest not cached
+        n, n_cached = progress.n_processed, progress.n_cached
+        if n is not None and (n_cached < n or n == progress.n_total):  # no more of the prompt is cached
             return self._start(n_cached)
         return super()._keep_alive(index, progress)
 
     def _start(self, n_cached: int) -> bytes:
-        """Return the first event. It waits until it is known how much of the prompt was cached."""
+        """Return the first event, unless it was sent. It waits until the number of cached tokens is known."""
         if self._is_begun:
             return b""
         self._is_begun = True
@@ -137,7 +134,7 @@ class MessagesForm(Form):
         return sse(anthropic_error(exception), "error")
 
     def _add(self, index: int, delta: Delta) -> bytes:
-        begun = self._start(0)  # usually begun by the progress of the prompt
+        begun = self._start(0)  # usually sent before, with the progress of the prompt
         if isinstance(delta, CallDelta):
             return begun + self._open({"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}})
         if isinstance(delta, ContentDelta):
@@ -175,9 +172,10 @@ class MessagesForm(Form):
 
     def _stop(self, end: Finished) -> Data:
         done = end.completion
-        stopped, kinds = done.stop_reason is StopReason.STOP, [block["type"] for block in self._content]
-        reason = "tool_use" if "tool_use" in kinds else "stop_sequence" if stopped else "end_turn"
-        sequence = self._builder.matched_stop(done, self._stops) if stopped else None
+        reason = "stop_sequence" if done.stop_reason is StopReason.STOP else "end_turn"
+        if any(block["type"] == "tool_use" for block in self._content):
+            reason = "tool_use"
+        sequence = self._builder.matched_stop(done, self._stops)
         return {"stop_reason": "max_tokens" if end.is_truncated else reason, "stop_sequence": sequence}
 
     def _usage(self, end: Finished) -> Data:

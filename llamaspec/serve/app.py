@@ -1,10 +1,10 @@
-"""The application: the endpoints of all APIs, the checks of access, and the process that serves them.
+"""The application: the endpoints of all APIs, access control, the log, and the server that runs them.
 
 A server on a loopback address answers only requests that name this machine in `Host`. Otherwise a web page
-whose name resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_security.py.
+whose domain resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_security.py.
 
-On SIGTERM or Ctrl-C the server takes no more requests. Running answers have a grace time; after that they end
-with an error that says so. tests/serve/test_stopping.py.
+On SIGTERM or Ctrl-C the server refuses new requests. Running requests have a grace period to finish; then
+they end with an error that says so. tests/serve/test_stopping.py.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from llamaspec.serve.bodies import parse_body
 from llamaspec.serve.errors import RequestError, error_response
 from llamaspec.serve.service import CLIENT_LEFT, WORK, Endpoint, Service, Write
 
-FINAL_SECONDS = 10  # after the grace time, for answers to send their error
-LONGEST_PATH = 200  # characters in the log
+FINAL_SECONDS = 10  # after the grace period, for responses to send their error
+MAX_PATH = 200  # characters of a path in the log
 Handler = Callable[[Request], Awaitable[Response]]
 
 ENDPOINTS = (
@@ -67,21 +67,22 @@ _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 def make_app(service: Service) -> ASGIApp:
-    """The ASGI application."""
+    """Return the ASGI application."""
     settings = service.settings
-    routes = [Route(path, _page_file(name)) for path, name in _PAGE_FILES.items()]
+    routes = [Route(path, _file_handler(name)) for path, name in _PAGE_FILES.items()]
     for endpoint in ENDPOINTS:
         method = "GET" if endpoint.body is None else "POST"
-        routes.append(Route(endpoint.path, _answering(service, endpoint), methods=[method]))
-    middleware = [Middleware(_logging, service=service), Middleware(_guarding, settings=settings)]
+        routes.append(Route(endpoint.path, _endpoint_handler(service, endpoint), methods=[method]))
+    middleware = [Middleware(_logging, service=service), Middleware(_access_control, settings=settings)]
     if settings.cors_origins:
         origins, methods = settings.cors_origins, ("GET", "POST")
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))
         middleware.insert(1, cors)
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _no_route})
+    return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _routing_error})
 
 
-def _page_file(name: str) -> Handler:
+def _file_handler(name: str) -> Handler:
+    """Return the handler of a file of the web page."""
     content = (files("llamaspec") / "serve" / "page" / name).read_bytes()
     media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
 
@@ -91,8 +92,8 @@ def _page_file(name: str) -> Handler:
     return answer
 
 
-def _answering(service: Service, endpoint: Endpoint) -> Handler:
-    """The handler of an endpoint, with the body checked and exceptions turned into responses."""
+def _endpoint_handler(service: Service, endpoint: Endpoint) -> Handler:
+    """Return a handler that checks the body, calls the endpoint, and turns exceptions into responses."""
 
     async def answer(http: Request) -> Response:
         try:
@@ -109,9 +110,13 @@ def _answering(service: Service, endpoint: Endpoint) -> Handler:
     return answer
 
 
-async def _no_route(http: Request, error: Exception) -> Response:
+async def _routing_error(http: Request, error: Exception) -> Response:
+    """Return the response to a request with a wrong path or method, in the form of the API."""
     assert isinstance(error, HTTPException)
-    known = {404: "there is nothing at this path; see docs/server.md", 405: "this path needs another method"}
+    known = {
+        404: "there is nothing at this path; see docs/server.md",
+        405: "use another method for this path",
+    }
     message = known.get(error.status_code, "this request cannot be answered")
     response = error_response(http.url.path, RequestError(error.status_code, message))
     response.headers.update(error.headers or {})
@@ -121,15 +126,15 @@ async def _no_route(http: Request, error: Exception) -> Response:
 # Access.
 
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
-PUBLIC_PATHS = frozenset({*_PAGE_FILES, "/health", "/v1/health"})  # need no key
+PUBLIC_PATHS = frozenset({*_PAGE_FILES, "/health", "/v1/health"})  # for which no key is needed
 
 
-def _guarding(app: ASGIApp, settings: ServeSettings) -> ASGIApp:
-    """Middleware that refuses requests from other hosts or origins, and without a key."""
+def _access_control(app: ASGIApp, settings: ServeSettings) -> ASGIApp:
+    """Return middleware that refuses requests for other hosts, from other origins, or without a key."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            _check(scope, settings)
+            _check_access(scope, settings)
         except RequestError as error:
             await error_response(scope["path"], error)(scope, receive, send)
         else:
@@ -138,19 +143,24 @@ def _guarding(app: ASGIApp, settings: ServeSettings) -> ASGIApp:
     return answer
 
 
-def _check(scope: Scope, settings: ServeSettings) -> None:
+def _check_access(scope: Scope, settings: ServeSettings) -> None:
+    """Raise a RequestError if a request is not allowed."""
     headers = Headers(scope=scope)
     host = headers.get("host", "")
     if settings.is_local and _host_name(host) not in LOCAL_NAMES | {settings.host}:
-        raise RequestError(403, "this server only answers this machine; use http://127.0.0.1")
+        raise RequestError(403, "the Host header does not name this machine; use http://127.0.0.1")
     origin, allowed = headers.get("origin", f"http://{host}"), settings.cors_origins
     if origin.partition("://")[2] != host and origin not in allowed and "*" not in allowed:
-        raise RequestError(403, "pages from other origins are not allowed; see --cors-origin")
+        raise RequestError(403, "web pages of other origins are not allowed; see --cors-origin")
     if settings.keys and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
         scheme, _, token = headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
         if key is None or not settings.knows_key(key):
-            raise RequestError(401, "a valid API key is needed", code="invalid_api_key")
+            raise RequestError(
+                401,
+                "this server needs a valid API key; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
 
 
 def _host_name(host: str) -> str:
@@ -164,19 +174,19 @@ def _host_name(host: str) -> str:
 
 
 def _logging(app: ASGIApp, service: Service) -> ASGIApp:
-    """Middleware that writes one line for each response: no keys, no query, no text from clients."""
+    """Return middleware that logs one line for each response, without keys, queries and text from clients."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         begin, status = monotonic(), 0
 
-        async def send_and_note(message: Message) -> None:
+        async def send_noting_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await app(scope, receive, send_and_note)
+            await app(scope, receive, send_noting_status)
         finally:
             service.log(*_line(scope, status, monotonic() - begin))
 
@@ -184,9 +194,9 @@ def _logging(app: ASGIApp, service: Service) -> ASGIApp:
 
 
 def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any]]:
-    """The line of a response, for people and for programs."""
+    """Return the log line of a response as text, and as fields for a JSON log."""
     client, method = (scope.get("client") or ("-",))[0], scope["method"]
-    path = printable(scope["path"])[:LONGEST_PATH]
+    path = printable(scope["path"])[:MAX_PATH]
     text = f"{client} {method} {path} {status} {seconds:.3f} s"
     fields = {"client": client, "method": method, "path": path, "status": status}
     fields["seconds"] = round(seconds, 6)
@@ -197,7 +207,7 @@ def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any
 
 
 def _in_words(work: Mapping[str, Any]) -> str:
-    """The work of a request, for people."""
+    """Return the work of a request as text."""
     parts = [f"{work['prompt_tokens']} prompt tokens ({work['cached_tokens']} cached)"]
     parts.append(f"{work['generated_tokens']} generated")
     if (speed := work["tokens_per_second"]) is not None:
@@ -211,7 +221,7 @@ def _in_words(work: Mapping[str, Any]) -> str:
 
 
 def open_socket(settings: ServeSettings) -> socket.socket:
-    """Open the socket to listen on; done before models are loaded, so that a port in use is reported at once.
+    """Open the socket to listen on. Call it before loading models: a port in use is then reported at once.
 
     Raises
     ------
@@ -237,7 +247,7 @@ def open_socket(settings: ServeSettings) -> socket.socket:
 
 
 def url_of(opened: socket.socket) -> str:
-    """The URL of a server on a socket."""
+    """Return the URL of a server on a socket."""
     host, port = opened.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -246,7 +256,7 @@ def url_of(opened: socket.socket) -> str:
 def serving(
     pair: Pair, policy: LengthPolicy, template: ChatTemplate | None, settings: ServeSettings, write: Write
 ) -> Iterator[tuple[ASGIApp, Service]]:
-    """The application for an open pair; running requests end with the block."""
+    """Make the application for an open pair. Running requests end with the block."""
     service = Service(pair, policy, template, settings, write)
     try:
         yield make_app(service), service
@@ -255,7 +265,7 @@ def serving(
 
 
 class Server(uvicorn.Server):
-    """Runs the application on a socket until SIGTERM or Ctrl-C; calls `ready` when it accepts requests."""
+    """Runs the application on a socket until SIGTERM or Ctrl-C. Calls `ready` once it accepts requests."""
 
     def __init__(self, app: ASGIApp, service: Service, ready: Callable[[], None]) -> None:
         self._service, self._ready = service, ready
@@ -274,13 +284,13 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept requests, and call `ready`."""
+        """Start to accept requests, and call `ready`."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse requests, and end running ones after the grace time."""
+        """Refuse new requests, and end running ones after the grace period."""
         queue = self._service.queue
         queue.stop()
         seconds, running = self._service.settings.grace_seconds, queue.sequences()[0]
@@ -296,7 +306,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but does not raise the signals again: the models must still be closed."""
+        """As in uvicorn, but without raising the signals again: the models must still be closed."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -308,7 +318,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop the server at the first signal; end running answers at the second."""
+        """Stop the server at the first signal; end running requests at the second."""
         if self.should_exit:
             self._loop.call_soon_threadsafe(self._service.queue.end)
         self.should_exit = True

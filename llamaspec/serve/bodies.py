@@ -1,6 +1,6 @@
 """Request bodies: safe parsing, and the fields that the APIs share.
 
-Unknown fields are ignored, as llama-server does; a known field with a wrong value is refused.
+Unknown fields are ignored, as in llama-server; a known field with a wrong value is refused.
 tests/serve/test_bad_requests.py, tests/serve/test_fields.py.
 """
 
@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
@@ -29,20 +37,20 @@ MAX_STOPS = 32
 _ALL_TOKENS = (1 << 31) - 1
 _NEVER = -1e30  # bias of a token that must not be drawn
 _NUMBER = re.compile(r"[+-]?[0-9]+")
-_TINY_TOP_P = 1e-9  # a top-p of 0: only the most probable token
+_TINY_TOP_P = 1e-9  # stands for a top-p of 0: keeps only the most probable token
 _Body = TypeVar("_Body", bound="Fields")
 
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
-Stops = Annotated[list[StopText], Field(max_length=MAX_STOPS)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_STOPS)]
+OneOrMoreStops = Annotated[Stops, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
 BiasedText = Annotated[str, Field(min_length=1, max_length=256)]
-Bias = Annotated[float, Field(ge=-100, le=100)] | Literal[False]  # false: never
+Bias = Annotated[float, Field(ge=-100, le=100)] | Literal[False]  # false: never draw the token
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
-CountOrAny = Count | Literal[-1]  # -1 as llama-server: as many as fit
+CountOrAny = Count | Literal[-1]  # -1, as in llama-server: as many as fit
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# Escapes of JSON: a pair of surrogates, half of one, any other.
+# JSON escapes: a surrogate pair, half of one, any other.
 _ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
     re.DOTALL,
@@ -52,7 +60,7 @@ _ESCAPES = re.compile(
 def without_half_pairs(body: bytes) -> bytes:
     """Return a JSON text with U+FFFD for each half of a surrogate pair.
 
-    JavaScript clients that truncate strings split emoji, and send the half in every later request.
+    JavaScript clients split an emoji when they truncate a string, and send the half in every later request.
     """
     if _SURROGATE.search(body) is None:
         return body
@@ -88,7 +96,7 @@ async def _read(http: Request, limit: int) -> bytes:
 
 
 def refused(message: str = "not supported yet") -> AfterValidator:
-    """Return the check of a field that must be missing, null, false or empty."""
+    """Return a validator for a field that must be missing, null, false or empty."""
 
     def check(value: Any) -> Any:
         if value:
@@ -101,14 +109,14 @@ def refused(message: str = "not supported yet") -> AfterValidator:
 class Fields(BaseModel):
     """A JSON object in a request."""
 
-    # By default pydantic keeps up to 16,384 short strings of clients in a cache.
+    # By default, pydantic caches up to 16,384 short strings, which would be text from clients.
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, cache_strings="none")
 
 
 class FieldsByType(Fields):
-    """An object of one of several types; of a type that is not known, nothing else is read."""
+    """An object of one of several types. Of unknown types, only the field `type` is parsed."""
 
-    known: ClassVar[Sequence[str]]
+    known: ClassVar[Sequence[str]]  # types
 
     @model_validator(mode="before")
     @classmethod
@@ -118,18 +126,18 @@ class FieldsByType(Fields):
 
 
 class SpeculativeFields(Fields):
-    """How to draft for this request. Under the coupled rule the completion does not depend on it."""
+    """How to draft. Under the coupled rule the completion does not depend on these fields."""
 
     enabled: bool | None = None
     max_draft: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
     rule: Literal["coupled", "rejection", "block"] | None = None
     ngram: bool | None = None
-    spans: bool | None = None  # mark drafted text in a stream
-    rounds: bool | None = None  # list each evaluation of the target
+    spans: bool | None = None  # mark drafted text in the stream
+    rounds: bool | None = None  # list the evaluations of the target
 
 
 class SamplingFields(Fields):
-    """How tokens are sampled; null and missing fields have llama.cpp's defaults."""
+    """How to sample tokens. Null and missing fields have llama.cpp's defaults."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -145,7 +153,7 @@ class SamplingFields(Fields):
     speculative: SpeculativeFields | None = None
 
     def biases(self, vocabulary: LlamaVocabulary) -> dict[int, float]:
-        """Return what is added to the logit of each token; a string's bias is for all its tokens."""
+        """Return the bias of each token's logit; the bias of a string applies to each of its tokens."""
         given, found = self.logit_bias or (), dict[int, float]()
         for name, bias in given.items() if isinstance(given, dict) else given:
             if isinstance(name, int) or _NUMBER.fullmatch(name):
@@ -177,7 +185,7 @@ class SamplingFields(Fields):
 
     @property
     def _penalty_window(self) -> int | None:
-        """OpenAI's two penalties alone cover the generated tokens, llama.cpp's the last tokens."""
+        """How many last tokens penalties cover; None, for OpenAI's two alone: all generated ones."""
         if self.repeat_last_n is None and self.repeat_penalty in (None, 1):
             return None
         if self.repeat_last_n == -1:
@@ -192,42 +200,42 @@ class SamplingFields(Fields):
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """Options of the answers to a request, the same for every API."""
+    """Options of the answers to a request, in the same form for every API."""
 
     limit: int | None = None  # maximum number of tokens; None or negative: as many as fit
-    n: int = 1  # answers to each prompt; answer i has the seed + i
+    n: int = 1  # answers to each prompt; answer i uses seed + i
     stops: Sequence[str] = ()
-    n_logprobs: int | None = None  # most probable tokens to report with each token; None: not even its own
-    prediction: str | None = None  # text that most of the answer is expected to repeat
-    is_interactive: bool = False  # somebody waits at a cursor: it goes before others
-    max_seconds: float | None = None  # from the first token; then it ends at the next complete line
+    n_logprobs: int | None = None  # most probable tokens to list with each token; None: no log-probabilities
+    prediction: str | None = None  # text that the answer is expected to repeat mostly
+    is_interactive: bool = False  # an editor waits for it at the cursor: it goes before others
+    max_seconds: float | None = None  # after the first token; the answer then ends once it has a whole line
 
 
 class GenerationBody(SamplingFields, ABC):
-    """A request to generate."""
+    """A request to generate an answer."""
 
     model: str | None = None
     stream: bool | None = None
 
     @cached_property
     def chosen_seed(self) -> int:
-        """The seed; random if it is -1 or missing."""
+        """The seed, or a random one if it is -1 or missing."""
         return secrets.randbits(32) if self.seed in (None, -1) else int(self.seed or 0)
 
     @abstractmethod
     def answer_options(self) -> AnswerOptions:
-        """The options of its answers."""
+        """Return the options of its answers."""
 
 
 class ReasoningOptions(NamedTuple):
-    """How a model reasons before it answers."""
+    """How the model reasons before it answers."""
 
     template_kwargs: Mapping[str, Any]  # variables of the chat template
-    budget: int | None  # maximum number of tokens; 0: no reasoning, None: any
+    budget: int | None  # maximum number of tokens; 0: no reasoning, None: no limit
 
 
 class ReasoningFields(Fields):
-    """Fields of every chat API that control reasoning."""
+    """Fields that control reasoning, in every chat API."""
 
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
@@ -236,7 +244,7 @@ class ReasoningFields(Fields):
     def reasoning_options(
         self, effort: str | None = None, budget: int | None = None, off: bool = False
     ) -> ReasoningOptions:
-        """Combine these fields with those of one API: OpenAI's effort, Anthropic's budget and switch."""
+        """Combine these fields with those of one API: OpenAI's effort; Anthropic's budget, or `off`."""
         kwargs = dict(self.chat_template_kwargs or {})
         if effort is not None and effort != "none":
             kwargs.setdefault("reasoning_effort", {"minimal": "low", "xhigh": "high"}.get(effort, effort))

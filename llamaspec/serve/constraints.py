@@ -1,4 +1,4 @@
-"""Constraints on answers: response formats, and calls that fit the schemas of their tools.
+"""Constraints on answers: response formats, and the schemas of tools.
 
 tests/serve/test_shapes.py, tests/serve/test_schemas.py.
 """
@@ -27,7 +27,7 @@ from llamaspec.serve.messages import ToolUse
 from llamaspec.values import TokenArray
 
 MAX_COMPILED = 64  # constraints in the cache
-# Write arguments as templates do in the next turn (Jinja's tojson), so that the KV cache holds them.
+# Spaces as chat templates write arguments in the next turn (Jinja's tojson), so that cached tokens match.
 _AS_RENDERED: Mapping[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -38,12 +38,12 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ResponseFormat:
-    """A schema or grammar that an answer must match."""
+    """A JSON schema or a grammar that an answer must match."""
 
     kind: Literal["json_schema", "grammar"]
     text: str
     field: str  # of the request, for errors
-    place: str  # of the schema or grammar in the request, such as response_format.schema
+    place: str  # path of the schema or grammar in the request, such as response_format.schema
 
     @classmethod
     def of_schema(cls, schema: Schema, field: str, place: str) -> ResponseFormat:
@@ -52,7 +52,7 @@ class ResponseFormat:
 
 
 class FormatFields(Fields):
-    """The response format, given directly or, in some APIs, in `format`."""
+    """A response format; in some APIs it is in `format`."""
 
     type: str | None = None
     json_schema: FormatFields | None = None
@@ -60,7 +60,7 @@ class FormatFields(Fields):
     format: FormatFields | None = None
 
     def wanted(self, field: str) -> ResponseFormat | None:
-        """Return the format, None for text; RequestError if the type is unknown or the schema is missing."""
+        """Return the format, or None for text; RequestError if its type is unknown or its schema missing."""
         if self.type == "text":
             return None
         if self.type not in ("json_object", "json_schema"):
@@ -73,13 +73,13 @@ class FormatFields(Fields):
 
 
 def inner_format(fields: FormatFields | None, field: str) -> ResponseFormat | None:
-    """Return the format given in `format` of a field."""
+    """Return the response format in `format` of a field."""
     return None if fields is None or fields.format is None else fields.format.wanted(f"{field}.format")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A prompt, the parts of its answer, and the constraints. Default: any text may follow."""
+    """A prompt, and the format and the constraints of its answer; by default, any text may follow."""
 
     tokens: TokenArray  # [n] int32
     answer_format: AnswerFormat = default(default_factory=AnswerFormat)
@@ -87,21 +87,21 @@ class Prompt:
     starts_in_reasoning: bool = False
     reasoning_budget: int | None = None  # tokens
     constraint: Constraint | None = None
-    constraint_after_cut: Constraint | None = None  # replaces it once the reasoning is ended by its budget
-    not_held: Sequence[str] = ()  # tools whose schemas cannot be enforced, for the log
+    constraint_after_cut: Constraint | None = None  # replaces it if the budget cuts the reasoning off
+    not_enforced: Sequence[str] = ()  # tools whose schemas cannot be enforced, each with why, for the log
 
 
 class _Calls(NamedTuple):
     """The constraint of an answer with calls, and the tools whose schemas it cannot enforce."""
 
-    constraint: Constraint | None
-    not_held: Sequence[str]
+    constraint: Constraint | None  # None: the grammar of the model's calls is not known
+    not_enforced: Sequence[str]
 
 
 class Constraints:
-    """Compiles the constraints of one pair, with a cache of the most recent ones.
+    """Compiles the constraints of answers of one pair, and keeps the most recent ones.
 
-    `marks` are the tokens that the vocabulary has for the marks of calls and reasoning.
+    `marks`: text -> token, for the marks of calls and reasoning that the vocabulary has as tokens.
     """
 
     def __init__(self, pair: Pair, marks: Mapping[str, int]) -> None:
@@ -112,7 +112,7 @@ class Constraints:
         self._of_calls = lru_cache(MAX_COMPILED)(self._compile_calls)
 
     async def compile(self, wanted: ResponseFormat) -> Constraint:
-        """Compile a response format in a thread; RequestError names the faulty part of a schema."""
+        """Compile a response format in a thread. A RequestError names the faulty part of a schema."""
         try:
             return await run_in_threadpool(self._compile, wanted.kind, wanted.text)
         except ConstraintError as error:
@@ -122,7 +122,7 @@ class Constraints:
             raise bad_field(_path(wanted.place, path), str(error)) from error
 
     async def with_format(self, prompt: Prompt, wanted: ResponseFormat) -> Prompt:
-        """Constrain the text that follows the reasoning."""
+        """Return the prompt with its answer constrained to a format, after any reasoning."""
         answer_format = prompt.answer_format
         has_channels = answer_format.calls is HARMONY
         alone = await self.compile(wanted)
@@ -142,7 +142,7 @@ class Constraints:
         return replace(prompt, constraint=constraint, constraint_after_cut=alone)
 
     async def with_tools(self, prompt: Prompt, use: ToolUse) -> Prompt:
-        """Constrain calls to their schemas, if the grammar of the model's calls is known."""
+        """Return the prompt with calls constrained to their schemas, if the grammar of the calls is known."""
         answer_format = prompt.answer_format
         functions = [tool["function"] for tool in use.tools]
         functions = [each for each in functions if not use.is_named or each["name"] == use.choice]
@@ -152,11 +152,11 @@ class Constraints:
             asked = answer_format, thinking, use.is_forced, use.is_parallel, tools
             found = await run_in_threadpool(self._of_calls, *asked)
             if found.constraint is None and use.is_forced:
-                raise not_supported("tool_choice", "this model's format of calls cannot be forced")
+                raise not_supported("tool_choice", "calls cannot be forced in this model's format")
             return found
 
         if answer_format.calls is HARMONY:
-            # Cutting the reasoning would lead to the final channel, past the call.
+            # If the budget cut the reasoning off, the final channel would follow, which has no calls.
             calls = await compiled(answer_format, False)
             return replace(prompt, **calls._asdict(), reasoning_budget=None)
         calls = after_cut = await compiled(replace(answer_format, reasoning=None), False)
@@ -172,10 +172,13 @@ class Constraints:
         is_parallel: bool,
         tools: tuple[str, ...],
     ) -> _Calls:
-        """As `with_tools`; tools as JSON. Parameters that do not compile become any object, unless strict."""
+        """Compile what `with_tools` needs, from tools as JSON.
+
+        A tool whose parameters do not compile may get any object as its arguments, unless it is strict.
+        """
         several = [json.loads(tool) for tool in tools]
         any_object = {"x-guidance": {**_spaces(answer_format), "lenient": True}}
-        free: dict[int, str] = {}  # tools without a schema, with the reason for the log
+        free: dict[int, str] = {}  # tool -> why its arguments may be any object
 
         def compiled(several: Sequence[Schema]) -> Constraint | None:
             options = {"is_forced": is_forced, "is_parallel": is_parallel, "thinking": thinking}
@@ -192,17 +195,17 @@ class Constraints:
                 if not free:
                     reasons = enumerate(self._wrong(tool, compiled) for tool in several)
                     wrong = {i: why for i, why in reasons if why is not None}
-                if not wrong:  # each compiles, but all together are too large
-                    held = [i for i, tool in enumerate(several) if i not in free and not tool["strict"]]
-                    held.sort(key=lambda i: -len(tools[i]))
-                    wrong = dict.fromkeys(held[: max(1, len(held) // 8)], str(error))
+                if not wrong:  # each compiles, but together they are too large
+                    rest = [i for i, tool in enumerate(several) if i not in free and not tool["strict"]]
+                    rest.sort(key=lambda i: -len(tools[i]))
+                    wrong = dict.fromkeys(rest[: max(1, len(rest) // 8)], str(error))
                 refused = [f"{several[i]['name']}: {why}" for i, why in wrong.items() if several[i]["strict"]]
                 if refused or not wrong:
                     raise bad_field("tools", refused[0] if refused else str(error)) from error
                 free |= wrong
 
     def _wrong(self, tool: Schema, compiled: Callable[[Sequence[Schema]], object]) -> str | None:
-        """Return why a tool cannot be compiled on its own; None if it can."""
+        """Return why a tool does not compile on its own; None if it does."""
         try:
             compiled([tool])
         except ConstraintError as error:
@@ -221,13 +224,13 @@ class Constraints:
             return None
 
         def fails(parts: Sequence[Schema]) -> bool:
-            """Whether one of the parts causes the error; others may refer to missing definitions."""
+            """Whether one of the parts causes the error; other errors may come from missing definitions."""
             properties = {str(i): part for i, part in enumerate(parts)}
             return error_of({**shared, "type": "object", "properties": properties}) == wrong
 
         def path(part: Schema) -> str:
             found = list(subschemas(part))
-            while len(found) > 1:  # halved, because a client can send thousands
+            while len(found) > 1:  # in halves, because a client can send thousands
                 half = found[: len(found) // 2]
                 found = half if fails([inner for _, inner in half]) else found[len(half) :]
             if not (found and fails([found[0][1]])):
@@ -244,21 +247,21 @@ def _path(*parts: str) -> str:
 
 
 def _spaces(answer_format: AnswerFormat) -> Mapping[str, Any]:
-    """Return where a model may write spaces in the arguments of its calls."""
+    """Return the spaces that a model may write in the arguments of its calls."""
     if answer_format.calls is HARMONY:  # trained to write JSON without spaces
         return {"whitespace_pattern": WHITESPACE}
     return _AS_RENDERED
 
 
 def _tool_text(function: Schema, is_strict: bool, answer_format: AnswerFormat) -> str:
-    """Return a tool as JSON, to be compiled."""
+    """Return what is compiled of a tool, as JSON."""
     schema = without_prose(function["parameters"])
-    # Unless it is strict, llguidance ignores keywords that it does not know.
+    # If lenient, llguidance ignores keywords that it does not know.
     schema.setdefault("x-guidance", {**_spaces(answer_format), "lenient": not is_strict})
     return json.dumps({"name": function["name"], "parameters": schema, "strict": is_strict})
 
 
-# Keywords that do not affect validity, and keywords whose value is an object with names as keys.
+# Keywords that do not affect validity; and keywords whose value is an object with names as keys.
 _PROSE = frozenset(
     ("description", "title", "examples", "default", "deprecated", "readOnly", "writeOnly", "$schema",
      "$comment", "markdownDescription", "enumDescriptions")
@@ -267,7 +270,7 @@ _NAMES = ("properties", "patternProperties", "dependentSchemas", "dependentRequi
 
 
 def without_prose(schema: Any, *, is_names: bool = False) -> Any:
-    """Return a schema without descriptions and the like, which would count towards a grammar's size."""
+    """Return a schema without descriptions and the like, which would count towards the grammar's size."""
     if isinstance(schema, list):
         return [without_prose(part) for part in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,6 @@
 """Errors of requests, in the form of each API.
 
-Messages never repeat what the client sent. tests/serve/test_bad_requests.py, tests/serve/test_overflow.py.
+Messages never repeat text from the client. tests/serve/test_bad_requests.py, tests/serve/test_overflow.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from llamaspec.errors import LlamaspecError, PromptError
 
-_TYPES = {  # of errors, by HTTP status; any other is an invalid_request_error
+_TYPES = {  # HTTP status -> error type; invalid_request_error for all others
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -25,13 +25,13 @@ _OPENAI_TYPES = _TYPES | {500: "server_error", 503: "server_error"}
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
-UNSUPPORTED = "unsupported_parameter"  # code of a known field that this server does not support
+UNSUPPORTED = "unsupported_parameter"  # code of errors about fields that this server does not support
 
 
 class RequestError(Exception):
-    """A request cannot be answered; the message begins with the name of the wrong field, if there is one.
+    """A request cannot be answered. If a field is wrong, the message begins with its name.
 
-    `status` is HTTP's, `code` OpenAI's, `retry_after` is in seconds.
+    `status` is HTTP's and `code` OpenAI's; `retry_after` is in seconds.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class RequestError(Exception):
         self.message = message if field is None else f"{field}: {message}"
         super().__init__(self.message)
         self.status, self.field, self.code, self.retry_after = status, field, code, retry_after
-        self.details: Mapping[str, int] = {}  # more fields of OpenAI's error object
+        self.details: Mapping[str, int] = {}  # additional fields of OpenAI's error object
         self.anthropic_message = self.message
 
 
 class ContextOverflowError(RequestError):
-    """A prompt leaves no room in the context; agents shorten their history if they recognise the error.
+    """A prompt leaves no room in the context. Agents that recognize the error shorten their history.
 
-    The message has the phrases of OpenAI and llama-server. `is_estimate`: the prompt is too long to tokenize.
+    The message has OpenAI's phrase and llama-server's. `is_estimate`: the prompt was not tokenized.
     """
 
     def __init__(self, n_tokens: int, context_size: int, field: str, *, is_estimate: bool = False) -> None:
@@ -67,7 +67,7 @@ class ContextOverflowError(RequestError):
             code="context_length_exceeded",
         )
         self.details = {"n_prompt_tokens": n_tokens, "n_ctx": context_size}
-        # Clients compare the phrase. The maximum leaves room for one generated token.
+        # Clients search for this phrase. The maximum leaves room for one generated token.
         self.anthropic_message = f"prompt is too long: {n_tokens} tokens > {context_size - 1} maximum"
 
 
@@ -77,14 +77,14 @@ def bad_field(field: str, message: str) -> RequestError:
 
 
 def not_supported(field: str, message: str = "not supported yet") -> RequestError:
-    """Return the error for a known field that this server does not support."""
+    """Return the error for a field, or a value of it, that this server does not support."""
     return RequestError(400, message, field=field, code=UNSUPPORTED)
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Return any exception as an error for the client.
+    """Return the error for the client that stands for any exception.
 
-    Only checks of the request and the prompt blame the client. An internal error shows only its type.
+    Only errors of the request or its prompt have status 400. An internal error shows only its type.
     """
     if isinstance(error, RequestError):
         return error
@@ -94,7 +94,7 @@ def as_request_error(error: Exception) -> RequestError:
 
 
 def openai_error(exception: Exception) -> dict[str, Any]:
-    """An exception as an OpenAI error object."""
+    """Return an exception as OpenAI's error object."""
     error = as_request_error(exception)
     kind = _OPENAI_TYPES.get(error.status, "invalid_request_error")
     named = {"message": error.message, "type": kind, "param": error.field, "code": error.code}
@@ -102,24 +102,27 @@ def openai_error(exception: Exception) -> dict[str, Any]:
 
 
 def anthropic_error(exception: Exception) -> dict[str, Any]:
-    """An exception as an Anthropic error object."""
+    """Return an exception as Anthropic's error object."""
     error = as_request_error(exception)
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": error.anthropic_message}}
 
 
 def ollama_error(exception: Exception) -> dict[str, Any]:
-    """An exception as an Ollama error object."""
+    """Return an exception as Ollama's error object."""
     return {"error": as_request_error(exception).message}
 
 
-_OF_PATHS = (("/v1/messages", anthropic_error), ("/api/", ollama_error))  # all others: OpenAI's
+_FORMS = (
+    ("/v1/messages", anthropic_error),
+    ("/api/", ollama_error),
+)  # by the beginning of the path; OpenAI's for all others
 
 
 def error_response(path: str, exception: Exception) -> JSONResponse:
-    """The response to a failed request, in the form of the API at this path."""
+    """Return the response to a failed request, in the form of the API at this path."""
     error = as_request_error(exception)
-    form = next((form for prefix, form in _OF_PATHS if path.startswith(prefix)), openai_error)
+    form = next((form for prefix, form in _FORMS if path.startswith(prefix)), openai_error)
     headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else None
     return JSONResponse(form(error), error.status, headers)
 
@@ -132,7 +135,7 @@ def invalid(error: ValidationError) -> RequestError:
         if "recursion limit" in first["msg"]:
             return RequestError(400, "the body is nested too deeply")
         return RequestError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    # Among the alternatives of a union, the client meant the one that matched furthest.
+    # Of the alternatives of a union, the client probably meant the one whose error is the deepest.
     paths = [
         ([str(part) for part in each["loc"] if not _is_type_name(str(part))], each)
         for each in errors
@@ -145,5 +148,5 @@ def invalid(error: ValidationError) -> RequestError:
 
 
 def _is_type_name(part: str) -> bool:
-    """Whether pydantic names an alternative of a union, not a field."""
+    """Whether a part of a path is pydantic's name for an alternative of a union, not a field."""
     return part in ("str", "int", "float", "bool") or "[" in part or "-" in part or part[:1].isupper()

@@ -1,12 +1,13 @@
-"""How an API writes an answer: as one JSON object, or as a stream of events.
+"""The responses of an API: an answer as one JSON object, or as a stream of events.
 
-A `Form` holds the state of one response. An API overrides what its JSON looks like; by default a stream has
-server-sent events and OpenAI's errors. tests/serve/test_forms.py, tests/serve/test_figures.py.
+A `Form` writes one response. Each API has its own forms; by default a stream has server-sent events and
+OpenAI's errors. tests/serve/test_forms.py, tests/serve/test_figures.py.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -21,6 +22,8 @@ from llamaspec.serve.bodies import SpeculativeFields, without_half_pairs
 from llamaspec.serve.errors import openai_error
 from llamaspec.serve.scheduling import Events, Finished, PromptProgress
 from llamaspec.values import Round, Source
+
+Data = dict[str, Any]  # a JSON object
 
 
 class WholeAnswer(NamedTuple):
@@ -41,7 +44,7 @@ class WholeAnswer(NamedTuple):
 
 
 async def collected(events: Events, n: int) -> Sequence[WholeAnswer]:
-    """Collect the events of `n` sequences."""
+    """Return the answers of `n` sequences once all of them have ended."""
     deltas: list[list[Delta]] = [[] for _ in range(n)]
     ends: dict[int, Finished] = {}
     async for index, event in events:
@@ -53,46 +56,46 @@ async def collected(events: Events, n: int) -> Sequence[WholeAnswer]:
 
 
 class Form(ABC):
-    """The response of one API to one request."""
+    """Writes the response to one request."""
 
     media_type: ClassVar[str] = "text/event-stream"  # of a stream
 
     @abstractmethod
-    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-        """The response as one object."""
+    def whole(self, answers: Sequence[WholeAnswer]) -> Data:
+        """Return the response as one object."""
 
     @abstractmethod
     def _add(self, index: int, delta: Delta) -> bytes:
-        """The events of a delta of a sequence."""
+        """Return the events of a delta of a sequence."""
 
     @abstractmethod
     def _finish(self, index: int, end: Finished) -> bytes:
-        """The last events of a sequence."""
+        """Return the last events of a sequence."""
 
     def _begin(self) -> bytes:
-        """The events before anything is generated."""
+        """Return the events before the answer begins."""
         return b""
 
     def _end(self) -> bytes:
-        """The events after all sequences have ended."""
+        """Return the events after all sequences have ended."""
         return b""
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
-        """A comment, which clients ignore, or another event without content."""
-        if progress.n_read is None:
+        """Return a comment, which clients ignore, or another event without content."""
+        if progress.n_processed is None:
             return b": waiting\n\n"
-        return f": prompt {progress.n_read}/{progress.n_to_read}\n\n".encode()
+        return f": prompt {progress.n_processed}/{progress.n_total}\n\n".encode()
 
     def _error(self, exception: Exception) -> bytes:
-        """The event of an error."""
+        """Return the event of an error."""
         return sse(openai_error(exception))
 
     def refusal(self, exception: Exception) -> Response:
-        """A stream that ends before anything is generated."""
+        """Return a stream that has only an error."""
         return Response(self._begin() + self._error(exception), media_type=self.media_type)
 
     async def stream(self, events: Events, on_error: Callable[[Exception], object]) -> AsyncIterator[bytes]:
-        """The response as a stream; an exception becomes its last event."""
+        """Yield the response as a stream; an exception becomes its last event."""
         yield self._begin() or self._keep_alive(0, PromptProgress())
         try:
             async for index, event in events:
@@ -102,15 +105,15 @@ class Form(ABC):
                     yield self._finish(index, event)
                 else:
                     yield self._add(index, event)
-        except Exception as exception:  # noqa: BLE001  # the client gets the error
+        except Exception as exception:  # noqa: BLE001  # the client sees the error
             on_error(exception)
             yield self._error(exception)
             return
         yield self._end()
 
 
-def arguments_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; if the answer was cut off, as much as there is."""
+def arguments_of(text: str) -> Data:
+    """Return the arguments of a call as an object; of a call that was cut off, those that have begun."""
     try:
         found = from_json(without_half_pairs((text or "{}").encode()), allow_partial=True)
     except ValueError:
@@ -118,20 +121,30 @@ def arguments_of(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def sse(data: Any, name: str | None = None) -> bytes:
-    """One server-sent event; JSON has no line breaks of its own."""
+def new_id(prefix: str) -> str:
+    """Return an id for a response, or a part of one."""
+    return prefix + secrets.token_hex(12)
+
+
+def as_line(data: Data) -> str:
+    """Return a JSON object as one line."""
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+
+
+def sse(data: Data, name: str | None = None) -> bytes:
+    """Return a server-sent event."""
     line = f"event: {name}\n" if name is not None else ""
-    return f"{line}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"{line}data: {as_line(data)}\n\n".encode()
 
 
-# Figures of an answer: log-probabilities, tokens, timings.
+# The figures of an answer: log-probabilities, tokens, timings.
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-def logprob_list(tokens: Iterable[TokenLogprobs], vocabulary: LlamaVocabulary) -> list[dict[str, Any]]:
-    """Log-probabilities as in OpenAI's chat API; control tokens are left out."""
-    found: list[dict[str, Any]] = []
+def logprob_list(tokens: Iterable[TokenLogprobs], vocabulary: LlamaVocabulary) -> list[Data]:
+    """Return log-probabilities as in OpenAI's chat API, without control tokens."""
+    found: list[Data] = []
     for token, (logprob, top), _ in tokens:
         if vocabulary.piece(token):
             tops = [_token(*each, vocabulary) for each in top]
@@ -139,7 +152,7 @@ def logprob_list(tokens: Iterable[TokenLogprobs], vocabulary: LlamaVocabulary) -
     return found
 
 
-def _token(token: int, logprob: float, vocabulary: LlamaVocabulary) -> dict[str, Any]:
+def _token(token: int, logprob: float, vocabulary: LlamaVocabulary) -> Data:
     piece = vocabulary.piece(token) or vocabulary.text(token)
     text = piece.decode(errors="replace")
     return {"token": text, "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(piece)}
@@ -147,8 +160,11 @@ def _token(token: int, logprob: float, vocabulary: LlamaVocabulary) -> dict[str,
 
 def openai_usage(
     ends: Sequence[Finished], n: int = 1, *, prompt: str = "prompt", completion: str = "completion"
-) -> dict[str, Any]:
-    """Tokens of all sequences of a request, with OpenAI's names; a prompt with `n` choices counts once."""
+) -> Data:
+    """Return how many tokens a request used, with OpenAI's names. A prompt with `n` choices counts once.
+
+    The names begin with `prompt` and `completion`.
+    """
     prompts = [end.completion for end in ends[::n]]
     n_prompt = sum(each.n_prompt_tokens for each in prompts)
     n_generated = sum(end.completion.summary.n_tokens for end in ends)
@@ -166,8 +182,8 @@ def openai_usage(
     }
 
 
-def figures(end: Finished, options: SpeculativeFields) -> dict[str, Any]:
-    """How an answer was generated: llama-server's `timings` and more, and each round if requested."""
+def figures(end: Finished, options: SpeculativeFields) -> Data:
+    """Return how an answer was generated: `timings`, a superset of llama-server's; `rounds` if requested."""
     done, summary = end.completion, end.completion.summary
     timings = {
         "cache_n": done.n_cached,
@@ -188,7 +204,7 @@ def figures(end: Finished, options: SpeculativeFields) -> dict[str, Any]:
     return {"timings": timings, "rounds": [_round(round_) for round_ in done.rounds]}
 
 
-def _speed(name: str, n: int, seconds: float) -> dict[str, Any]:
+def _speed(name: str, n: int, seconds: float) -> Data:
     ms = 1e3 * seconds
     per_token, per_second = ms / n if n else None, 1e3 * n / ms if ms else None
     each = {"n": n, "ms": ms, "per_token_ms": per_token, "per_second": per_second}
@@ -199,7 +215,7 @@ def _milliseconds(of: Round | Summary) -> dict[str, float]:
     return {f"{part}_ms": 1e3 * getattr(of, f"{part}_seconds") for part in ("draft", "verify", "overhead")}
 
 
-def _round(round_: Round) -> dict[str, Any]:
+def _round(round_: Round) -> Data:
     return {
         **_milliseconds(round_),
         "drafted": round_.n_verified,

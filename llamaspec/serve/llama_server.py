@@ -1,6 +1,6 @@
-"""llama-server's own API, for editors and scripts: completions, the tokenizer, and the server's state.
+"""llama-server's own API, for editors and scripts: completions, the tokenizer, the state of the server.
 
-`/v1/models` is here, too. tests/serve/test_infill.py, tests/serve/test_status.py.
+Also `/v1/models`. tests/serve/test_infill.py, tests/serve/test_status.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.serve.bodies import AnswerOptions, Count, Fields, TopLogprobs, refused
 from llamaspec.serve.errors import RequestError, not_supported
-from llamaspec.serve.forms import Form, WholeAnswer, figures, logprob_list, sse
+from llamaspec.serve.forms import Data, Form, WholeAnswer, figures, logprob_list, sse
 from llamaspec.serve.openai_chat import OpenAIBody
 from llamaspec.serve.requests import RequestBuilder
 from llamaspec.serve.scheduling import Finished
@@ -29,8 +29,8 @@ from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 
 MAX_FILES = 1024
-USUAL_TOKENS = 128  # of a completion if the client sets no limit
-_STOP_TYPES = {StopReason.END: "eos", StopReason.STOP: "word"}  # others are a "limit"
+USUAL_TOKENS = 128  # to make room for in the context, if the client sets no limit
+_STOP_TYPES = {StopReason.END: "eos", StopReason.STOP: "word"}  # "limit" for all others
 
 
 class FileFields(Fields):
@@ -41,24 +41,24 @@ class FileFields(Fields):
 
 
 class NativeBody(OpenAIBody):
-    """Fields of both endpoints."""
+    """Fields of `/completion` and `/infill`."""
 
     n: Literal[1] | None = None  # the response has room for one answer
-    n_predict: Count | Literal[-1, 0] | None = None  # 0: only process the prompt; -1: until the end
-    t_max_predict_ms: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0: any time
-    n_probs: TopLogprobs | None = None  # most probable tokens to return with each token
+    n_predict: Count | Literal[-1, 0] | None = None  # 0: only process the prompt; -1: as many as fit
+    t_max_predict_ms: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0: no limit
+    n_probs: TopLogprobs | None = None  # most probable tokens to list with each token
     response_fields: list[str] | None = None  # such as "timings/prompt_n"
 
     @property
-    def only_reads(self) -> bool:
-        """Whether the prompt is only processed, to have it in the KV cache."""
+    def is_warm_up(self) -> bool:
+        """Whether the request only processes the prompt, so that it is cached."""
         return self.n_predict == 0
 
     def answer_options(self) -> AnswerOptions:
-        """The options of its answer."""
+        """Return the options of its answer."""
         return replace(
             super().answer_options(),
-            limit=1 if self.only_reads else self.n_predict or self.max_tokens,
+            limit=1 if self.is_warm_up else self.n_predict or self.max_tokens,
             n_logprobs=self.n_probs or None,
             max_seconds=self.t_max_predict_ms / 1e3 if self.t_max_predict_ms else None,
         )
@@ -76,14 +76,14 @@ class InfillBody(NativeBody):
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[list[FileFields], Field(max_length=MAX_FILES)] | None = None
-    prompt: str | None = None  # more of the prefix: the line up to the cursor
+    prompt: str | None = None  # the end of the prefix: the line up to the cursor
 
     def answer_options(self) -> AnswerOptions:
-        """The options of its answer; somebody waits at the cursor."""
-        return replace(super().answer_options(), is_interactive=not self.only_reads)
+        """Return the options of its answer. An editor waits for it at the cursor."""
+        return replace(super().answer_options(), is_interactive=not self.is_warm_up)
 
     def prompt_tokens(self, vocabulary: LlamaVocabulary, context_size: int) -> TokenArray:
-        """The prompt; PromptError if the model has no infill tokens."""
+        """Return the prompt; PromptError if the model has no infill tokens."""
         n_predict = self.n_predict if self.n_predict is not None else self.max_tokens
         n_predict = USUAL_TOKENS if n_predict is None or n_predict < 0 else n_predict
         prefix = self.input_prefix + (self.prompt or "")
@@ -100,7 +100,7 @@ async def _complete(service: Service, http: Request, body: NativeCompletionBody)
         and not any(isinstance(p, int) for p in body.prompt)
     ):
         raise not_supported(
-            "prompt", "takes one prompt here; send one request for each, or use /v1/completions"
+            "prompt", "takes one prompt at this endpoint; send a request for each, or use /v1/completions"
         )
     text = await run_in_threadpool(service.builder.tokenized, body.prompt)
     return await _respond(service, http, body, text)
@@ -120,28 +120,28 @@ async def _respond(service: Service, http: Request, body: NativeBody, text: Toke
 
 
 class NativeForm(Form):
-    """llama-server's completion object and its parts."""
+    """Writes llama-server's completion object or its parts."""
 
     def __init__(self, model: str, body: NativeBody, builder: RequestBuilder) -> None:
         self._model, self._body, self._builder = model, body, builder
         self._stops = body.answer_options().stops
 
-    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-        """The response object, or the fields of it that the client asked for."""
+    def whole(self, answers: Sequence[WholeAnswer]) -> Data:
+        """Return the response object, or those of its fields that the client asked for."""
         (answer,) = answers
-        content = "" if self._body.only_reads else answer.message.text
+        content = "" if self._body.is_warm_up else answer.message.text
         whole = {**self._last(answer.end, content), **self._probabilities(answer.logprobs)}
         paths = self._body.response_fields
-        return (
-            whole if not paths else {path: value for path in paths if (value := _at(whole, path)) is not None}
-        )
+        if not paths:
+            return whole
+        return {path: value for path in paths if (value := _at(whole, path)) is not None}
 
     def _add(self, index: int, delta: Delta) -> bytes:
         assert isinstance(delta, ContentDelta)  # a plain completion has neither reasoning nor calls
         part = {"index": index, "content": delta.text, **self._probabilities(delta.logprobs), "stop": False}
-        return b"" if self._body.only_reads else sse(part)
+        return b"" if self._body.is_warm_up else sse(part)
 
-    def _probabilities(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _probabilities(self, tokens: Sequence[TokenLogprobs]) -> Data:
         if not self._body.n_probs:
             return {}
         return {"completion_probabilities": logprob_list(tokens, self._builder.vocabulary)}
@@ -149,21 +149,20 @@ class NativeForm(Form):
     def _finish(self, index: int, end: Finished) -> bytes:
         return sse(self._last(end, ""))
 
-    def _last(self, end: Finished, content: str) -> dict[str, Any]:
+    def _last(self, end: Finished, content: str) -> Data:
         done, reason = end.completion, end.completion.stop_reason
-        stopping_word = self._builder.matched_stop(done, self._stops) if reason is StopReason.STOP else None
         return {
             "index": 0,
             "content": content,
             "stop": True,
             "model": self._model,
-            "tokens_predicted": 0 if self._body.only_reads else done.summary.n_tokens,
+            "tokens_predicted": 0 if self._body.is_warm_up else done.summary.n_tokens,
             "tokens_evaluated": done.n_prompt_tokens,
             "tokens_cached": done.n_cached,
             "has_new_line": "\n" in done.text,
             "truncated": False,
             "stop_type": _STOP_TYPES.get(reason, "limit"),
-            "stopping_word": stopping_word or "",
+            "stopping_word": self._builder.matched_stop(done, self._stops) or "",
             **figures(end, self._body.drafting),
         }
 
@@ -175,7 +174,7 @@ def _at(data: Any, path: str) -> Any:
     return data
 
 
-# The tokenizer, and the server's state: health, models, metrics, properties.
+# The tokenizer, and the state of the server: health, models, metrics, properties.
 
 
 class TokenizeBody(Fields):
@@ -183,7 +182,7 @@ class TokenizeBody(Fields):
 
     content: str
     add_special: bool | None = None
-    parse_special: Annotated[bool | None, refused("text is never read as control tokens here")] = None
+    parse_special: Annotated[bool | None, refused("text never becomes control tokens on this server")] = None
     with_pieces: bool | None = None
 
 
@@ -200,18 +199,18 @@ async def _health(service: Service, _: Request) -> Response:
 
 
 async def _models(service: Service, _: Request) -> Response:
-    # Codex reads `models`, and asks again if it is missing. An entry would replace its own instructions.
+    # Codex needs `models`: without it, it asks again and again. An entry would replace its own instructions.
     return JSONResponse({"object": "list", "data": [_model_object(service)], "models": []})
 
 
 async def _model(service: Service, http: Request) -> Response:
     if http.path_params["name"] != service.model_name:
-        message = "there is no such model; see /v1/models"
+        message = "there is no model of this name; see /v1/models"
         raise RequestError(404, message, field="model", code="model_not_found")
     return JSONResponse(_model_object(service))
 
 
-def _model_object(service: Service) -> dict[str, Any]:
+def _model_object(service: Service) -> Data:
     target = service.pair.target
     about = {"id": service.model_name, "object": "model", "created": service.created}
     sizes = {"n_vocab": target.vocabulary_size, "n_ctx": target.context_size}

@@ -1,4 +1,4 @@
-"""The conversation in a request and its tools: their fields in every API, and the same in one form.
+"""The conversation and the tools of a request: their fields in every API, and one form for all of them.
 
 Messages become those of the chat template. tests/serve/test_agents.py, tests/serve/test_tools.py.
 """
@@ -18,11 +18,11 @@ from llamaspec.serve.bodies import Fields, FieldsByType
 from llamaspec.serve.errors import bad_field, not_supported
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")  # types of parts
-_PARTS = (*_TEXTS, "thinking", "redacted_thinking", "tool_use", "tool_result")  # types that are read
+_PARTS = (*_TEXTS, "thinking", "redacted_thinking", "tool_use", "tool_result")  # known types
 MAX_MESSAGES = 4096
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
-# Claude Code begins the system prompt with this header. Its values differ in each request, and nothing behind
-# the first token that differs is found in the KV cache. github.com/ggml-org/llama.cpp/pull/21793
+# Claude Code begins the system prompt with this header. Its values change with each request, and a cached
+# prompt can be reused only up to the first token that differs. github.com/ggml-org/llama.cpp/pull/21793
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:(\s*[\w-]+=[^;\s]*;)*\s*")
 
 
@@ -34,10 +34,10 @@ class ContentPart(FieldsByType):
     text: str | None = None
     refusal: str | None = None
     thinking: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
-    id: str | None = None  # of tool_use, like the next two
+    id: str | None = None  # of tool_use, as the next two
     name: str | None = None
-    input: dict[str, Any] | str | list[Any] | None = None  # an object, unless a limit cut it off
-    tool_use_id: str | None = None  # of tool_result, like the next
+    input: dict[str, Any] | str | list[Any] | None = None  # an object, unless the call was cut off
+    tool_use_id: str | None = None  # of tool_result, as the next
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
 
 
@@ -45,7 +45,7 @@ Content = str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
 
 
 class FunctionFields(Fields):
-    """The name and the arguments of a call: JSON in a string or, from some clients, an object."""
+    """The name and the arguments of a call; arguments are JSON in a string, or an object in some clients."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
@@ -59,7 +59,7 @@ class CallFields(Fields):
 
 
 class MessageFields(Fields):
-    """A message of a conversation, in OpenAI's form or Anthropic's."""
+    """A message of a conversation, as in OpenAI's APIs or Anthropic's."""
 
     role: Role
     content: Content | None = None
@@ -70,12 +70,12 @@ class MessageFields(Fields):
 
 
 def conversation(field: str, messages: Iterable[tuple[int, MessageFields]]) -> list[Message]:
-    """Return the messages for the chat template, from those of a field, each with its index.
+    """Return the messages for the chat template. Each message of the request comes with its index in `field`.
 
-    RequestError if there is none, or if a kind of message is not supported.
+    RequestError if there are none, or if a message is not supported.
     """
     found: list[Message] = []
-    names: dict[str, str] = {}  # of the tool of each call: some templates want it with the result
+    names: dict[str, str] = {}  # call id -> tool; some templates need the tool's name with its result
     for i, fields in messages:
         for message in _messages(fields, place := f"{field}.{i}"):
             names.update({call.id: call.name for call in message.tool_calls})
@@ -92,9 +92,9 @@ def parts_of(content: Content | None) -> list[ContentPart]:
 
 
 def text_of(content: Content | None, place: str, *, is_result: bool = False) -> str:
-    """Return the text of a message, its parts joined; RequestError if a part is not text.
+    """Return the text of a message, with its parts joined; RequestError if a part is not text.
 
-    In the result of a tool, such a part is only named, because agents resend it in every turn.
+    In a tool result, a placeholder replaces such a part: agents send it again in every turn.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -113,7 +113,7 @@ def _part_text(part: ContentPart, place: str) -> str:
 
 
 def _messages(fields: MessageFields, place: str) -> list[Message]:
-    """Return a message; tool results in its blocks come before it, as messages of their own."""
+    """Return a message, after the tool results among its parts, which become messages of their own."""
     role = {"developer": "system", "function": "tool"}.get(fields.role, fields.role)
     content, is_assistant = fields.content, role == "assistant"
     if role == "tool":
@@ -122,20 +122,19 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
     if fields.tool_calls and not is_assistant:
         raise bad_field(f"{place}.tool_calls", "only the assistant calls tools")
     calls = [
-        ToolCall(call.id or "", call.function.name, _written(call.function.arguments))
+        ToolCall(call.id or "", call.function.name, _as_text(call.function.arguments))
         for call in fields.tool_calls or ()
     ]
     text, reasoning, results = "", fields.reasoning_content or "", list[Message]()
     for i, part in enumerate(parts_of(content)):
         at = f"{place}.content.{i}"
         if part.type == "thinking" and is_assistant:
-            # A block from another server may have only a signature.
-            reasoning += text_of(part.thinking, f"{at}.thinking")
+            reasoning += text_of(part.thinking, f"{at}.thinking")  # may be missing in another server's block
         elif is_assistant and (part.type == "redacted_thinking" or part.type not in _PARTS):
-            continue  # encrypted by another server, or from a tool that it ran
+            continue  # encrypted by another server, or of a tool that another server ran
         elif part.type == "tool_use" and is_assistant:
             name, call_id = required(part.name, f"{at}.name"), required(part.id, f"{at}.id")
-            calls.append(ToolCall(call_id, name, _written(part.input)))
+            calls.append(ToolCall(call_id, name, _as_text(part.input)))
         elif part.type == "tool_result" and role == "user":
             call_id = required(part.tool_use_id, f"{at}.tool_use_id")
             result = text_of(part.content, f"{at}.content", is_result=True)
@@ -150,7 +149,7 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
     return [*results, message]
 
 
-def _written(arguments: Any) -> str:
+def _as_text(arguments: Any) -> str:
     """Return the arguments of a call as text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
 
@@ -177,14 +176,14 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ToolUse:
-    """Tools and how they may be used."""
+    """The tools of a request, and how the model may use them."""
 
     tools: Sequence[Mapping[str, Any]] = ()  # in OpenAI's form
-    choice: str = "auto"  # auto, none, required, or with `is_named` the name of a tool
+    choice: str = "auto"  # auto, none or required; the name of a tool if `is_named`
     is_named: bool = False
     is_parallel: bool = True
-    strict: Set[str] = frozenset()  # names of tools whose schemas must be enforced
-    left_out: Sequence[str] = ()  # tools that are not functions, each with its type
+    strict: Set[str] = frozenset()  # names of the tools whose schemas must be enforced
+    left_out: Sequence[str] = ()  # type and name of each tool that is not a function
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:
@@ -198,7 +197,7 @@ class ToolUse:
 
 
 class ToolFields(Fields):
-    """A tool in the form of any API; OpenAI's chat API has everything but the type in `function`."""
+    """A tool, in any API. In OpenAI's chat API all fields but the type are in `function`."""
 
     type: str | None = None
     name: ToolName | None = None
@@ -214,12 +213,12 @@ Tools = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 
 
 class ToolChoiceFields(Fields):
-    """Which tools must or may be called; OpenAI's chat API has the name in `function`."""
+    """The tools that may or must be called. In OpenAI's chat API the name is in `function`."""
 
     type: str | None = None
     name: str | None = None
     function: ToolChoiceFields | None = None
-    mode: str | None = None  # of allowed_tools, like the next; the chat API nests both in it
+    mode: str | None = None  # of allowed_tools, as the next; the chat API nests both in `allowed_tools`
     tools: Tools | None = None
     allowed_tools: ToolChoiceFields | None = None
     disable_parallel_tool_use: bool | None = None  # Anthropic's
@@ -233,10 +232,10 @@ def tool_use(
     nested: bool = False,
     kind: str = "function",
 ) -> ToolUse:
-    """Return the functions among the tools of a request; RequestError if one is wrong.
+    """Return the functions among the tools of a request, and their use; RequestError if one is wrong.
 
-    `nested`: each is in `function`; `kind`: its type. Tools of other types are left out: the API's own server
-    would run them, or their input is not JSON.
+    `nested`: the fields of a tool are in `function`. `kind` is the API's type of functions. Tools of other
+    types are left out: the API's own server would run them, or their input is not JSON.
     """
     found: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -263,27 +262,27 @@ def tool_use(
         names = {(tool.function or tool).name for tool in allowed.tools or ()}
         found = [tool for tool in found if tool["function"]["name"] in names]
         if not found:
-            raise bad_field("tool_choice", "allows no function among the tools; name one, or auto")
+            raise bad_field("tool_choice", "allows no function among the tools; name one, or use auto")
         asked = ToolChoiceFields(type=allowed.mode)
     how = asked.type or "auto"
     chosen = _CHOICES.get(how)
     is_named = chosen is None
     if how in ("function", "tool"):
         chosen = required((asked.function or asked).name, "tool_choice.name")
-    elif chosen is None:  # the name itself, or a tool that the API's own server would run
+    elif chosen is None:  # the name itself, or the type of a tool that the API's own server would run
         chosen = asked.name or how
-    if is_parallel is None:  # small models that are forced to call never stop calling
+    if is_parallel is None:  # small models never stop calling if calls are forced
         is_parallel = chosen in ("auto", "none") and not is_named
     return ToolUse(found, chosen, is_named, is_parallel, strict, left_out)
 
 
 def called(name: str, namespace: str | None) -> str:
-    """Return the name by which the model calls a tool of a namespace."""
+    """Return the model's name for a tool of a namespace."""
     return name if namespace in (None, "", "functions") else f"{namespace.rstrip('_')}__{name}"
 
 
 def without_namespaces(tools: Iterable[ToolFields]) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
-    """Return all tools in one list, and the namespace and original name of those that were in namespaces.
+    """Return all tools in one list; and, by the model's names, the namespace and name of those in namespaces.
 
     Codex sends the tools of an MCP server as a namespace, and expects both names in a call.
     """

@@ -1,14 +1,13 @@
 """Ollama's API: `/api/chat`, `/api/generate`, `/api/tags`, `/api/show`, `/api/ps` and `/api/version`.
 
-Many desktop clients and editors speak only this one. A stream is one JSON object a line. Calls are sent
-whole, with their arguments as an object. github.com/ollama/ollama/blob/main/docs/api.md,
+Many desktop clients and editors support only this API. A stream has one JSON object per line. A call is sent
+whole, with its arguments as an object. github.com/ollama/ollama/blob/main/docs/api.md,
 tests/serve/test_ollama.py.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,15 +24,14 @@ from llamaspec.serve.bodies import (
     AnswerOptions,
     Fields,
     GenerationBody,
+    OneOrMoreStops,
     ReasoningFields,
     ReasoningOptions,
-    Stops,
-    StopText,
     refused,
 )
 from llamaspec.serve.constraints import Prompt, ResponseFormat
 from llamaspec.serve.errors import ollama_error
-from llamaspec.serve.forms import Form, WholeAnswer, arguments_of
+from llamaspec.serve.forms import Data, Form, WholeAnswer, arguments_of, as_line
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
     MessageFields,
@@ -47,23 +45,20 @@ from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Endpoint, Service
 
-API_VERSION = "0.12.6"  # clients refuse versions that lack what they need
-Data = dict[str, Any]
-JSON_LINES = "application/x-ndjson"
+API_VERSION = "0.12.6"  # of Ollama; clients refuse versions without the features that they need
 NoImages = Annotated[list[str], refused("images are not supported")]
 
 
 class OllamaOptions(GenerationBody):
     """`options` of a request."""
 
-    stop: StopText | Stops | None = None
-    # Below 0: until the context is full.
-    num_predict: Annotated[int, Field(ge=-1 << 31, lt=1 << 31)] | None = None
+    stop: OneOrMoreStops | None = None
+    num_predict: Annotated[int, Field(ge=-1 << 31, lt=1 << 31)] | None = None  # below 0: as many as fit
 
     @model_validator(mode="before")
     @classmethod
     def _whole_numbers(cls, given: Any) -> Any:
-        """Take 42.0 as 42: some clients know only one kind of number."""
+        """Turn 42.0 into 42: some clients have only one type of numbers."""
         if not isinstance(given, dict):
             return given
         return {
@@ -72,13 +67,12 @@ class OllamaOptions(GenerationBody):
         }
 
     def answer_options(self) -> AnswerOptions:
-        """The options of its answer."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        return AnswerOptions(limit=self.num_predict or None, stops=stops)
+        """Return the options of its answer."""
+        return AnswerOptions(limit=self.num_predict or None, stops=self.stop or ())
 
 
 class OllamaBody(Fields):
-    """Fields of both endpoints."""
+    """Fields of `/api/chat` and `/api/generate`."""
 
     model: str | None = None
     stream: bool | None = None
@@ -87,7 +81,7 @@ class OllamaBody(Fields):
     think: bool | Literal["true", "false", "low", "medium", "high", "max"] | None = None
 
     def wanted_format(self) -> ResponseFormat | None:
-        """Return the JSON schema that the answer must match."""
+        """Return the format of the answer, if one is given."""
         if not self.format:
             return None
         schema = {"type": "object"} if self.format == "json" else self.format
@@ -96,14 +90,14 @@ class OllamaBody(Fields):
     @property
     def reasoning(self) -> ReasoningOptions:
         """How the model reasons."""
-        words: dict[object, bool] = {"true": True, "false": False}  # some clients send them
+        words: dict[object, bool] = {"true": True, "false": False}  # some clients send words
         think = words.get(self.think, self.think)
         fields = ReasoningFields(enable_thinking=None if think is None else bool(think))
         return fields.reasoning_options(think if isinstance(think, str) else None)
 
 
 class OllamaMessage(MessageFields):
-    """A message of a conversation, with Ollama's names for the tool and the reasoning."""
+    """A message of a conversation. Ollama has its own names for the tool and the reasoning."""
 
     name: Annotated[str | None, Field(alias="tool_name")] = None
     reasoning_content: Annotated[str | None, Field(alias="thinking")] = None
@@ -111,7 +105,7 @@ class OllamaMessage(MessageFields):
 
 
 class OllamaChatBody(OllamaBody):
-    """A conversation to answer; without messages the client only wants the model loaded."""
+    """A conversation to answer. Without messages, the client only wants the model to be loaded."""
 
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] | None = None
     tools: Tools | None = None
@@ -124,7 +118,7 @@ class OllamaChatBody(OllamaBody):
 
 
 class OllamaGenerateBody(OllamaBody):
-    """A prompt: a user message or, with `raw` or `suffix`, text to continue."""
+    """A prompt: a user message; with `raw` or `suffix`, text to continue."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -144,7 +138,7 @@ class ShowBody(Fields):
     """A model by its name."""
 
     model: str | None = None
-    name: str | None = None  # its old name
+    name: str | None = None  # older clients send this field
 
 
 async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Response:
@@ -163,9 +157,9 @@ async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -
     if not (body.raw or body.suffix or builder.template is None):
         prompt = await service.chat(body.chat_request())
     else:
-        given, suffix = body.prompt, body.suffix
-        text = builder.infill_tokens(given, suffix) if suffix else builder.tokenized(given)
-        (prompt,) = await builder.continued([text], body.wanted_format())
+        text, suffix = body.prompt, body.suffix
+        tokens = builder.infill_tokens(text, suffix) if suffix else builder.tokenized(text)
+        (prompt,) = await builder.continued([tokens], body.wanted_format())
     return await _respond(service, http, body, prompt, form)
 
 
@@ -177,24 +171,24 @@ async def _respond(
 
 
 async def _version(*_: object) -> Response:
-    """The version of the API."""
+    """Return the version of the API."""
     return JSONResponse({"version": API_VERSION})
 
 
 async def _tags(service: Service, _: Request) -> Response:
-    """The models: one."""
+    """List the models: there is one."""
     return JSONResponse({"models": [_about(service)]})
 
 
 async def _ps(service: Service, _: Request) -> Response:
-    """The models in memory: the same one."""
+    """List the models in memory: the same one."""
     never = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": 0}
     length = {"context_length": service.pair.target.context_size}
     return JSONResponse({"models": [{**_about(service), **never, **length}]})
 
 
 async def _show(service: Service, *_: object) -> Response:
-    """Describe the model, whatever name the client gives it."""
+    """Describe the model, whatever name the client gives."""
     about, target, builder = _about(service), service.pair.target, service.builder
     family = about["details"]["family"]
     info = {"general.architecture": family, f"{family}.context_length": target.context_size}
@@ -217,7 +211,7 @@ def _about(service: Service) -> Data:
 
 @functools.lru_cache(maxsize=4)
 def _file(path: Path) -> Data:
-    """Size and identity of a model file; clients ask for them again and again."""
+    """Return the size and the identity of a model file; cached, because clients ask often."""
     return {"size": path.stat().st_size, "digest": file_identity(path)}
 
 
@@ -227,76 +221,77 @@ def _time(seconds: float | None = None) -> str:
 
 
 class OllamaForm(Form):
-    """One JSON object a line, of `/api/chat` or `/api/generate`."""
+    """Writes the responses of `/api/chat` or `/api/generate`. A stream has one JSON object per line."""
 
-    media_type = JSON_LINES
+    media_type = "application/x-ndjson"
 
     def __init__(self, model: str, *, is_chat: bool) -> None:
         self._model, self._is_chat, self._begin_ns = model, is_chat, monotonic_ns()
-        self._call: CallDelta | None = None  # whose arguments are coming
-        self._arguments = ""
+        self._call: CallDelta | None = None  # not complete yet
+        self._arguments = ""  # of this call
 
-    def _said(self, content: str, thinking: str = "", calls: Sequence[Data] = ()) -> Data:
-        """The field or fields that hold a part of the answer."""
-        thought = {"thinking": thinking} if thinking else {}
+    def _part(self, content: str, thinking: str = "", calls: Sequence[Data] = ()) -> Data:
+        """Return the fields that hold a part of the answer."""
+        more: Data = {"thinking": thinking} if thinking else {}
         if not self._is_chat:
-            return {"response": content, **thought}
-        called = {"tool_calls": calls} if calls else {}
-        return {"message": {"role": "assistant", "content": content, **thought, **called}}
+            return {"response": content, **more}
+        if calls:
+            more["tool_calls"] = calls
+        return {"message": {"role": "assistant", "content": content, **more}}
 
     def loaded(self) -> Data:
-        """The answer to a request without a prompt."""
-        return {**self._head(), **self._said(""), "done": True, "done_reason": "load"}
+        """Return the response to a request without a prompt."""
+        return {**self._head(), **self._part(""), "done": True, "done_reason": "load"}
 
     def whole(self, answers: Sequence[WholeAnswer]) -> Data:
-        """The response object."""
-        (answer,), said = answers, answers[0].message
-        calls = [_call(call.id, call.name, call.arguments) for call in said.tool_calls]
-        parts = self._said(said.text, said.reasoning or "", calls)
-        return {**self._head(), **parts, **self._last(answer.end)}
+        """Return the response object."""
+        (answer,) = answers
+        message = answer.message
+        calls = [_call(call.id, call.name, call.arguments) for call in message.tool_calls]
+        part = self._part(message.text, message.reasoning or "", calls)
+        return {**self._head(), **part, **self._last(answer.end)}
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
-        return self._line(**self._said(""), done=False)
+        return self._line(**self._part(""), done=False)
 
     def _add(self, index: int, delta: Delta) -> bytes:
         if isinstance(delta, ArgumentsDelta):
             self._arguments += delta.text
             return b""
-        done = self._called()
+        call = self._complete_call()
         if isinstance(delta, CallDelta):
             self._call = delta
-            return done
-        thinks = isinstance(delta, ReasoningDelta)
-        said = self._said("" if thinks else delta.text, delta.text if thinks else "")
-        return done + self._line(**said, done=False)
+            return call
+        part = self._part("", delta.text) if isinstance(delta, ReasoningDelta) else self._part(delta.text)
+        return call + self._line(**part, done=False)
 
     def _finish(self, index: int, end: Finished) -> bytes:
-        return self._called() + self._line(**self._said(""), **self._last(end))
+        return self._complete_call() + self._line(**self._part(""), **self._last(end))
 
     def _error(self, exception: Exception) -> bytes:
-        return _line(ollama_error(exception))
+        return f"{as_line(ollama_error(exception))}\n".encode()
 
-    def _called(self) -> bytes:
-        """The call whose arguments are complete, if there is one."""
+    def _complete_call(self) -> bytes:
+        """Return the line of the call that has been collected, if there is one."""
         call, arguments, self._call, self._arguments = self._call, self._arguments, None, ""
         if call is None:
             return b""
-        return self._line(**self._said("", calls=[_call(call.id, call.name, arguments)]), done=False)
+        return self._line(**self._part("", calls=[_call(call.id, call.name, arguments)]), done=False)
 
     def _head(self) -> Data:
         return {"model": self._model, "created_at": _time()}
 
     def _line(self, **more: Any) -> bytes:
-        return _line({**self._head(), **more})
+        return f"{as_line({**self._head(), **more})}\n".encode()
 
     def _last(self, end: Finished) -> Data:
-        done, n_read = end.completion, end.completion.n_prompt_tokens
+        done = end.completion
         return {
             "done": True,
             "done_reason": "length" if end.is_truncated else "stop",
-            "total_duration": monotonic_ns() - self._begin_ns,  # nanoseconds, like the next ones
+            "total_duration": monotonic_ns() - self._begin_ns,  # durations are in nanoseconds
             "load_duration": 0,
-            "prompt_eval_count": n_read,
+            "prompt_eval_count": done.n_prompt_tokens,
             "prompt_eval_duration": round(1e9 * done.prefill_seconds),
             "eval_count": done.summary.n_tokens,
             "eval_duration": round(1e9 * done.summary.decode_seconds),
@@ -305,10 +300,6 @@ class OllamaForm(Form):
 
 def _call(call_id: str, name: str, arguments: str) -> Data:
     return {"id": call_id, "function": {"name": name, "arguments": arguments_of(arguments)}}
-
-
-def _line(data: Data) -> bytes:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 ENDPOINTS = (

@@ -1,8 +1,7 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`: OpenAI's APIs that nearly every client uses."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`: the OpenAI APIs that nearly every client uses."""
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,15 +21,23 @@ from llamaspec.serve.bodies import (
     Effort,
     Fields,
     GenerationBody,
+    OneOrMoreStops,
     ReasoningFields,
-    Stops,
-    StopText,
     TopLogprobs,
     refused,
 )
 from llamaspec.serve.constraints import FormatFields, ResponseFormat
 from llamaspec.serve.errors import bad_field, not_supported
-from llamaspec.serve.forms import Form, WholeAnswer, figures, logprob_list, openai_usage, sse
+from llamaspec.serve.forms import (
+    Data,
+    Form,
+    WholeAnswer,
+    figures,
+    logprob_list,
+    new_id,
+    openai_usage,
+    sse,
+)
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
     Content,
@@ -54,16 +61,16 @@ class StreamOptions(Fields):
 
 
 class PredictionFields(Fields):
-    """The text that most of the answer is expected to repeat."""
+    """Text that the answer is expected to repeat mostly."""
 
     type: Literal["content"]
     content: Content
 
 
 class OpenAIBody(GenerationBody):
-    """The fields of both APIs."""
+    """Fields of both APIs, and of llama-server's own."""
 
-    stop: StopText | Stops | None = None
+    stop: OneOrMoreStops | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None  # llama-server's
     max_tokens: CountOrAny | None = None
@@ -86,12 +93,12 @@ class OpenAIBody(GenerationBody):
         return found[0] if found else None
 
     def answer_options(self) -> AnswerOptions:
-        """The options of its answers; RequestError if a part of the prediction is not text."""
+        """Return the options of its answers; RequestError if a part of the prediction is not text."""
         prediction = None if self.prediction is None else self.prediction.content
         return AnswerOptions(
             limit=self.max_tokens,
             n=self.n or 1,
-            stops=[self.stop] if isinstance(self.stop, str) else self.stop or (),
+            stops=self.stop or (),
             prediction=text_of(prediction, "prediction.content") or None,
         )
 
@@ -109,7 +116,7 @@ class ChatBody(OpenAIBody, ReasoningFields):
     reasoning_effort: Effort | None = None
 
     def answer_options(self) -> AnswerOptions:
-        """The options of its answers."""
+        """Return the options of its answers."""
         limit = self.max_completion_tokens or self.max_tokens
         n_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return replace(super().answer_options(), limit=limit, n_logprobs=n_logprobs)
@@ -132,7 +139,7 @@ class CompletionBody(OpenAIBody):
     logprobs: TopLogprobs | None = None
 
     def answer_options(self) -> AnswerOptions:
-        """The options of its answers; with a suffix, an editor completes the text at the cursor."""
+        """Return the options of its answers. With a suffix, the text is completed at an editor's cursor."""
         options = super().answer_options()
         return replace(options, n_logprobs=self.logprobs, is_interactive=bool(self.suffix))
 
@@ -150,17 +157,18 @@ async def _complete(service: Service, http: Request, body: CompletionBody) -> Re
     """Continue a text."""
     builder = service.builder
     if (body.best_of or 1) > (body.n or 1):
-        raise not_supported("best_of", "completions are not ranked here; ask for as many as you want with n")
+        raise not_supported("best_of", "this server does not rank completions; set n to as many as you want")
     given = body.prompt
     several = [given] if isinstance(given, str) or not given or isinstance(given[0], int) else given
-    service.queue.check_number(len(several) * (body.n or 1))  # before the work for that many
-    texts = await run_in_threadpool(_texts, builder, several, body.suffix)
+    service.queue.check_number(len(several) * (body.n or 1))  # before they are tokenized
+    texts = await run_in_threadpool(_tokenized, builder, several, body.suffix)
     prompts = await builder.continued(texts, body.wanted_format())
     form = CompletionForm(service.model_name, body, builder.vocabulary)
     return await service.respond(http, body, prompts, form)
 
 
-def _texts(builder: RequestBuilder, several: Sequence[Any], suffix: str | None) -> list[TokenArray]:
+def _tokenized(builder: RequestBuilder, several: Sequence[Any], suffix: str | None) -> list[TokenArray]:
+    """Return the tokens of each prompt; with a suffix, those of the gap between both."""
     if suffix:
         texts = [each for each in several if isinstance(each, str)]
         if len(texts) < len(several):
@@ -170,7 +178,7 @@ def _texts(builder: RequestBuilder, several: Sequence[Any], suffix: str | None) 
 
 
 class ChatForm(Form):
-    """`chat.completion` and its chunks."""
+    """Writes a `chat.completion` object or its chunks."""
 
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -180,13 +188,13 @@ class ChatForm(Form):
         self._with_logprobs = options.n_logprobs is not None
         self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._with_progress = body.return_progress is True
-        head_id, created = f"{self.id_prefix}-{secrets.token_hex(12)}", int(time.time())
-        self._head = {"id": head_id, "created": created, "model": model, "seed": body.chosen_seed}
+        head = {"id": new_id(f"{self.id_prefix}-"), "created": int(time.time()), "model": model}
+        self._head: Data = {**head, "seed": body.chosen_seed}
         self._ends: dict[int, Finished] = {}
         self._n_calls: Counter[int] = Counter()  # of each choice
 
-    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
-        """The response object."""
+    def whole(self, answers: Sequence[WholeAnswer]) -> Data:
+        """Return the response object."""
         ends = [answer.end for answer in answers]
         choices = [self._whole_choice(i, answer) for i, answer in enumerate(answers)]
         head = {**self._head, "object": self.kind, "choices": choices}
@@ -197,14 +205,14 @@ class ChatForm(Form):
         return b"".join(self._chunk([_choice(i, role)]) for i in range(self._n))
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
-        if not self._with_progress or progress.n_read is None:
+        if not self._with_progress or progress.n_processed is None:
             return super()._keep_alive(index, progress)
-        counts = {"total": progress.n_to_read, "cache": progress.n_cached, "processed": progress.n_read}
+        counts = {"total": progress.n_total, "cache": progress.n_cached, "processed": progress.n_processed}
         counts["time_ms"] = round(1e3 * progress.seconds)
         return self._chunk([self._part(index, None)], prompt_progress=counts)
 
     def _add(self, index: int, delta: Delta) -> bytes:
-        spans: dict[str, Any] = {}
+        spans: Data = {}
         if self._options.spans and isinstance(delta, ContentDelta):
             spans = {"spans": [{"text": span.text, "drafted": span.drafted} for span in delta.spans]}
         return self._chunk([self._part(index, delta)], **spans)
@@ -221,26 +229,26 @@ class ChatForm(Form):
         ends = [self._ends[i] for i in sorted(self._ends)]
         return self._chunk([], usage=openai_usage(ends, self._n)) + done
 
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+    def _chunk(self, choices: list[Data], **more: Any) -> bytes:
         return sse({**self._head, "object": self.chunk_kind, "choices": choices, **more})
 
-    def _whole_choice(self, i: int, answer: WholeAnswer) -> dict[str, Any]:
-        said = answer.message
-        message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        if said.tool_calls:
-            message["content"] = said.text or None
+    def _whole_choice(self, i: int, answer: WholeAnswer) -> Data:
+        given = answer.message
+        message: Data = {"role": "assistant", "content": given.text, "refusal": None}
+        if given.reasoning:
+            message["reasoning_content"] = given.reasoning
+        if given.tool_calls:
+            message["content"] = given.text or None
             message["tool_calls"] = [
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in said.tool_calls
+                for c in given.tool_calls
             ]
-        reason = _reason(answer.end, len(said.tool_calls))
+        reason = _reason(answer.end, len(given.tool_calls))
         return _choice(i, {"message": message}, self._logprobs(answer.logprobs), reason)
 
-    def _part(self, i: int, delta: Delta | None) -> dict[str, Any]:
-        """The choice of a chunk; without a delta, it adds nothing."""
-        logprobs, more = None, dict[str, Any]()
+    def _part(self, i: int, delta: Delta | None) -> Data:
+        """Return the choice of a chunk; without a delta, one that adds nothing."""
+        logprobs, more = None, Data()
         if isinstance(delta, ContentDelta):
             logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
             more = {"content": delta.text}
@@ -256,14 +264,14 @@ class ChatForm(Form):
             more = {"tool_calls": [call]}
         return _choice(i, {"delta": more}, logprobs)
 
-    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Data | None:
         if not self._with_logprobs:
             return None
         return {"content": logprob_list(tokens, self._vocabulary), "refusal": None}
 
 
 class CompletionForm(ChatForm):
-    """`text_completion` and its chunks."""
+    """Writes a `text_completion` object or its chunks."""
 
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
@@ -271,18 +279,18 @@ class CompletionForm(ChatForm):
     def _begin(self) -> bytes:
         return b""
 
-    def _whole_choice(self, i: int, answer: WholeAnswer) -> dict[str, Any]:
+    def _whole_choice(self, i: int, answer: WholeAnswer) -> Data:
         text = {"text": answer.message.text}
         return _choice(i, text, self._logprobs(answer.logprobs), _reason(answer.end, 0))
 
-    def _part(self, i: int, delta: Delta | None) -> dict[str, Any]:
+    def _part(self, i: int, delta: Delta | None) -> Data:
         if delta is None:
             return _choice(i, {"text": ""}, self._logprobs(()))
         assert isinstance(delta, ContentDelta)  # a completion has neither reasoning nor calls
         return _choice(i, {"text": delta.text}, self._logprobs(delta.logprobs))
 
-    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
-        """By columns; offsets count the characters of the choice."""
+    def _logprobs(self, tokens: Sequence[TokenLogprobs]) -> Data | None:
+        """Return log-probabilities in columns. Offsets count the characters of the choice."""
         if not self._with_logprobs:
             return None
         listed = logprob_list(tokens, self._vocabulary)
@@ -292,9 +300,7 @@ class CompletionForm(ChatForm):
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
-def _choice(
-    i: int, content: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
-) -> dict[str, Any]:
+def _choice(i: int, content: Data, logprobs: Data | None = None, reason: str | None = None) -> Data:
     return {"index": i, **content, "logprobs": logprobs, "finish_reason": reason}
 
 

@@ -1,10 +1,9 @@
-"""`POST /v1/responses`: OpenAI's newer API, stateless: each request brings its whole conversation."""
+"""`POST /v1/responses`: OpenAI's newer API, stateless: each request has the whole conversation."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
@@ -26,7 +25,7 @@ from llamaspec.serve.bodies import (
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.errors import ContextOverflowError, bad_field, openai_error
-from llamaspec.serve.forms import Form, WholeAnswer, figures, openai_usage, sse
+from llamaspec.serve.forms import Data, Form, WholeAnswer, figures, new_id, openai_usage, sse
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
     CallFields,
@@ -50,16 +49,13 @@ from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import Endpoint, Service
 
-Data = dict[str, Any]
-
-
-# Items that become tool calls and their results. Items of other types, such as web searches by another
-# server, are left out.
+# Items that become tool calls, and their results. Items of other types are left out, such as web searches by
+# another server.
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _RESULTS = tuple(f"{kind}_output" for kind in _CALLS)
 _MESSAGES = ("message", "reasoning", *_CALLS, *_RESULTS)
 _ITEMS = (*_MESSAGES, "additional_tools")
-_NOT_KEPT = "this server keeps no conversations; send the whole input"
+_NOT_KEPT = "this server keeps no conversations; send the whole conversation as input"
 
 
 class InputItem(FieldsByType):
@@ -109,13 +105,13 @@ class ResponsesBody(GenerationBody, ReasoningFields):
     metadata: dict[str, str] | None = None
 
     def answer_options(self) -> AnswerOptions:
-        """The options of its answer."""
+        """Return the options of its answer."""
         return AnswerOptions(limit=self.max_output_tokens)
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
-        asked = self.input
-        items = [InputItem(role="user", content=asked)] if isinstance(asked, str) else asked
+        given = self.input
+        items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
         messages = conversation("input", _messages(items))
         left_out = [f"item {item.type}" for item in items if item.is_left_out]
         if self.instructions:
@@ -126,7 +122,7 @@ class ResponsesBody(GenerationBody, ReasoningFields):
         return ChatRequest(messages, "input", use, reasoning, wanted, left_out)
 
     def functions(self) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
-        """As `without_namespaces`: the tools of the request and of its items."""
+        """Return what `without_namespaces` makes of the tools of the request and of its items."""
         items = [] if isinstance(self.input, str) else self.input
         return without_namespaces(
             [*(self.tools or ()), *(tool for item in items for tool in item.tools or ())]
@@ -134,15 +130,15 @@ class ResponsesBody(GenerationBody, ReasoningFields):
 
 
 def _messages(items: Sequence[InputItem]) -> list[tuple[int, MessageFields]]:
-    """Return items as messages: reasoning, text and calls of one answer become one message."""
+    """Return the messages of items. Reasoning, text and calls of one answer become one message."""
     found: list[tuple[int, MessageFields]] = []
     for i, item in enumerate(items):
         message = _message(item, f"input.{i}") if item.type in (None, *_MESSAGES) else None
         if message is None:
             continue
         last = found[-1][1] if found and found[-1][1].role == "assistant" else None
-        goes_on = message.role == "assistant" and item.type != "reasoning"
-        if last and goes_on and (item.type in _CALLS or last.tool_calls or last.content is None):
+        may_join = message.role == "assistant" and item.type != "reasoning"
+        if last and may_join and (item.type in _CALLS or last.tool_calls or last.content is None):
             last.content = [*parts_of(last.content), *parts_of(message.content)] or None
             last.tool_calls = [*(last.tool_calls or ()), *(message.tool_calls or ())]
         else:
@@ -151,7 +147,7 @@ def _messages(items: Sequence[InputItem]) -> list[tuple[int, MessageFields]]:
 
 
 def _message(item: InputItem, place: str) -> MessageFields | None:
-    """Return an item as a message; None for reasoning that is encrypted or empty."""
+    """Return the message of an item; None for reasoning that is encrypted or empty."""
     kind = item.type or "message"
     if kind == "message":
         if item.role is None:
@@ -181,19 +177,19 @@ async def _respond(service: Service, http: Request, body: ResponsesBody) -> Resp
     except ContextOverflowError as error:
         if not body.stream:
             raise
-        return form.refusal(error)  # Codex shortens its history only if the stream itself says so
+        return form.refusal(error)  # Codex recognizes the error only in a stream, and shortens its history
     return await service.respond(http, body, [prompt], form)
 
 
 class ResponsesForm(Form):
-    """The response object and its events; output items are opened, grow, and are closed before the next."""
+    """Writes a response object or its events. An output item grows and closes before the next opens."""
 
     def __init__(self, model: str, body: ResponsesBody) -> None:
         self._options, sampling = body.drafting, body.sampling()
         self._namespaces = body.functions()[1]
         echoed = {"tools", "tool_choice", "reasoning", "text", "instructions", "metadata"}
         self._head: Data = {
-            "id": f"resp_{secrets.token_hex(12)}",
+            "id": new_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
@@ -206,13 +202,13 @@ class ResponsesForm(Form):
         }
         self._head |= {"tools": [], "tool_choice": "auto", "metadata": {}}
         self._head |= body.model_dump(include=echoed, exclude_none=True, by_alias=True)
-        self._done: list[Data] = []  # complete items
-        self._item: Data = {"type": None}  # the open item; of type None: there is none
+        self._done: list[Data] = []  # closed items
+        self._item: Data = {"type": None}  # the open item; type None: there is none
         self._text = ""  # of the open item
         self._numbers = itertools.count()
 
     def whole(self, answers: Sequence[WholeAnswer]) -> Data:
-        """The response object."""
+        """Return the response object."""
         (answer,) = answers
         for delta in answer.deltas or [ContentDelta("")]:
             self._item_events(delta)
@@ -247,7 +243,7 @@ class ResponsesForm(Form):
         return {**self._head, "status": status, "output": self._done.copy(), **empty}
 
     def _last_events(self, end: Finished) -> list[Data]:
-        """The events that end the last item and the response."""
+        """Return the events that end the last item and the response."""
         status = "incomplete" if end.is_truncated else "completed"
         events = self._close(status)
         response = self._response(status) | figures(end, self._options)
@@ -257,7 +253,7 @@ class ResponsesForm(Form):
         return [*events, {"type": f"response.{status}", "response": response}]
 
     def _item_events(self, delta: Delta) -> list[Data]:
-        """The events of a delta, without their numbers."""
+        """Return the events of a delta, without their numbers."""
         if isinstance(delta, CallDelta):
             namespace, name = self._namespaces.get(delta.name, (None, delta.name))
             names = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
@@ -278,8 +274,8 @@ class ResponsesForm(Form):
         return [*begun, more | self._place()]
 
     def _open(self, kind: str, prefix: str, **fields: Any) -> list[Data]:
-        """Close the open item and open another."""
-        events, item_id = self._close("completed"), f"{prefix}_{secrets.token_hex(12)}"
+        """Close the open item and open another; return the events."""
+        events, item_id = self._close("completed"), new_id(f"{prefix}_")
         self._item = {"type": kind, "id": item_id, "status": "in_progress", **fields}
         added = {"item_id": item_id, "output_index": len(self._done), "item": dict(self._item)}
         events.append({"type": "response.output_item.added", **added})
@@ -289,7 +285,7 @@ class ResponsesForm(Form):
         return events
 
     def _close(self, status: str) -> list[Data]:
-        """The events that close the open item, if there is one."""
+        """Close the open item, if there is one; return the events."""
         item, text, place = self._item, self._text, self._place()
         if item["type"] is None:
             return []

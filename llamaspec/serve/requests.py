@@ -1,6 +1,6 @@
-"""From a checked body to the jobs that are generated: chat requests, prompts, jobs.
+"""From the conversation of a request to its prompt, and from prompts to jobs.
 
-The chat APIs differ only in names; `ChatRequest` is what they have in common. Text from clients never becomes
+The chat APIs differ only in names: each maps its body to a `ChatRequest`. Text from clients never becomes
 a control token. tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/serve/test_beginnings.py.
 """
 
@@ -20,7 +20,7 @@ from llamaspec.chat.messages import Message, in_words
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import RESERVED, ChatTemplate, TemplateError, texts_in
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.engine.completion import Completion
+from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.length.fixed import AtMost
 from llamaspec.pair import Pair
@@ -33,39 +33,39 @@ from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field
 from llamaspec.serve.messages import ToolUse
 from llamaspec.values import TokenArray
 
-USUAL_BYTES = 4  # of a token: an estimate for prompts that are too long to be tokenized
+USUAL_BYTES = 4  # of a token, to estimate the tokens of prompts that are too long to be tokenized
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatRequest:
-    """A conversation to answer, the same for every API."""
+    """A conversation to answer, in the same form for every API."""
 
     messages: Sequence[Message]
-    field: str  # of the request that holds the messages, for errors
+    field: str  # the request's field with the messages, for errors
     tool_use: ToolUse
     reasoning: ReasoningOptions
     response_format: ResponseFormat | None = None
-    left_out: Sequence[str] = ()  # parts that this server does not support, for the log
+    left_out: Sequence[str] = ()  # unsupported parts of the conversation, for the log
 
     @property
     def _n_asked(self) -> int:
-        """Number of messages before the answer that the last messages begin."""
-        said = takewhile(lambda m: m.role == "assistant" and not m.tool_calls, reversed(self.messages))
-        return len(self.messages) - len(list(said))
+        """Number of messages before those at the end that begin the answer."""
+        begun = takewhile(lambda m: m.role == "assistant" and not m.tool_calls, reversed(self.messages))
+        return len(self.messages) - len(list(begun))
 
     @property
     def asked(self) -> list[Message]:
-        """The messages to answer; templates want a user message among them."""
+        """The messages to answer. Templates need one that is not a system message."""
         asked = list(self.messages[: self._n_asked])
         is_answerable = len(asked) == len(self.messages) or any(m.role != "system" for m in asked)
         return asked if is_answerable else [*asked, Message("user", "")]
 
     @property
     def begun(self) -> Message:
-        """The beginning of an answer with which the conversation ends, to be continued; may be empty."""
-        said = self.messages[self._n_asked :]
-        text = "\n\n".join(m.text for m in said if m.text.strip())
-        return Message("assistant", text, reasoning="".join(m.reasoning or "" for m in said) or None)
+        """The beginning of the answer, which the model continues; may be empty."""
+        begun = self.messages[self._n_asked :]
+        text = "\n\n".join(m.text for m in begun if m.text.strip())
+        return Message("assistant", text, reasoning="".join(m.reasoning or "" for m in begun) or None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,13 +78,15 @@ class Job:
     max_tokens: int
     options: AnswerOptions
     drafting: SpeculativeFields
-    prediction: TokenArray | None = None  # [m] int32, which most of the answer is expected to repeat
+    prediction: TokenArray | None = None  # [m] int32, that the answer is expected to repeat mostly
 
     def open(self, pair: Pair, policy: LengthPolicy, on_prefill: Progress) -> AnswerStream:
         """Return the stream of its answer; PromptError if the prompt does not fit."""
-        wanted, drafting, vocabulary = self.prompt, self.drafting, pair.target.vocabulary
+        prompt, drafting, vocabulary = self.prompt, self.drafting, pair.target.vocabulary
         is_plain = drafting.enabled is False or drafting.max_draft == 0
-        constraints = iter((wanted.constraint, wanted.constraint_after_cut))
+        constraints = iter(
+            (prompt.constraint, prompt.constraint_after_cut)
+        )  # of the first part, of the second
 
         def open_part(tokens: TokenArray, max_tokens: int) -> TextStream:
             return pair.stream(
@@ -93,7 +95,7 @@ class Job:
                 seed=self.seed,
                 max_tokens=max_tokens,
                 stops=self.options.stops,
-                spelled=wanted.answer_format.spelled(vocabulary.controls),
+                spelled=prompt.answer_format.spelled(vocabulary.controls),
                 rule=drafting.rule or DEFAULT_RULE,
                 policy=policy if drafting.max_draft is None else AtMost(drafting.max_draft, policy),
                 drafter=NoDrafter() if is_plain else None,
@@ -105,15 +107,15 @@ class Job:
                 is_interactive=self.options.is_interactive,
             )
 
-        parser = AnswerParser(wanted.answer_format, wanted.tools, thinking=wanted.starts_in_reasoning)
-        budget = wanted.reasoning_budget
-        return AnswerStream(wanted.tokens, self.max_tokens, open_part, parser, vocabulary, budget)
+        parser = AnswerParser(prompt.answer_format, prompt.tools, thinking=prompt.starts_in_reasoning)
+        budget = prompt.reasoning_budget
+        return AnswerStream(prompt.tokens, self.max_tokens, open_part, parser, vocabulary, budget)
 
 
 class RequestBuilder:
-    """Makes prompts, constraints and jobs for one pair; raises RequestError if that is impossible.
+    """Makes the prompts and jobs of requests to one pair; raises a RequestError if that is impossible.
 
-    Without a template the model only continues text.
+    Without a chat template, only text can be continued.
     """
 
     def __init__(self, pair: Pair, template: ChatTemplate | None) -> None:
@@ -121,7 +123,7 @@ class RequestBuilder:
         self.template, self.vocabulary = template, target.vocabulary
         self.answer_format = AnswerFormat() if template is None else template.answer_format
         self.takes_tools = template is not None and template.takes_tools
-        # Some files call <tool_call> a control token, others a user-defined one.
+        # In some files <tool_call> is a control token, in others a user-defined one: `specials` has both.
         marks = {text.decode(errors="replace"): i for i, text in self.vocabulary.specials.items()}
         self.constraints = Constraints(pair, marks)
         self._context_size = target.context_size
@@ -129,7 +131,7 @@ class RequestBuilder:
         self._max_bytes = self._context_size * longest_token  # longer text cannot fit
 
     def tokenized(self, given: str | Sequence[int | str]) -> TokenArray:
-        """Return the tokens of a text to continue, or of token ids with texts between them."""
+        """Return the tokens of a text to continue, or of a list of texts and token ids."""
         tokens: list[int] = []
         for part in [given] if isinstance(given, str) else given:
             if isinstance(part, int):
@@ -141,19 +143,19 @@ class RequestBuilder:
         return self._checked(np.array(tokens, dtype=np.int32), "prompt")
 
     def infill_tokens(self, prefix: str, suffix: str) -> TokenArray:
-        """Return the prompt for the text between two others."""
+        """Return the prompt for the text between a prefix and a suffix."""
         self.check_size(prefix + suffix, "suffix")
         return self._checked(infill_prompt(self.vocabulary, prefix, suffix), "prompt")
 
     async def chat_tokens(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
-        """Return the tokens before the answer or its continuation, and whether reasoning comes next."""
+        """Return the prompt's tokens, and whether the model continues with reasoning."""
         use, kwargs = request.tool_use, request.reasoning.template_kwargs
         if use.offered and not (self.takes_tools or use.is_forced):
             raise not_supported("tools", "this model's chat template takes no tools")
         if use.is_forced and not use.tools:
-            raise bad_field("tool_choice", "there are no functions among the tools")
+            raise bad_field("tool_choice", "needs a function among the tools")
         if use.is_named and use.choice not in {tool["function"]["name"] for tool in use.tools}:
-            raise bad_field("tool_choice", "names no function among the tools; name one, or auto")
+            raise bad_field("tool_choice", "names no function among the tools; name one, or use auto")
         if taken := RESERVED.intersection(kwargs):
             names = ", ".join(sorted(taken))
             raise bad_field("chat_template_kwargs", f"the server sets {names}; remove it from the request")
@@ -169,8 +171,8 @@ class RequestBuilder:
         kwargs = request.reasoning.template_kwargs
         if not self.takes_tools:
             messages, tools = in_words(messages, tools), ()
-        said = [message.as_dict() for message in messages]
-        self.check_size("".join(texts_in([said, tools, begun.text, begun.reasoning])), request.field)
+        given = [[message.as_dict() for message in messages], tools, begun.text, begun.reasoning]
+        self.check_size("".join(texts_in(given)), request.field)
         try:
             rendered = template.render(messages, tools or None, template_kwargs=kwargs)
         except TemplateError as error:
@@ -186,11 +188,12 @@ class RequestBuilder:
         return self._checked(tokens, request.field) if must_fit else tokens, is_thinking
 
     def check_token_ids(self, tokens: Sequence[int], field: str) -> None:
-        """RequestError if a token id is outside the vocabulary."""
+        """Raise a RequestError if a token id is outside the vocabulary."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary.size:
             raise bad_field(field, f"token ids must be from 0 to {self.vocabulary.size - 1}")
 
     def _checked(self, tokens: TokenArray, field: str) -> TokenArray:
+        """Return a prompt; RequestError if it is empty or does not fit the context."""
         if len(tokens) == 0:
             raise bad_field(field, "must not be empty")
         if len(tokens) >= self._context_size:
@@ -198,7 +201,7 @@ class RequestBuilder:
         return tokens
 
     def check_size(self, text: str, field: str) -> None:
-        """RequestError if a text cannot fit the context, without tokenizing it."""
+        """Raise a RequestError if a text is certain to exceed the context; does not tokenize it."""
         n = len(text.encode())
         if n > self._max_bytes:
             n_tokens = max(n // USUAL_BYTES, self._context_size)
@@ -211,24 +214,24 @@ class RequestBuilder:
         answer_format = self.answer_format
         if use.is_forced and answer_format.calls is None:
             answer_format = replace(answer_format, calls=JSON_CALL)
-        goes_on = bool(request.begun.text)  # its reasoning is over
-        budget = 0 if goes_on else request.reasoning.budget
+        is_begun = bool(request.begun.text)  # its reasoning is over
+        budget = 0 if is_begun else request.reasoning.budget
         prompt = Prompt(tokens, answer_format, use.offered, starts_in_reasoning, budget)
         has_channels = answer_format.calls is HARMONY
         if wanted is not None:
             if use.offered:
                 raise not_supported(wanted.field, "cannot be combined with tools")
-            if goes_on:
+            if is_begun:
                 raise not_supported(wanted.field, "cannot be combined with a last message of the assistant")
             return await self.constraints.with_format(prompt, wanted)
-        if goes_on and has_channels:
+        if is_begun and has_channels:
             if use.is_forced:
                 raise not_supported("tool_choice", "cannot be combined with a last message of the assistant")
             return prompt
         return await self.constraints.with_tools(prompt, use) if use.offered else prompt
 
     async def continued(self, texts: Sequence[TokenArray], wanted: ResponseFormat | None) -> list[Prompt]:
-        """Return the prompts of texts to continue."""
+        """Return the prompts for texts to continue."""
         constraint = None if wanted is None else await self.constraints.compile(wanted)
         return [Prompt(tokens, constraint=constraint) for tokens in texts]
 
@@ -238,7 +241,7 @@ class RequestBuilder:
         biases = body.biases(self.vocabulary)
         self.check_token_ids(list(biases), "logit_bias")
         sampling = body.sampling(biases)
-        wanted = self._context_size if options.limit is None or options.limit < 0 else options.limit
+        limit = self._context_size if options.limit is None or options.limit < 0 else options.limit
         prediction = None
         if options.prediction is not None:
             content = options.prediction[: self._max_bytes].encode()  # more cannot fit
@@ -248,7 +251,7 @@ class RequestBuilder:
                 prompt,
                 sampling,
                 body.chosen_seed + i,
-                max_tokens=min(wanted, self._context_size - len(prompt.tokens)),
+                max_tokens=min(limit, self._context_size - len(prompt.tokens)),
                 options=options,
                 drafting=body.drafting,
                 prediction=prediction,
@@ -259,6 +262,8 @@ class RequestBuilder:
 
     def matched_stop(self, completion: Completion, stops: Sequence[str]) -> str | None:
         """Return the stop string that ended a completion; None if none did."""
+        if completion.stop_reason is not StopReason.STOP:
+            return None
         spelled = self.answer_format.spelled(self.vocabulary.controls)
         pieces = (spelled.get(token) or self.vocabulary.piece(token) for token in completion.tokens)
         written = b"".join(pieces).decode(errors="replace")

@@ -1,7 +1,7 @@
-"""Runs the requests of all clients on a pair: a queue in the event loop, the events of each request, metrics.
+"""Runs the requests of all clients on one pair: the queue, the events of each request, metrics.
 
-The deltas of an answer are fetched when its client can take them; until then, the engine lets its sequences
-wait. A fault of one sequence ends only that sequence. tests/serve/test_load.py, tests/serve/test_figures.py.
+A client's deltas are fetched once the client can take them. Until then, its sequences pause. An error in one
+sequence ends only that sequence. tests/serve/test_load.py, tests/serve/test_figures.py.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MAX_RETRY_SECONDS = 60
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """A part of the prompt has been processed; without numbers: nothing happened for a while."""
+    """A part of a prompt has been processed; without numbers, a sign of life in a silent stream."""
 
-    n_read: int | None = None
-    n_to_read: int | None = None
-    n_cached: int = 0  # tokens of `n_read` that did not have to be evaluated
+    n_processed: int | None = None  # tokens
+    n_total: int | None = None
+    n_cached: int = 0  # of `n_processed`; they were not evaluated
     seconds: float = 0.0  # since the sequence began to run
 
 
@@ -48,7 +48,7 @@ class Finished:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the answer is incomplete: at a limit, or because its constraint allows no continuation."""
+        """Whether the answer is incomplete: it reached a limit, or its constraint allows no continuation."""
         return self.completion.stop_reason in (StopReason.LIMIT, StopReason.CONTEXT, StopReason.CONSTRAINT)
 
 
@@ -58,17 +58,17 @@ Events: TypeAlias = AsyncIterator[tuple[int, Event]]  # with the index of the se
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A job in the queue or running."""
+    """A sequence of a request: waiting, running or ended."""
 
     job: Job
     submission: Submission
-    asked_at: float  # seconds, as the next two
+    asked_at: float  # seconds of the queue's clock, as the next two
     started_at: float | None = None
     first_text_at: float | None = None
-    stream: AnswerStream | None = None  # once it runs
+    stream: AnswerStream | None = None  # None while it waits
     n_rounds_counted: int = 0
-    unread: list[Event] = field(default_factory=list)  # not fetched by the client yet
-    last: Finished | Exception | None = None  # set at the end; the client may have more to fetch
+    pending: list[Event] = field(default_factory=list)  # not fetched yet
+    last: Finished | Exception | None = None  # the end; events may still be pending then
 
 
 class Submission:
@@ -77,11 +77,11 @@ class Submission:
     def __init__(self, jobs: Sequence[Job], queue: RequestQueue, now: float) -> None:
         self.states = [SequenceState(job, self, now) for job in jobs]
         self.is_cancelled = False
-        self.news = asyncio.Event()  # a sequence may have new events
+        self.news = asyncio.Event()  # set if a sequence may have new events
         self._queue = queue
 
     def work(self) -> dict[str, Any]:
-        """The tokens and the speed, for the log; the speed-up is that of the last completion."""
+        """Return the figures for the log; the speed-up is that of the last completion."""
         done = [state.stream.completion for state in self.states if state.stream is not None]
         ends = [state.last for state in self.states if isinstance(state.last, Finished)]
         n_generated = sum(each.summary.n_tokens for each in done)
@@ -96,9 +96,9 @@ class Submission:
         }
 
     async def events(self, timeout: float | None, keep_alive: float) -> Events:
-        """All events; a PromptProgress without numbers after `keep_alive` seconds without one.
+        """Yield all events, and a PromptProgress without numbers after `keep_alive` seconds without one.
 
-        Raises RequestError 504 after `timeout` seconds, and the error that ended a sequence.
+        Raises a RequestError (504) after `timeout` seconds, and the error that ended a sequence.
         """
         last, running = time.monotonic(), dict(enumerate(self.states))
         deadline = last + (math.inf if timeout is None else timeout)
@@ -106,7 +106,7 @@ class Submission:
             now = time.monotonic()
             if now >= deadline:
                 raise RequestError(504, "the answer took too long; see --request-timeout", code="timeout")
-            # Counted from the last event, not the last token: text may be held back, as in a call.
+            # Since the last event, not the last token: the text of a call may be held back.
             if now - last >= keep_alive:
                 last = now
                 yield 0, PromptProgress()
@@ -132,18 +132,18 @@ class Submission:
             timer.cancel()
 
     def cancel(self) -> None:
-        """End the sequences that still run, within one evaluation; never waits."""
+        """End the sequences that still run, within one evaluation. Never waits."""
         if any(state.last is None for state in self.states):
             self.is_cancelled = True
             self._queue.drop(self.states)
 
 
 class RequestQueue:
-    """Runs up to `parallel` sequences at once, first come, first served; only for one asyncio event loop.
+    """Runs up to `parallel` sequences at once, first come, first served. Belongs to one asyncio event loop.
 
-    An interactive sequence is the next to run, and the only one that may run beside `parallel` others.
-    The pair's compute thread evaluates, and calls the event loop when a sequence has events. At most
-    `max_queue` sequences wait; `policy` is shared by all.
+    An interactive sequence is the next to run, and one of them may run beside `parallel` others. The pair's
+    compute thread evaluates, and wakes the event loop when a sequence has events. At most `max_queue`
+    sequences wait. All of them share `policy`.
     """
 
     def __init__(
@@ -159,18 +159,20 @@ class RequestQueue:
         self._parallel, self._max_queue = parallel, max_queue
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
-        self.is_stopping = False  # no more requests are taken
-        self.is_ending = False  # running ones end, too
+        self.is_stopping = False  # new requests are refused
+        self.is_ending = False  # running requests end, too
 
     def check_number(self, n: int) -> None:
-        """RequestError 400 if one request may not have `n` sequences."""
+        """Raise a RequestError (400) if one request may not have `n` sequences."""
         if n > self._parallel:
-            asked = f"{n} sequences at once, this server runs {self._parallel}"
-            raise bad_field("n", f"{asked}; ask for fewer, or start it with --parallel")
+            refused = f"{n} sequences are more than the {self._parallel} that this server runs at once"
+            raise bad_field("n", f"{refused}; ask for fewer, or start it with a larger --parallel")
 
     def submit(self, jobs: Sequence[Job]) -> Submission:
-        """Queue sequences; RequestError 400: they are more than may run at once, 429: too many wait already,
-        503: the server is stopping.
+        """Queue the sequences of a request.
+
+        RequestError: there are more of them than may run at once (400), too many others wait (429), or the
+        server is stopping (503).
         """
         if self.is_stopping:
             raise _server_stopping()
@@ -179,10 +181,10 @@ class RequestQueue:
         if len(self._waiting) + len(jobs) > self._max_queue + n_free:
             self.metrics.refused()
             seconds = min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel)
-            message = "too many requests wait already; try again later"
+            message = "too many requests are waiting; try again later"
             raise RequestError(429, message, code="queue_full", retry_after=seconds)
         submission = Submission(jobs, self, self._clock())
-        if jobs[0].options.is_interactive:  # the last key first
+        if jobs[0].options.is_interactive:  # the latest keystroke goes first
             self._waiting.extendleft(reversed(submission.states))
         else:
             self._waiting.extend(submission.states)
@@ -190,12 +192,12 @@ class RequestQueue:
         return submission
 
     def stop(self) -> None:
-        """Take no more requests and refuse waiting ones; running ones continue."""
+        """Refuse new requests and those that wait; running ones continue."""
         self.is_stopping = True
         self.drop(tuple(self._waiting))
 
     def end(self) -> None:
-        """End running sequences, too, before the pair is closed."""
+        """Refuse all requests and end running ones, before the pair is closed."""
         self.is_ending = True
         self.stop()
         self.drop(tuple(self._running))
@@ -205,38 +207,38 @@ class RequestQueue:
         return list(self._running), len(self._waiting)
 
     def drop(self, states: Sequence[SequenceState]) -> None:
-        """End sequences, because their client has left or the server stops."""
+        """End sequences whose client has left, or because the server is stopping."""
         for state in states:
             self._finish(state, _server_stopping())
 
     def fetch(self, state: SequenceState) -> list[Event]:
-        """Return the events of a sequence since the last call; end it if they are the last."""
+        """Return the events of a sequence since the last call. If it is over, record its end."""
         stream = state.stream
         if stream is not None and state.last is None:
             try:
-                state.unread += stream.ready()
+                state.pending += stream.ready()
                 self._count_rounds(state, stream)
                 if state.first_text_at is None and stream.rounds:
                     state.first_text_at = self._clock()
-                if stream.is_over or self._is_late(state, stream):
+                if stream.is_over or self._is_overdue(state, stream):
                     self._finish(state, Finished(stream.completion, stream.n_thought))
             except Exception as error:  # noqa: BLE001  # the client gets the error
                 self._finish(state, error)
-        events, state.unread = state.unread, []
+        events, state.pending = state.pending, []
         return events
 
-    def _is_late(self, state: SequenceState, stream: AnswerStream) -> bool:
-        """Whether a sequence has used its time and has a whole line."""
+    def _is_overdue(self, state: SequenceState, stream: AnswerStream) -> bool:
+        """Whether a sequence has exceeded its time limit and has a whole line."""
         limit, first = state.job.options.max_seconds, state.first_text_at
-        is_late = limit is not None and first is not None and self._clock() - first > limit
-        return is_late and "\n" in stream.completion.text
+        is_overdue = limit is not None and first is not None and self._clock() - first > limit
+        return is_overdue and "\n" in stream.completion.text
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._n_slots(self._waiting[0].job):
             self._start(self._waiting.popleft())
 
     def _n_slots(self, job: Job) -> int:
-        """Sequences that may run at once, this one included."""
+        """Return how many sequences may run at once if this job is one of them."""
         return self._parallel + job.options.is_interactive
 
     def _start(self, state: SequenceState) -> None:
@@ -244,12 +246,12 @@ class RequestQueue:
         begin = state.started_at = self._clock()
         self._running.append(state)
 
-        def note(n_read: int, n_to_read: int) -> None:
+        def on_progress(n_processed: int, n_total: int) -> None:
             n_cached = 0 if state.stream is None else state.stream.completion.n_cached
-            state.unread.append(PromptProgress(n_read, n_to_read, n_cached, self._clock() - begin))
+            state.pending.append(PromptProgress(n_processed, n_total, n_cached, self._clock() - begin))
 
         try:
-            state.stream = state.job.open(self._pair, self._policy, note)
+            state.stream = state.job.open(self._pair, self._policy, on_progress)
             state.stream.begin(lambda: loop.call_soon_threadsafe(state.submission.news.set))
         except Exception as error:  # noqa: BLE001  # the client gets the error
             self._finish(state, error)
@@ -268,7 +270,7 @@ class RequestQueue:
                 states.remove(state)
         with suppress(RuntimeError):  # the event loop has ended, and the client with it
             state.submission.news.set()
-        with suppress(Exception):  # the client has its error, and other sequences must continue
+        with suppress(Exception):  # the client knows the end already, and other sequences must continue
             self._end(state, last)
         if not self.is_stopping:
             self._admit()
@@ -292,7 +294,7 @@ def _server_stopping() -> RequestError:
     return RequestError(503, "the server is stopping", code="server_stopping")
 
 
-# Prometheus metrics, with vLLM's names for figures that vLLM has, too.
+# Prometheus metrics. Those that vLLM has, too, have vLLM's names.
 
 PREFIX = "llamaspec:"
 _ROWS = "the sequences that shared the evaluation."
@@ -306,7 +308,7 @@ _COUNTERS: dict[str, tuple[str, ...]] = {  # name -> help, label
     "rounds_by_rows_total": (f"Rounds, by {_ROWS}", "rows"),
     "seconds_total": ("Wall-clock time by phase.", "phase"),
     "prompt_tokens_total": ("Tokens of prompts.",),
-    "prompt_tokens_cached_total": ("Of them, tokens that were in the KV cache.",),
+    "prompt_tokens_cached_total": ("Tokens of prompts that were cached.",),
     "generation_tokens_total": ("Tokens generated, those of cancelled requests included.",),
     "request_success_total": ("Sequences that ended, by the reason.", "finished_reason"),
     "requests_refused_total": ("Requests refused because the queue was full.",),
@@ -318,14 +320,14 @@ _GAUGES = {
     "num_requests_waiting": "Sequences that wait to run.",
     "kv_cache_usage_perc": "Used part of the target's KV cache, 0 to 1.",
     "kv_cache_tokens": "Tokens in the target's KV cache.",
-    "prefix_store_bytes": "Main memory that finished texts take.",
+    "prefix_store_bytes": "Main memory for finished sequences.",
 }
 
 
 class Metrics:
-    """Counters since the start of the server.
+    """What the server has counted since it started.
 
-    The seconds of a shared evaluation are divided among its sequences, so that sums are wall-clock time.
+    Sequences that share an evaluation divide its seconds, so that sums are wall-clock time.
     """
 
     def __init__(self) -> None:
@@ -338,7 +340,7 @@ class Metrics:
         self._gauges = [Gauge(PREFIX + name, text, registry=self._registry) for name, text in _GAUGES.items()]
 
     def rounds(self, rounds: Iterable[Round]) -> None:
-        """Count new rounds of a sequence."""
+        """Count the new rounds of a sequence."""
         for round_ in rounds:
             n, rows = round_.n_verified, str(round_.n_sequences)
             self._add("rounds_total", 1)
@@ -355,7 +357,7 @@ class Metrics:
                 self._add("spec_decode_num_accepted_tokens_per_pos_total", 1, str(position))
 
     def refused(self) -> None:
-        """Count a request that found the queue full."""
+        """Count a request that was refused because the queue was full."""
         self._add("requests_refused_total", 1)
 
     def ended(
@@ -374,7 +376,7 @@ class Metrics:
             self._add("seconds_total", completion.mask_seconds, "mask")
 
     def draft_length_by_rows(self) -> dict[str, float]:
-        """The mean number of draft tokens in a round, by the sequences that shared the evaluation."""
+        """Return the mean number of draft tokens per round, by how many sequences shared the evaluation."""
         tokens, rounds = (self._by_rows(f"{name}_by_rows_total") for name in ("draft_tokens", "rounds"))
         return {rows: tokens.get(rows, 0.0) / n for rows, n in sorted(rounds.items())}
 
@@ -383,7 +385,7 @@ class Metrics:
         return {sample.labels["rows"]: sample.value for sample in family.samples}
 
     def text(self, n_running: int, n_waiting: int, n_used: int, n_cells: int, n_stored_bytes: int) -> bytes:
-        """Prometheus' text format; `n_used` of `n_cells` tokens are in the KV cache."""
+        """Return all metrics in Prometheus' text format; `n_used` of `n_cells` tokens are in the KV cache."""
         values = (n_running, n_waiting, n_used / n_cells, n_used, n_stored_bytes)
         for gauge, value in zip(self._gauges, values, strict=True):
             gauge.set(value)

@@ -1,6 +1,6 @@
-"""The state that all endpoints share, and how a response is sent: whole or as a stream.
+"""The state that all endpoints share, and how responses are sent: whole or as a stream.
 
-A response ends when the client leaves. A slow reader pauses only its own sequences.
+If a client leaves, its sequences end. A slow client pauses only its own sequences.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from llamaspec.values import TokenArray, n_common
 T = TypeVar("T")
 Write = Callable[[str], object]
 MAX_LOGGED = 64  # names in a line of the log
-MAX_NAME = 200  # characters of each
-CLIENT_LEFT = 499  # seen only in the log
-WORK = "llamaspec.work"  # in the scope of a request: a function that returns its figures for the log
+MAX_NAME = 200  # characters of a name in the log
+CLIENT_LEFT = 499  # HTTP status, seen only in the log
+WORK = "llamaspec.work"  # key of a request's scope: a function that returns figures for the log
 
 
 class Endpoint(NamedTuple):
-    """A path and its handler; an endpoint without a body is a GET."""
+    """A path and its handler. Without a body, it answers GET, otherwise POST."""
 
     path: str
     handler: Callable[..., Awaitable[Response]]  # (service, HTTP request, body if there is one)
@@ -54,7 +54,7 @@ class Endpoint(NamedTuple):
 
 
 class Service:
-    """One pair, served; `write` receives the lines of the log."""
+    """A pair, and what the endpoints share to serve it. `write` receives the lines of the log."""
 
     def __init__(
         self,
@@ -67,20 +67,20 @@ class Service:
         self.pair, self.settings, self._write = pair, settings, write
         self.builder = RequestBuilder(pair, template)
         self.queue = RequestQueue(pair, policy, settings.parallel, settings.max_queue)
-        self.verdict = pair_verdict(pair)  # the speed-up that earlier runs have measured, in words
+        self.verdict = pair_verdict(pair)  # the speed-up measured by earlier runs, in words
         self.created = int(time.time())  # Unix seconds
         self._prefixes = PrefixWatch(pair.target.vocabulary)
-        self._logged: set[str] = set()  # names that the log has mentioned
+        self._logged: set[str] = set()  # names that the log has named
 
     @property
     def model_name(self) -> str:
-        """The model's name in answers."""
+        """The model's name in responses."""
         return self.settings.alias or self.pair.target.path.stem
 
     def log(self, message: str, fields: Mapping[str, Any] | None = None) -> None:
         """Write one line to the log, whatever the message contains.
 
-        If the log is for programs, it is JSON: the time, and `fields` or else the message.
+        In a JSON log the line has the time and `fields`; without fields, the message.
         """
         line = printable(message)
         if self.settings.log_format == "json":
@@ -89,7 +89,7 @@ class Service:
         self._write(line)
 
     def log_fault(self, error: Exception) -> None:
-        """Write one line about an error that is not the client's; for a bug, with its place in the code."""
+        """Log an error that is the server's own, in one line; for a bug, with its place in the code."""
         if as_request_error(error).status != HTTPStatus.INTERNAL_SERVER_ERROR:
             return
         if isinstance(error, LlamaspecError):
@@ -101,26 +101,26 @@ class Service:
         self.log(f"internal error: {type(error).__name__} in {where}; please report it")
 
     def _log_once(self, message: str, names: Set[str]) -> None:
-        """Write one line with those names that the log has not mentioned yet."""
+        """Log one line with those names that the log has not named yet."""
         if new := names - self._logged:
             self._logged = set(new) if len(self._logged) > MAX_LOGGED else self._logged | new
             self.log(message.format(", ".join(name[:MAX_NAME] for name in sorted(new)[:MAX_LOGGED])))
 
     async def chat(self, request: ChatRequest) -> Prompt:
-        """As `RequestBuilder.chat`; logs unsupported parts once, and a cached prefix that differs."""
+        """Return the prompt of a conversation; log unsupported parts once, and a prefix that changed."""
         left_out = {*request.left_out, *(f"tool {tool}" for tool in request.tool_use.left_out)}
         self._log_once("left out of requests: {}; only functions can be called", left_out)
         prompt = await self.builder.chat(request)
-        not_held = "schemas that cannot be enforced: {}; the arguments of these tools may be any object"
-        self._log_once(not_held, set(prompt.not_held))
-        if (broken := self._prefixes.compare(prompt.tokens)) is not None:
-            self.log(broken)
+        free = "schemas that cannot be enforced: {}; the arguments of these tools may be any object"
+        self._log_once(free, set(prompt.not_enforced))
+        if (difference := self._prefixes.compare(prompt.tokens)) is not None:
+            self.log(difference)
         return prompt
 
     async def respond(
         self, http: Request, body: GenerationBody, prompts: Sequence[Prompt], form: Form
     ) -> Response:
-        """Generate and answer in the form of an API; an empty response if the client has left meanwhile."""
+        """Generate the answers and return the response; an empty one if the client has left meanwhile."""
         jobs = await self.builder.jobs(prompts, body)
         if await http.is_disconnected():
             return Response(status_code=CLIENT_LEFT)
@@ -140,7 +140,7 @@ class Service:
 class EventStream(StreamingResponse):
     """Sends events until they end, the client leaves, or `timeout` seconds have passed.
 
-    `cancel` is called at the end in every case.
+    Calls `cancel` at the end in every case.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
-        # The events end in time by themselves; a second later also for a client that does not read.
+        # The events themselves end in time. A client that does not read is disconnected a second later.
         left = None if self._timeout is None else self._timeout + 1.0
         try:
             with suppress(OSError, ClientDisconnect, asyncio.TimeoutError):
@@ -166,7 +166,7 @@ class EventStream(StreamingResponse):
 
 
 async def _while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """The result of `work`; None if the client leaves first."""
+    """Return the result of `work`; None if the client leaves first."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -182,19 +182,19 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-N_PROMPTS = 16  # that are kept
-N_LOST = 128  # tokens processed again, below which nothing is logged
-N_SHOWN = 24  # characters of each excerpt
-RUN = 16  # tokens that two prompts do not share by chance
-N_RUNS = 8  # runs to look for
+N_PROMPTS = 16  # prompts to compare with
+N_LOST = 128  # the fewest tokens processed again for which a line is logged
+N_SHOWN = 24  # characters of an excerpt
+RUN = 16  # tokens; so many in a row do not agree by chance
+N_RUNS = 8  # runs of the old prompt that are searched for in the new one
 
 
 class PrefixWatch:
-    """Finds out why a prompt could not reuse the KV cache of the conversation that it continues.
+    """Finds prompts that continue an earlier conversation but begin differently.
 
-    Nothing behind the first token that differs is found in the KV cache: with a time stamp or an identifier
-    at its beginning, a prompt is processed as a whole in each turn. Only prompts are compared, so the result
-    does not depend on what the cache still holds. tests/serve/test_prefixes.py.
+    A cached prompt is reused only up to the first token that differs: a prompt that begins with a time stamp
+    is processed as a whole in each turn. Prompts are compared with prompts, so the result does not depend on
+    what is still cached. tests/serve/test_prefixes.py.
     """
 
     def __init__(self, vocabulary: LlamaVocabulary) -> None:
@@ -202,20 +202,20 @@ class PrefixWatch:
         self._prompts: deque[TokenArray] = deque(maxlen=N_PROMPTS)
 
     def compare(self, prompt: TokenArray) -> str | None:
-        """Keep a prompt; if it continues an earlier one but begins differently, return the difference."""
+        """Keep a prompt; if it continues an earlier one but begins differently, describe the difference."""
         n_shared = [n_common(each, prompt) for each in self._prompts]
         n = max(n_shared, default=len(prompt))
         before = self._prompts[n_shared.index(n)] if n_shared else prompt
         self._prompts.appendleft(prompt)
         n_lost = len(before) - n
-        if n_lost < N_LOST or not _goes_on(before[n:], prompt[n:]):
+        if n_lost < N_LOST or not _contains_most(prompt[n:], before[n:]):
             return None
         begin, old, new = (
             self._text(tokens) for tokens in (prompt[max(0, n - RUN) : n], before[n:], prompt[n:])
         )
         return (
-            f'prefix differs at token {n:,} of {len(prompt):,}: behind "{begin[-N_SHOWN:]}" came '
-            f'"{old[:N_SHOWN]}", now "{new[:N_SHOWN]}"; {n_lost:,} tokens are read again'
+            f'prefix differs at token {n:,} of {len(prompt):,}: after "{begin[-N_SHOWN:]}" came '
+            f'"{old[:N_SHOWN]}", now "{new[:N_SHOWN]}"; {n_lost:,} tokens are processed again'
         )
 
     def _text(self, tokens: TokenArray) -> str:
@@ -225,7 +225,7 @@ class PrefixWatch:
         return b"".join(pieces).decode(errors="replace")
 
 
-def _goes_on(old: TokenArray, new: TokenArray) -> bool:
-    """Whether most of the old tokens are among the new ones, elsewhere."""
+def _contains_most(new: TokenArray, old: TokenArray) -> bool:
+    """Whether most of the old tokens are among the new ones, at any place."""
     places, content = np.linspace(RUN, len(old) - RUN, N_RUNS, dtype=int), new.tobytes()
     return 2 * sum(old[place : place + RUN].tobytes() in content for place in places) >= N_RUNS

@@ -149,7 +149,7 @@ def scripted_server(
         submission = Submission(jobs, queue, time.monotonic())
         (state,) = submission.states
         state.last = _end(text, jobs[0])
-        state.unread.extend(_deltas(text, jobs[0]))
+        state.pending.extend(_deltas(text, jobs[0]))
         return submission
 
     options = ModelOptions(n_ctx=N_CTX, n_cells=N_CTX)

@@ -52,7 +52,7 @@ def page(browser: Browser, server: Served) -> Iterator[Page]:
 
 def ask(page: Page, text: str, n: int = 24) -> str:
     """Send a message and wait for the whole answer."""
-    settle(page, "Longest answer, in tokens", str(n))
+    settle(page, "Maximum tokens per answer", str(n))
     before = page.locator("article.assistant").count()
     field(page, "Message").fill(text)
     field(page, "Message").press("Enter")
@@ -309,7 +309,7 @@ def test_the_progress_of_a_prompt(page: Page) -> None:
             return events;
         }"""
     )
-    assert events == [{"waiting": True}, {"read": 512, "of": 2048}, {}]
+    assert events == [{"waiting": True}, {"processed": 512, "of": 2048}, {}]
 
 
 TIMINGS = {
@@ -339,13 +339,12 @@ UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
         (
             {"speedup_estimate": 0.812, "copied": {"drafted": 140, "accepted": 8}, "draft_n_accepted": 8},
             "19% slower than without a draft (estimate)",
-            "Only 8 of 140 tokens copied from earlier text were accepted: drafting cost more than it saved.",
+            "Only 8 of 140 tokens copied from earlier text were accepted: drafting took more time than it saved.",
         ),
         (
             {"speedup_estimate": 1.0, "draft_n": 0, "unused_draft": UNUSED},
             "25.0 tokens/s",
-            "The draft model was not used: processing the prompt would have taken 3.1 s, "
-            "to save about 1.2 s.",
+            "The draft model was not used: it would have taken 3.1 s to process the prompt, and saved about 1.2 s.",
         ),
         (
             {"draft_n": 0, "unused_draft": {**UNUSED, "saved_seconds": 0.0}},

@@ -27,8 +27,8 @@ def test_what_differs_is_shown(demo: Pair, watch: PrefixWatch) -> None:
     told = watch.compare(second)
     assert told is not None
     n_lost = len(first) - int((first[: len(second)] != second[: len(first)]).argmax())
-    assert told.startswith(f'prefix differs at token {len(first) - n_lost} of {len(second)}: behind "')
-    assert told.endswith(f"; {n_lost} tokens are read again")
+    assert told.startswith(f'prefix differs at token {len(first) - n_lost} of {len(second)}: after "')
+    assert told.endswith(f"; {n_lost} tokens are processed again")
     assert "3\x1b[2J now." in told
     assert '", now "04 now.' in told
 

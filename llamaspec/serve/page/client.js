@@ -1,20 +1,20 @@
-// Requests to the server that this page comes from, and the events of its streams.
+// Requests to the server of this page, and the events of its streams.
 
 const UNREACHABLE = "The server does not answer. Is it still running?";
 const CUT = "The connection was lost before the answer was complete.";
 
-// What the server says about itself: the model's name, its drafts, the context.
+// Returns what the server says about itself: the model's name, the drafts, the context.
 export async function props(key) {
   return (await ask("props", key)).json();
 }
 
-// The chunks of a chat answer, and between them {read, of} while the prompt is read, {waiting} in the queue.
+// Yields the chunks of a chat answer; before them, {processed, of} for the prompt, or {waiting} in the queue.
 export async function* chat(body, key, signal) {
   const request = { method: "POST", body: JSON.stringify({ ...body, stream: true }), signal };
   const response = await ask("v1/chat/completions", key, request);
   for await (const line of lines(response)) {
-    const [, read, of] = /^: prompt (\d+)\/(\d+)$/.exec(line) ?? [];
-    if (of) yield { read: Number(read), of: Number(of) };
+    const [, processed, of] = /^: prompt (\d+)\/(\d+)$/.exec(line) ?? [];
+    if (of) yield { processed: Number(processed), of: Number(of) };
     else if (line === ": waiting") yield { waiting: true };
     else if (line === "data: [DONE]") return;
     else if (line.startsWith("data: ")) {
@@ -32,13 +32,13 @@ async function ask(path, key, request = {}) {
     throw error.name === "AbortError" ? error : new Error(UNREACHABLE);
   });
   if (response.ok) return response;
-  if (response.status === 401) throw new Error("The server wants an API key: enter it in the settings.");
-  const said = await response.json().catch(() => ({}));
-  throw new Error(said.error?.message ?? `The server answers with status ${response.status}.`);
+  if (response.status === 401) throw new Error("The server needs an API key: enter it in the settings.");
+  const answer = await response.json().catch(() => ({}));
+  throw new Error(answer.error?.message ?? `The server answered with status ${response.status}.`);
 }
 
 async function* lines(response) {
-  const reader = response.body.getReader(); // not every browser iterates over a body
+  const reader = response.body.getReader(); // not every browser can iterate over a body
   const decoder = new TextDecoder();
   let rest = "";
   for (;;) {

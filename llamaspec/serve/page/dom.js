@@ -1,4 +1,4 @@
-// Elements with text; nothing here or elsewhere on the page parses a string as HTML.
+// Makes elements. Strings become text nodes: nothing on this page parses a string as HTML.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -26,7 +26,7 @@ export function copyButton(text) {
 
 async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = element("textarea", "", text); // over plain HTTP, browsers offer no clipboard to other machines
+  const area = element("textarea", "", text); // over plain HTTP, pages of other machines have no clipboard
   document.body.append(area);
   area.select();
   document.execCommand("copy");

@@ -1,16 +1,16 @@
-// Markdown as elements. The library only parses: elements are built from its tokens, text is always a text node, and HTML
-// in the source is text. Links lead to http, https and mailto; images are links, so nothing is fetched.
+// Renders Markdown as elements. The library only parses; this module makes elements from its tokens, so HTML in the source
+// stays text. Links may lead to http, https and mailto. Images become links, so nothing is fetched.
 
 import "./vendor/markdown-it.umd.min.js";
 import { copyButton, element } from "./dom.js";
 
 const parser = globalThis.markdownit({ html: false, linkify: true, breaks: true });
-parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // else "setup.py" is a link
+parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // otherwise "setup.py" would be a link
 parser.validateLink = (url) => /^(https?:|mailto:)/i.test(url);
 
-const drawn = new WeakMap(); // place → [{source, type, node}] of its top-level blocks
+const drawn = new WeakMap(); // place → [{source, type, node}], its top-level blocks
 
-// Show a text. Of a text that grew, only the blocks that changed are drawn anew.
+// Shows a text at a place. If the text has grown, only the blocks that changed are replaced.
 export function render(place, text) {
   const before = drawn.get(place) ?? [];
   const blocks = topLevel(text);
@@ -19,7 +19,7 @@ export function render(place, text) {
   blocks.forEach((block, i) => {
     if (i < same) block.node = before[i].node;
     else if (i === same && block.type === "fence" && before[i]?.type === "fence") {
-      block.node = before[i].node; // keeps its scroll position, and its button the focus
+      block.node = before[i].node; // so it keeps its scroll position, and its button the focus
       fill(block.node, block.tokens[0]);
     } else {
       block.node = element("div");
@@ -81,7 +81,7 @@ function link(href, ...children) {
 function codeBlock() {
   const code = element("code");
   const pre = element("pre", "", code);
-  pre.tabIndex = 0; // scrolls by keyboard
+  pre.tabIndex = 0; // so that the keyboard can scroll it
   return element("figure", "code", element("figcaption", "", element("span"), copyButton(() => code.textContent)), pre);
 }
 

@@ -1,5 +1,5 @@
-// The page: conversations with the model over the server's own API. What comes from a model, a file or the store enters
-// the document as text nodes (dom.js, markdown.js), never as HTML.
+// The page: conversations with the model over the server's API. Text from the model, from files and from the store enters the
+// document as text nodes (dom.js, markdown.js), never as HTML.
 
 import { chat as answerOf, props } from "./client.js";
 import { $, button, element } from "./dom.js";
@@ -9,13 +9,13 @@ import { answerView, grow, isEnter, size, userView } from "./view.js";
 
 const SETTINGS = ["system", "temperature", "max-tokens", "seed"];
 const LARGEST_FILE = 256000; // bytes
-const COPIES = ["ngram", "store", "prediction"]; // sources of draft tokens that are copied from a text
-const NEAR = 60; // pixels from the bottom within which the page follows the text
+const COPIES = ["ngram", "prediction"]; // sources of draft tokens that are copied from earlier text
+const NEAR = 60; // pixels from the bottom, within which the page scrolls with the text
 
 const chats = loadChats();
-let current = chats.get(location.hash.slice(1)) ?? newChat(); // it is shown; kept once it has a message
-let files = []; // {name, text} to be sent with the next message
-const runs = new Map(); // id of a conversation → AbortController of the answer that is being written
+let current = chats.get(location.hash.slice(1)) ?? newChat(); // the one that is shown; stored once it has a message
+let files = []; // {name, text}, to be sent with the next message
+const runs = new Map(); // id of a conversation → AbortController of the answer that is being generated
 const views = new WeakMap(); // message → its view, if it is shown
 
 // ---- showing ---------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ function open(chat) {
   document.body.classList.remove("chats-open");
   refresh();
   scrollDown();
-  if (matchMedia("(pointer: fine)").matches) $("message").focus(); // else a keyboard would cover the page
+  if (matchMedia("(pointer: fine)").matches) $("message").focus(); // otherwise a keyboard would cover the page
 }
 
 function show(message) {
@@ -61,7 +61,7 @@ function scrollDown() {
   $("conversation").scrollTop = $("conversation").scrollHeight;
 }
 
-// The list, and what depends on whether an answer is being written.
+// Updates the list, and everything that depends on whether an answer is being generated.
 function refresh() {
   const isBusy = runs.has(current.id);
   document.body.classList.toggle("busy", isBusy);
@@ -99,8 +99,8 @@ function discard(chat) {
 }
 
 function keep(chat) {
-  if (!chats.has(chat.id)) return; // deleted while its answer was written
-  if (!saveChat(chat)) problem("This browser's storage is full: delete some chats, else new ones are lost on a reload.");
+  if (!chats.has(chat.id)) return; // deleted while its answer was being generated
+  if (!saveChat(chat)) problem("This browser's storage is full. Delete some chats, or new ones will be lost on a reload.");
 }
 
 const problem = (text) => ($("problem").textContent = text);
@@ -128,7 +128,7 @@ function regenerate() {
   answer(current);
 }
 
-// Write the answer to the last message of a conversation.
+// Generates the answer to the last message of a conversation.
 async function answer(chat) {
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 32) : Number($("seed").value);
   const request = {
@@ -152,7 +152,7 @@ async function answer(chat) {
   });
 }
 
-// Write the same answer without the draft: the same seed gives the same text.
+// Generates the same answer without the draft: the same seed gives the same text.
 async function compare(message) {
   const request = { ...message.request, speculative: { enabled: false } };
   const plain = { content: "" };
@@ -165,7 +165,7 @@ async function compare(message) {
 
 const note = (message, text) => (message.notes ??= []).push(text);
 
-// Do something that may be stopped, and whose progress the view of a message shows.
+// Does work that can be stopped; the view of a message shows its progress.
 async function run(chat, message, work) {
   const controller = new AbortController();
   runs.set(chat.id, controller);
@@ -189,7 +189,7 @@ async function run(chat, message, work) {
   refresh();
 }
 
-// What the model is sent: what was said, with attached files, and no turn twice in a row.
+// Returns the messages to send: with attached files, and with roles that alternate.
 function conversation(chat) {
   const system = $("system").value.trim();
   const sent = system ? [{ role: "system", content: system }] : [];
@@ -208,7 +208,7 @@ function fenced({ name, text }) {
   return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
 }
 
-// Add what comes to `into`, show the progress at `shown`, and return the last chunk with its figures.
+// Adds the answer to `into`, shows the progress at `shown`, and returns the last chunk, which has the timings.
 async function receive(into, request, signal, shown) {
   const repaint = painter(() => redraw(shown));
   let end = null;
@@ -219,9 +219,9 @@ async function receive(into, request, signal, shown) {
       into.content += content;
       (into.spans ??= []).push(...(chunk.spans ?? []));
     }
-    if (chunk.waiting) shown.live = { status: "Waiting for other answers…" };
-    else if (chunk.of) shown.live = { ...chunk, status: `Reading the prompt: ${chunk.read} of ${chunk.of} tokens` };
-    else if (role) shown.live = { status: "Reading the prompt…" };
+    if (chunk.waiting) shown.live = { status: "Waiting for other requests…" };
+    else if (chunk.of) shown.live = { ...chunk, status: `Processing the prompt: ${chunk.processed} of ${chunk.of} tokens` };
+    else if (role) shown.live = { status: "Processing the prompt…" };
     else if (content || reasoning) shown.live = { status: into === shown ? "" : "Generating the same answer without the draft…" };
     if (chunk.timings) end = chunk;
     repaint();
@@ -245,7 +245,7 @@ function painter(paint) {
   };
 }
 
-// The draft tokens that were copied from a text.
+// Counts the draft tokens that were copied from earlier text.
 function copied(rounds) {
   const copies = rounds.filter(({ source }) => COPIES.includes(source));
   const sum = (name) => copies.reduce((total, round) => total + round[name], 0);

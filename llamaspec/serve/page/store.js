@@ -1,8 +1,9 @@
-// Conversations and settings in the browser's local storage: an entry for each, so that two tabs do not overwrite each other.
+// Keeps conversations and settings in the browser's local storage. Each has its own entry, so that two tabs do not overwrite
+// each other.
 
 const SETTINGS = "llamaspec/settings";
 const CHAT = "llamaspec/chat/";
-const KEPT = ["role", "content", "reasoning", "files", "timings", "notes", "error"]; // of a message
+const KEPT = ["role", "content", "reasoning", "files", "timings", "notes", "error"]; // fields of a message
 
 export const newChat = () => ({
   id: `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`,
@@ -11,7 +12,7 @@ export const newChat = () => ({
   messages: [], // {role, content, ...}
 });
 
-// Returns whether there was room for it.
+// Stores a conversation; returns whether there was room for it.
 export function saveChat({ id, title, changed, messages }) {
   const complete = messages.filter((message) => !message.live || message.timings);
   const kept = complete.map((message) => Object.fromEntries(KEPT.map((name) => [name, message[name]])));
@@ -22,7 +23,7 @@ export const deleteChat = (id) => localStorage.removeItem(CHAT + id);
 export const saveSettings = (settings) => write(SETTINGS, settings);
 export const loadSettings = () => read(SETTINGS) ?? {};
 
-// All conversations by their ids.
+// Returns all conversations by their ids.
 export function loadChats() {
   const keys = Object.keys(localStorage).filter((key) => key.startsWith(CHAT));
   return new Map(keys.map(read).filter(isChat).map((chat) => [chat.id, chat]));

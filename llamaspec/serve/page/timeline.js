@@ -1,4 +1,4 @@
-// The rounds of an answer on a time axis.
+// Draws the rounds of an answer on a time axis.
 
 import { seconds } from "./speed.js";
 
@@ -14,7 +14,7 @@ function add(parent, tag, attributes, text) {
   return made;
 }
 
-// The step of the axis: 1, 2 or 5 times a power of ten, at most eight of them.
+// Returns the distance of the marks of the axis: 1, 2 or 5 times a power of ten, for at most eight marks.
 export function axisStep(total) {
   const power = 10 ** Math.floor(Math.log10(total / 8));
   return power * [1, 2, 5, 10].find((factor) => factor * power * 8 >= total);

@@ -1,4 +1,4 @@
-// A message on the page. `update` brings it in step with its message at any time, also while it is written.
+// Shows messages. `update` shows a message as it is now, also while it is being generated.
 
 import { button, copyButton, element } from "./dom.js";
 import { render } from "./markdown.js";
@@ -66,7 +66,7 @@ export function answerView(message, { again, compare }) {
     article.classList.toggle("writing", Boolean(live && message.content));
     status.hidden = !live?.status;
     status.replaceChildren(live?.status ?? "", ...(live?.of ? [bar] : []));
-    if (live?.of) Object.assign(bar, { max: live.of, value: live.read });
+    if (live?.of) Object.assign(bar, { max: live.of, value: live.processed });
     error.hidden = !message.error;
     if (error.textContent !== (message.error ?? "")) error.textContent = message.error ?? "";
     speed.hidden = !timings && !message.notes;
@@ -99,7 +99,7 @@ function chart() {
 function explain(how, { timings, rounds, spans }) {
   const [, words, figure, text] = how.children;
   words.textContent = account(timings);
-  figure.hidden = text.hidden = !rounds?.length; // they are not kept over a reload
+  figure.hidden = text.hidden = !rounds?.length; // a reload loses them
   if (figure.hidden) return;
   draw(figure.firstChild, rounds);
   const accepted = element("span", "drafted", "accepted draft tokens");
@@ -107,7 +107,7 @@ function explain(how, { timings, rounds, spans }) {
   text.replaceChildren(element("p", "faint", "The answer, with ", accepted, ":"), ...tinted);
 }
 
-// ---- what the composer needs, too ------------------------------------------------------------------------
+// ---- also for the composer ---------------------------------------------------------------------------------
 
 export const isEnter = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
 
@@ -116,7 +116,7 @@ export function size(text) {
   return bytes < 1000 ? `${bytes} bytes` : `${(bytes / 1000).toFixed(bytes < 10000 ? 1 : 0)} kB`;
 }
 
-// A text area as high as its text; style sheets bound it.
+// Makes a text area as high as its text; the style sheet sets limits.
 export function grow(area) {
   area.style.height = "auto";
   area.style.height = `${area.scrollHeight + area.offsetHeight - area.clientHeight}px`;
