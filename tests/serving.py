@@ -32,10 +32,10 @@ PLAIN = {"temperature": 0.0}
 
 
 class Gate:
-    """Stops a pair before its next evaluation, so that no request can end too soon."""
+    """Stops a pair after `n_free` more evaluations, so that no request can end too soon."""
 
-    def __init__(self, pair: Pair, patch: pytest.MonkeyPatch) -> None:
-        self.n_evaluations = 0
+    def __init__(self, pair: Pair, patch: pytest.MonkeyPatch, n_free: int = 0) -> None:
+        self.n_evaluations, self._n_free = 0, n_free
         self._open = threading.Event()
         self._evaluate = pair.target.evaluate
         patch.setattr(pair.target, "evaluate", self._held)
@@ -45,7 +45,8 @@ class Gate:
         self._open.set()
 
     def _held(self, *batch: Any) -> Any:
-        self._open.wait(PATIENCE)
+        if self.n_evaluations >= self._n_free:
+            self._open.wait(PATIENCE)
         self.n_evaluations += 1
         return self._evaluate(*batch)
 

@@ -38,9 +38,8 @@ from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings, anthropic, llama_server, ollama, openai_chat, openai_responses
 from llamaspec.serve.bodies import parse_body
 from llamaspec.serve.errors import RequestError, error_response
-from llamaspec.serve.service import CLIENT_LEFT, WORK, Endpoint, Service, Write
+from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, WORK, Endpoint, Service, Write
 
-FINAL_SECONDS = 10  # after the grace period, for responses to send their error
 MAX_PATH = 200  # characters of a path in the log
 Handler = Callable[[Request], Awaitable[Response]]
 

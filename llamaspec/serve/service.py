@@ -41,6 +41,7 @@ T = TypeVar("T")
 Write = Callable[[str], object]
 MAX_LOGGED = 64  # names in a line of the log
 MAX_NAME = 200  # characters of a name in the log
+FINAL_SECONDS = 10  # for the last events of a response, after its time has ended
 CLIENT_LEFT = 499  # HTTP status, seen only in the log
 WORK = "llamaspec.work"  # key of a request's scope: a function that returns figures for the log
 
@@ -138,9 +139,9 @@ class Service:
 
 
 class EventStream(StreamingResponse):
-    """Sends events until they end, the client leaves, or `timeout` seconds have passed.
+    """Sends events until they end or the client leaves; calls `cancel` at the end in every case.
 
-    Calls `cancel` at the end in every case.
+    A client that has not read them some seconds after `timeout` is disconnected.
     """
 
     def __init__(
@@ -156,8 +157,8 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
-        # The events themselves end in time. A client that does not read is disconnected a second later.
-        left = None if self._timeout is None else self._timeout + 1.0
+        # The events themselves end in time. A client that does not read is disconnected later.
+        left = None if self._timeout is None else self._timeout + FINAL_SECONDS
         try:
             with suppress(OSError, ClientDisconnect, asyncio.TimeoutError):
                 await asyncio.wait_for(super().__call__(scope, receive, send), left)

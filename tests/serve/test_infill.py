@@ -29,7 +29,7 @@ SETTINGS = {
 }
 LLAMA_VIM: dict[str, Any] = {
     **CURSOR, **SETTINGS, "input_extra": FILES, "n_predict": 30, "top_k": 40, "top_p": 0.99, "stream": False,
-    "t_max_prompt_ms": 500, "t_max_predict_ms": 60_000,
+    "t_max_prompt_ms": 500, "t_max_predict_ms": 10**9,
     "response_fields": ["content", "timings/prompt_n", "timings/prompt_ms", "truncated", "tokens_cached"],
 }  # fmt: skip
 

@@ -191,11 +191,15 @@ def test_a_client_that_leaves_while_its_schema_is_compiled_costs_nothing(
     assert " 499 " in server.log[-1]
 
 
-def test_tokens_of_a_cancelled_request_are_counted(demo: Pair) -> None:
+def test_tokens_of_a_cancelled_request_are_counted(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(demo, monkeypatch, n_free=8)
     body = {"prompt": "def f(", "max_tokens": 400, "seed": 1, "stream": True}
     with served(demo) as server:
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             next(line for line in answer.iter_lines() if line.startswith("data: "))
+            (running,), _ = server.service.queue.sequences()
+        until(lambda: running.submission.is_cancelled)
+        gate.open()
         until(lambda: server.n_running() == 0)
         metrics = server.client.get("/metrics").text
     assert 'finished_reason="interrupt"} 1.0' in metrics

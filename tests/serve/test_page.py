@@ -257,6 +257,7 @@ def test_code_is_copied(page: Page, server: Served) -> None:
     page.evaluate(
         """async () => (await import("/markdown.js")).render(conversation, "```py\\n<b>x</b> = 1\\n```")"""
     )
+    page.evaluate("window.setTimeout = () => {}")  # otherwise the label would change back at some time
     page.locator("figure.code button").click()
     expect(page.locator("figure.code button")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == "<b>x</b> = 1\n"
@@ -339,12 +340,14 @@ UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
         (
             {"speedup_estimate": 0.812, "copied": {"drafted": 140, "accepted": 8}, "draft_n_accepted": 8},
             "19% slower than without a draft (estimate)",
-            "Only 8 of 140 tokens copied from earlier text were accepted: drafting took more time than it saved.",
+            "Only 8 of 140 tokens copied from earlier text were accepted: "
+            "drafting took more time than it saved.",
         ),
         (
             {"speedup_estimate": 1.0, "draft_n": 0, "unused_draft": UNUSED},
             "25.0 tokens/s",
-            "The draft model was not used: it would have taken 3.1 s to process the prompt, and saved about 1.2 s.",
+            "The draft model was not used: it would have taken 3.1 s to process the prompt, "
+            "and saved about 1.2 s.",
         ),
         (
             {"draft_n": 0, "unused_draft": {**UNUSED, "saved_seconds": 0.0}},

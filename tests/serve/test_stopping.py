@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,33 @@ from rpc_workers import needs_rpc, running_worker
 from serving import Gate, parse_events, process, served
 
 LONG = {"prompt": "def f(", "max_tokens": 400, "seed": 1, "stream": True}
+HELD = """
+import threading
+from llamaspec.__main__ import main
+from llamaspec.llama.model import LlamaModel
+from llamaspec.serve.scheduling import RequestQueue
+
+evaluate, submit, stop = LlamaModel.evaluate, RequestQueue.submit, RequestQueue.stop
+is_asked, is_stopping, evaluated = threading.Event(), threading.Event(), []
+
+def held(*args):
+    if is_asked.is_set():
+        evaluated.append(1)
+        len(evaluated) > 20 and is_stopping.wait()
+    return evaluate(*args)
+
+LlamaModel.evaluate = held
+RequestQueue.submit = lambda *args: (is_asked.set(), submit(*args))[1]
+RequestQueue.stop = lambda *args: (is_stopping.set(), stop(*args))[1]
+main()
+"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_answers_end(demo_files: tuple[Path, Path], number: signal.Signals) -> None:
+    """An answer cannot end before the signal: in this process it waits for it."""
     with (
-        process() as server,
+        process(entry=[sys.executable, "-c", HELD]) as server,
         httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE) as answer,
     ):
         lines = answer.iter_lines()
