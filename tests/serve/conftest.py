@@ -1,4 +1,4 @@
-"""One server for all tests that do not need their own."""
+"""One server for each module, for tests that do not need their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving import Served, open_demo, served
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_proxy() -> Iterator[None]:
-    """Clients on this machine go nowhere else."""
+    """Keep clients from using a proxy for this machine."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("NO_PROXY", "no_proxy"):
             patch.setenv(name, "127.0.0.1,localhost")
@@ -29,7 +29,7 @@ def demo(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
 
 @pytest.fixture(scope="module")
 def alone(demo_files: tuple[Path, Path]) -> Iterator[Pair]:
-    """The same pair, which nobody else uses."""
+    """The same pair, which no server uses."""
     with open_demo(demo_files) as pair:
         yield pair
 
@@ -42,6 +42,6 @@ def server(demo: Pair) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def talker(demo: Pair) -> Iterator[Served]:
-    """A server whose chat template knows tools and reasoning."""
+    """A server whose chat template supports tools and reasoning."""
     with served(demo, template=TALKER) as running:
         yield running

@@ -1,4 +1,4 @@
-"""What agents send: requests in the form of Codex and Claude Code, shortened."""
+"""Requests as Codex and Claude Code send them, shortened."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CODEX: dict[str, Any] = {  # as codex-cli 0.169 sends the second request of a tu
 
 
 def test_codex(demo: Pair) -> None:
-    """Tools that are no functions are left out, and told once, as a terminal may show them."""
+    """Tools that are not functions are left out, and logged once, without control characters."""
     with served(demo, template=STRICT) as server:
         for _ in range(2):
             answer = server.post(RESPONSES, CODEX)
@@ -140,7 +140,7 @@ TALK = [Message("system", "one"), Message("system", "two"), Message("user", "u")
     ids=["takes it", "refuses it", "drops it"],
 )  # fmt: skip
 def test_system_messages_become_one(source: str, expected: list[Message]) -> None:
-    """A later one stays where the template takes it: there it costs no cached prefix."""
+    """A later one stays in its place if the template accepts that, so that the cached prefix stays valid."""
     template = ChatTemplate(source, "<s>", "</s>")
     assert template.with_one_system(TALK) == expected
     assert template.with_one_system(TALK[2:3]) == TALK[2:3]
@@ -165,7 +165,7 @@ def test_lines_of_a_json_log_are_json(demo: Pair) -> None:
         assert any(line and line.startswith("left out") for line in told)
 
 
-OTHERS = [  # what another server ran or wrote, and clients send on
+OTHERS = [  # parts that come from another server, and that clients send on
     {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}},
     {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result"}]},
     {"type": "bash_code_execution_tool_result", "tool_use_id": "s2", "content": {"stdout": "x"}},
@@ -176,7 +176,7 @@ OTHERS = [  # what another server ran or wrote, and clients send on
 
 
 @pytest.mark.parametrize("path", [MESSAGES, CHAT])
-def test_what_another_server_ran_is_left_out_of_an_answer(talker: Served, path: str) -> None:
+def test_parts_from_another_server_are_left_out_of_an_answer(talker: Served, path: str) -> None:
     said = {"role": "assistant", "content": [*OTHERS, {"type": "text", "text": "Done."}]}
     messages = [{"role": "user", "content": "Hi."}, said, {"role": "user", "content": "Go on."}]
     plain = [messages[0], {"role": "assistant", "reasoning_content": "Hm.", "content": "Done."}, messages[2]]
@@ -186,7 +186,7 @@ def test_what_another_server_ran_is_left_out_of_an_answer(talker: Served, path: 
 
 
 def _n_read(usage: dict[str, Any]) -> int:
-    """Tokens of a prompt, in any API."""
+    """Return the tokens of a prompt, in any API."""
     names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens")
     return sum(usage.get(name, 0) for name in names)
 
@@ -224,7 +224,7 @@ def test_whole_characters_and_escaped_backslashes_stay() -> None:
 @pytest.mark.parametrize("is_item", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_in_a_namespace_are_called_by_both_names(talker: Served, is_item: bool, stream: bool) -> None:
-    """Codex sends the tools of each MCP server so, in `tools` or in an item."""
+    """Codex sends the tools of an MCP server in a namespace: in `tools` or in an item."""
     spaces = [{"type": "namespace", "name": "mcp__files", "description": "d", "tools": [function("read")]}]
     asked: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "Read."}]
     if is_item:

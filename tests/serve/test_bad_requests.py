@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer names what is wrong in the form of the API, and the server goes on."""
+"""The error for a wrong request names the wrong field in the form of the API, and the server continues."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_wrong_field_is_named(
     "body", [b"", b"{", b"[]", b"5", b"\xff", b'{"a": "\\ud800"}', b'{"a": NaN}', b"\x00"]
 )
 @pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, MESSAGES, "/tokenize"])
-def test_what_is_no_object_of_json_is_refused(server: Served, path: str, body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(server: Served, path: str, body: bytes) -> None:
     answer = server.client.post(path, content=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
@@ -132,8 +132,8 @@ def test_other_paths_and_methods(server: Served) -> None:
     assert server.client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
 
 
-def test_prompts_that_are_too_many(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body of 100 kB kept the server from answering anybody for ten seconds."""
+def test_too_many_prompts(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, a body of 100 kB kept the server busy for ten seconds."""
 
     def refuse(given: object) -> Any:
         raise AssertionError("a prompt was tokenized")
@@ -145,7 +145,7 @@ def test_prompts_that_are_too_many(server: Served, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_body_that_is_too_large(server: Served) -> None:
-    """Announced, or in chunks that announce nothing."""
+    """With a Content-Length, or in chunks."""
     limit = ServeSettings().body_bytes
     large = b'"' + b"a" * limit + b'"'
     assert server.client.post(TEXT, content=large).status_code == 413
@@ -162,7 +162,7 @@ def test_a_body_that_is_too_deep(server: Served) -> None:
 
 
 def test_a_body_that_is_as_deep_as_allowed(talker: Served) -> None:
-    """Schemas, tools and variables of the template are read by other programs."""
+    """Other libraries parse schemas, tools and template variables, so depth must not break them."""
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(90):
         deep = {"type": "object", "properties": {"a": deep}}
@@ -177,7 +177,7 @@ def test_a_body_that_is_as_deep_as_allowed(talker: Served) -> None:
     [(99, "", 408), (99_999_999, "", 413), (99_999_999, "Expect: 100-continue\r\n", 413)],
 )
 def test_a_body_that_never_comes(demo: Pair, length: int, more: str, status: int) -> None:
-    """It is not waited for if it is announced as too large."""
+    """The server does not wait for a body whose Content-Length is too large."""
     seconds = 0.1 if status == 408 else PATIENCE
     with served(demo, body_seconds=seconds) as server:
         address = urlsplit(server.url)
@@ -218,7 +218,7 @@ def test_a_template_that_refuses(demo: Pair) -> None:
 
 
 def test_control_tokens_in_a_message_stay_text(server: Served, demo: Pair) -> None:
-    """Else a user could forge a turn."""
+    """Otherwise a user could forge a turn."""
     end = demo.target.vocabulary.text(demo.target.vocabulary.eos).decode()
     ids = server.post("/tokenize", {"content": f"a{end}b"}).json()["tokens"]
     assert demo.target.vocabulary.eos not in ids
@@ -267,7 +267,7 @@ def test_a_compressed_body_is_refused_by_name(server: Served) -> None:
 def test_a_fault_of_the_server_is_not_the_clients(
     demo: Pair, monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str], streams: bool
 ) -> None:
-    """Any ValueError was a 400, so that the client looked for its own mistake, and nothing was logged."""
+    """Once, any ValueError was a 400: it blamed the client, and was not logged."""
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError("a secret")

@@ -1,6 +1,4 @@
-"""What clients send at the end of a conversation, and what they send back: answers that are begun, calls that
-were cut, thoughts without text.
-"""
+"""Conversations that end with the beginning of an answer, incomplete calls, and reasoning without text."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from serve_soak import TEMPLATE as TALKER
 from serving import TEMPLATE, Served, said, served
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-# As templates of Qwen3-Coder and others do.
+# As in the templates of Qwen3-Coder and others: needs arguments as an object.
 ITEMS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for call in m.tool_calls or [] %}"
     "<tool_call><function={{ call.function.name }}>{% for key, value in call.function.arguments | items %}"
     "<parameter={{ key }}>{{ value }}</parameter>{% endfor %}</function></tool_call>"
     "{% endfor %}{% endfor %}{# tools #}<|assistant|>"
 )
-# As those of Gemma and Mistral.
+# As in the templates of Gemma and Mistral: roles must alternate.
 TURNS = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
@@ -38,13 +36,13 @@ def ended_with(last: str, **more: Any) -> dict[str, Any]:
     return {"messages": [USER, {"role": "assistant", "content": last}], "seed": 4, "max_tokens": 12, **more}
 
 
-# Calls that were cut.
+# Incomplete calls.
 
 CUT = ['{"path": "a', "[1]", "null", "{} {}", '"x"', '{"a": "\\ud800"}', '{"a": ' + "[" * 300, "nonsense"]
 
 
 def sessions_with(arguments: str) -> dict[str, dict[str, Any]]:
-    """The next request of a session in which a call was cut, in each API."""
+    """Return the request after an incomplete call, in each API."""
     tool: dict[str, Any] = {"name": "find", "parameters": SCHEMA}
     call = {"id": "a", "type": "function", "function": {"name": "find", "arguments": arguments}}
     item = {"type": "function_call", "call_id": "a", "name": "find", "arguments": arguments}
@@ -85,14 +83,14 @@ def items(demo: Pair) -> Any:
 
 @pytest.mark.parametrize("arguments", CUT)
 def test_a_call_that_was_cut_does_not_end_the_session(items: Served, arguments: str) -> None:
-    """A server never refuses what it produced: every later request of the session was refused."""
+    """Once, the server refused every later request of a session with an incomplete call of its own."""
     for path, body in sessions_with(arguments).items():
         answer = items.post(path, body)
         assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("arguments", CUT)
-def test_templates_that_want_arguments_as_text(demo: Pair, arguments: str) -> None:
+def test_templates_that_need_arguments_as_text(demo: Pair, arguments: str) -> None:
     concatenates = (
         ITEMS.partition("{% for key")[0] + "{{ '=' + call.function.arguments }}{% endfor %}{% endfor %}"
     )
@@ -101,7 +99,7 @@ def test_templates_that_want_arguments_as_text(demo: Pair, arguments: str) -> No
 
 
 def test_what_a_template_gets_of_a_cut_call() -> None:
-    """All that was written stays where it was, so it comes out of the KV cache."""
+    """The text of the call stays as it was, so that its tokens are cached."""
     template = ChatTemplate(TALKER, "<s>", "</s>")
 
     def rendered(arguments: str) -> str:
@@ -136,7 +134,7 @@ def test_an_empty_prompt_is_an_error(demo: Pair) -> None:
         assert "the prompt is empty" in answer.json()["error"]["message"]
 
 
-# Answers that are begun.
+# Beginnings of answers.
 
 
 def prompt_of(text: str) -> str:
@@ -144,7 +142,7 @@ def prompt_of(text: str) -> str:
 
 
 def test_a_full_last_message_is_continued(demo: Pair, server: Served) -> None:
-    """A second turn of the assistant was opened. What is continued is not repeated."""
+    """Once, a second turn of the assistant began instead. The answer does not repeat its beginning."""
     begun = "\n    return x"
     expected = said(demo, prompt_of(begun), 4, 12)
     assert expected != said(demo, prompt_of(""), 4, 12)
@@ -214,19 +212,19 @@ def test_a_begun_answer_goes_on_with_a_call_but_not_in_a_format(talker: Served) 
     assert error["param"] == "response_format"
 
 
-# Thoughts without text, and cached tokens.
+# Reasoning without text, and cached tokens.
 
 
-def test_thoughts_without_text_are_taken(talker: Served) -> None:
-    """Of another server only the signature may be left."""
+def test_reasoning_without_text_is_accepted(talker: Served) -> None:
+    """A block from another server may have only a signature."""
     thought = {"type": "thinking", "signature": "x"}
     talk = [USER, {"role": "assistant", "content": [thought, {"type": "text", "text": "a"}]}, USER]
     answer = talker.post(MESSAGES, {"messages": talk, "max_tokens": 2})
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("n_part", [32, 512])  # the prompt is read in several parts, or in one
-def test_the_first_event_tells_what_was_cached(
+@pytest.mark.parametrize("n_part", [32, 512])  # the prompt is processed in several chunks, or in one
+def test_the_first_event_has_the_number_of_cached_tokens(
     server: Served, n_part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llamaspec.engine.generation.PREFILL_PART", n_part)

@@ -1,4 +1,4 @@
-"""The clients that people have, against the real server: each gets the model's own text."""
+"""Real clients against the real server: each gets the model's own text."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ Ask = Callable[..., str]
 
 @pytest.fixture
 def llm(server: Served, tmp_path: Path) -> Ask:
-    """simonw's `llm`, told of the server as the README says."""
+    """simonw's `llm`, configured as docs/server.md says."""
     model = {"model_id": "llamaspec", "model_name": "any", "api_base": f"{server.url}/v1"}
     listed = json.dumps([{**model, "supports_schema": True}])  # JSON is YAML
     (tmp_path / "extra-openai-models.yaml").write_text(listed)
@@ -145,7 +145,7 @@ def llm(server: Served, tmp_path: Path) -> Ask:
 
 
 def test_llm(llm: Ask, expected: str) -> None:
-    """As a stream, and whole with a schema."""
+    """A stream, and a whole answer with a schema."""
     assert llm("def f(x):", "-o", "max_tokens", str(N)) == f"{expected}\n"
     schema = {
         "type": "object",

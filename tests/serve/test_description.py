@@ -1,4 +1,4 @@
-"""schemathesis, over an OpenAPI document of the models that check requests: right requests and wrong ones."""
+"""schemathesis, with an OpenAPI document made of the body models: valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import ENDPOINTS, serving
 from serve_soak import TEMPLATE
 
-NAMED = "/v1/models/{name:path}"  # no name that is made up is there
-N_TOKENS = 96  # answers are short
-N_EXAMPLES = 15  # of each operation and mode
+NAMED = "/v1/models/{name:path}"  # generated names do not exist
+N_TOKENS = 96  # of the context, so that answers are short
+N_EXAMPLES = 15  # per operation and mode
 
 
 def openapi() -> dict[str, Any]:
@@ -42,7 +42,7 @@ def openapi() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def described(demo_files: tuple[Path, Path]) -> Iterator[Any]:
-    """The document, and behind it the application itself: no socket is opened."""
+    """The document, with the application itself instead of a socket."""
     options = ModelOptions(n_ctx=N_TOKENS, n_cells=4 * N_TOKENS, threads=1)
     with open_pair(*demo_files, target_options=options, draft_options=options) as pair:
         template = ChatTemplate.of(pair.target, TEMPLATE)
@@ -61,7 +61,7 @@ CASES = [
 
 @pytest.mark.parametrize(("path", "mode"), CASES)
 def test_no_request_breaks_the_server(described: Any, path: str, mode: GenerationMode) -> None:
-    """Never a fault of the server, and whatever is wrong is said."""
+    """No request has status 5xx, and every error has a message."""
     (operation,) = described[path.replace(":path", "")].values()
     statuses: set[int] = set()
 

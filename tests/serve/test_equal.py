@@ -1,7 +1,7 @@
-"""With drafts and without, an answer is the same in all that a client sees.
+"""With drafts and without, a client sees the same answer.
 
-Across the end of reasoning under a grammar, where reasoning is cut, and with a stop string that ends within
-an accepted copy.
+Also if an accepted copy spans the end of the reasoning, the place where the reasoning is cut off, or the
+end of a stop string.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THINKS = {
 
 @pytest.fixture(scope="module")
 def brief(demo: Pair) -> Iterator[Served]:
-    """A model that thinks briefly, as the demo model does not by itself, with drafts of eight tokens."""
+    """A server with drafts of eight tokens, whose model is forced to reason briefly."""
 
     def short(*args: Any, **options: Any) -> str:
         grammar = answer_grammar(*args, **options)
@@ -45,7 +45,7 @@ def brief(demo: Pair) -> Iterator[Served]:
 
 
 def seen(answer: dict[str, Any]) -> dict[str, Any]:
-    """What does not tell how a text was made."""
+    """Return the parts of an answer that must not depend on drafts."""
     (choice,), usage = answer["choices"], answer["usage"]
     details = usage["completion_tokens_details"]
     counts = {key: value for key, value in usage.items() if isinstance(value, int)}

@@ -1,4 +1,4 @@
-"""docs/server.md is what the server does: its tables against the code, and what they say against answers."""
+"""docs/server.md describes the server: compares its tables with the code and with answers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NULLS_BELOW = {"speculative": dict.fromkeys(("enabled", "max_draft", "rule", "ng
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the first table under a heading, without its head."""
+    """Return the cells of the first table after a heading, without its header."""
     text = PAGE.split(f"\n{heading}\n", 1)[1]
     lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
     assert lines is not None
@@ -46,7 +46,7 @@ def table(heading: str) -> list[list[str]]:
 
 
 def names(cell: str) -> list[str]:
-    """What a cell of a table names; of fields in fields, the first."""
+    """Return the names in a cell of a table; of a path of fields, the first."""
     return [name.partition(".")[0] for name in re.findall(r"`([\w./{}…]+)`", cell)]
 
 
@@ -57,7 +57,7 @@ def all_fields(of: type[Fields]) -> Iterator[tuple[str, Any]]:
 
 
 def answered(path: str, answer: dict[str, Any]) -> str:
-    """The text of an answer."""
+    """Return the text of an answer."""
     if path == "/v1/responses":
         return str(answer["output"][-1]["content"][0]["text"])
     if path == "/v1/messages":
@@ -66,7 +66,7 @@ def answered(path: str, answer: dict[str, Any]) -> str:
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
-def test_every_endpoint_is_told() -> None:
+def test_every_endpoint_is_documented() -> None:
     told = {
         path for row in table("## Endpoints") for path in re.findall(r"`(?:GET |POST )?(/[\w/]*)", row[0])
     }
@@ -75,7 +75,7 @@ def test_every_endpoint_is_told() -> None:
 
 
 @pytest.mark.parametrize(("column", "path"), list(enumerate(ASKED, start=1)))
-def test_every_field_is_told(column: int, path: str) -> None:
+def test_every_field_is_documented(column: int, path: str) -> None:
     fields = {field.alias or name for name, field in MODELS[path].model_fields.items()}
     told: set[str] = set()
     for row in table("## Fields"):
@@ -89,13 +89,13 @@ def test_every_field_is_told(column: int, path: str) -> None:
     assert fields - told <= {"model", "metadata"}
 
 
-def test_null_is_as_if_a_field_were_not_there() -> None:
+def test_null_is_the_same_as_a_missing_field() -> None:
     optional = [(name, field) for name, field in all_fields(Fields) if not field.is_required()]
     assert [name for name, field in optional if NoneType not in get_args(field.annotation)] == []
 
 
 @pytest.mark.parametrize("path", ASKED)
-def test_what_changes_nothing(server: Served, path: str) -> None:
+def test_nulls_and_unknown_fields_change_nothing(server: Served, path: str) -> None:
     body = {**ASKED[path], "seed": 3}
     usual = server.post(path, body).json()
     nulls = {name: None for name, field in MODELS[path].model_fields.items() if not field.is_required()}
@@ -105,8 +105,8 @@ def test_what_changes_nothing(server: Served, path: str) -> None:
         assert answered(path, answer.json()) == answered(path, usual)
 
 
-def test_as_many_tokens_as_there_is_room_for(server: Served) -> None:
-    """-1 as clients of llama-server and LM Studio send it; and more than fits."""
+def test_without_a_limit_the_answer_fills_the_context(server: Served) -> None:
+    """-1, as clients of llama-server and LM Studio send it; and more than fits."""
     prompt = [7] * (CONTEXT - 9)
     for n in (None, -1, 10**6):
         answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": n, "temperature": 0}).json()
@@ -130,7 +130,7 @@ def test_the_window_of_the_penalties() -> None:
     assert SamplingFields(repeat_last_n=0).sampling() == Sampling(penalty_window=off.penalty_window)
 
 
-def test_rounds_and_timings_are_told(server: Served) -> None:
+def test_rounds_and_timings_are_documented(server: Served) -> None:
     body = {**HI, "n": 2, "speculative": {"rounds": True}}
     answer = server.post("/v1/chat/completions", body).json()
     row = next(row for row in table("### `speculative`") if row[0] == "`rounds`")
@@ -141,7 +141,7 @@ def test_rounds_and_timings_are_told(server: Served) -> None:
     assert answer["timings"]["predicted_n"] == 8  # of one choice
 
 
-def test_every_metric_is_told(server: Served) -> None:
+def test_every_metric_is_documented(server: Served) -> None:
     told: set[str] = set()
     for row in table("## Metrics"):
         whole = re.findall(r"`(\w+)(?:{\w+})?`", row[0])
@@ -152,8 +152,8 @@ def test_every_metric_is_told(server: Served) -> None:
     assert all(reason.value in reasons for reason in StopReason)
 
 
-def test_what_clients_write_is_not_kept() -> None:
-    """pydantic kept short texts, up to 16,384 of them: the server's memory grew for its first hour."""
+def test_text_from_clients_is_not_cached() -> None:
+    """Once, pydantic cached up to 16,384 short strings, and the server's memory grew for an hour."""
     first, second = (CompletionBody.model_validate_json('{"prompt": "def f(x):"}') for _ in range(2))
     assert first.prompt == second.prompt
     assert first.prompt is not second.prompt

@@ -1,4 +1,4 @@
-"""Figures of answers and metrics: of real texts, and of rounds made by hand."""
+"""Figures of answers, and metrics: of real completions, and of rounds made by hand."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_rows_and_draft_tokens_by_rows(demo: Pair, monkeypatch: pytest.MonkeyPat
         server.post(CHAT, {**BODY, "n": 2})
         props = server.client.get("/props").json()
         lengths = props["speculative"]["draft_length_by_rows"]
-        assert 0 < lengths["2"] <= 3  # what the length policy of this server allows
+        assert 0 < lengths["2"] <= 3  # the draft length of this server
         until(lambda: server.client.get("/props").json()["rows"] == {"running": 0, "waiting": 0})
         gate = Gate(demo, monkeypatch)
-        queue = server.service.queue  # rows that are held before their first evaluation
+        queue = server.service.queue  # its sequences are held before their first evaluation
         with server.client.stream("POST", CHAT, json={**BODY, "stream": True, "n": 2}):
             until(lambda: server.client.get("/props").json()["rows"]["running"] == 2)
             gate.open()
@@ -77,15 +77,15 @@ NONE, ROUNDS = SpeculativeFields(), SpeculativeFields(rounds=True)
 
 
 def counted(metrics: Metrics) -> dict[str, float]:
-    """What is not zero, by name and label."""
+    """Return the metrics that are not zero, by name and label."""
     text = metrics.text(0, 0, 0, 1, 0).decode()
     lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     found = {name.removeprefix("llamaspec:"): float(value) for name, _, value in lines}
     return {name: value for name, value in found.items() if value}
 
 
-def test_what_rounds_count() -> None:
-    """Seconds of an evaluation that rows share are divided among them; overhead is each row's own."""
+def test_metrics_of_rounds() -> None:
+    """Sequences that share an evaluation divide its seconds; overhead is not shared."""
     metrics = Metrics()
     metrics.rounds([ALONE, SHARED, PLAIN])
     assert counted(metrics) == {
@@ -107,8 +107,8 @@ def test_what_rounds_count() -> None:
 
 
 @pytest.mark.parametrize("reason", ["limit", "interrupt", "error"])
-def test_what_a_sequence_counts(reason: str) -> None:
-    """Tokens of a cancelled request were generated, too."""
+def test_metrics_of_a_sequence(reason: str) -> None:
+    """The tokens of a cancelled request count, too."""
     metrics = Metrics()
     metrics.ended(reason, replace(TEXT, mask_seconds=0.375), 2.0, 3.5)
     assert counted(metrics) == {
@@ -123,7 +123,7 @@ def test_what_a_sequence_counts(reason: str) -> None:
     }
 
 
-def test_what_a_sequence_that_generated_nothing_counts() -> None:
+def test_metrics_of_a_sequence_that_generated_nothing() -> None:
     metrics = Metrics()
     metrics.ended("interrupt", None, 10.0, None)
     metrics.ended("interrupt", a_text([]), 10.0, None)
@@ -134,7 +134,7 @@ def test_what_a_sequence_that_generated_nothing_counts() -> None:
 
 
 def test_the_timings_of_an_answer() -> None:
-    """10 of 40 tokens of the prompt were read in 50 ms; 6 tokens written in 6.125 s."""
+    """10 of 40 prompt tokens were processed in 50 ms, and 6 tokens generated in 6.125 s."""
     text = replace(TEXT, mask_seconds=0.375, summary=replace(TEXT.summary, speed_up=1.25))
     assert figures(Finished(text), NONE)["timings"] == {
         "cache_n": 30,

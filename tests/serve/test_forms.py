@@ -1,4 +1,4 @@
-"""Every API puts the same deltas into its own form, and its stream says what its object says.
+"""Every API writes the same deltas in its own form, and its stream has the same content as its object.
 
 The deltas are made by hand, with reasoning and calls of tools.
 """
@@ -36,7 +36,7 @@ from llamaspec.values import Logprobs
 from serving import parse_events
 
 USUAL = StopReason.END
-NONE: Any = None  # a vocabulary that nobody asks
+NONE: Any = None  # a vocabulary that is never used
 STOPPING: Any = SimpleNamespace(matched_stop=lambda done, stops: "end")
 MESSAGES = MessagesBody.model_validate({"messages": [], "max_tokens": 5})
 CHAT = ChatBody.model_validate({"messages": [], "stream_options": {"include_usage": True}})
@@ -81,7 +81,7 @@ def of(said: str | Sequence[Event]) -> Events:
 
 @contextmanager
 def always_answering(stream: bytes) -> Iterator[str]:
-    """The address of a server that answers everything with the same events."""
+    """Run a server that answers every request with the same events; yield its address."""
 
     class Answering(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -106,7 +106,7 @@ def always_answering(stream: bytes) -> Iterator[str]:
 def forms(
     make: Callable[[], Any], said: str | Sequence[Event]
 ) -> tuple[dict[str, Any], list[tuple[str | None, Any]]]:
-    """The object and the events."""
+    """Return the object and the events of an answer."""
 
     async def events() -> str:
         return b"".join([part async for part in make().stream(of(said), print)]).decode()
@@ -166,7 +166,7 @@ def test_completions(name: str) -> None:
 
 
 def test_offsets_of_tokens_that_are_parts_of_characters() -> None:
-    """Each part counted as a character: every offset behind a split one was too large."""
+    """Once, each part counted as a character, and every offset after it was too large."""
     pieces = {1: b"\xe2\x82", 2: b"\xac", 3: b"b"}
     vocabulary: Any = SimpleNamespace(piece=pieces.__getitem__)
     told = [TokenLogprobs(token, Logprobs(-1.0, ()), begin) for token, begin in ((1, 0), (2, 0), (3, 1))]
@@ -184,7 +184,7 @@ def test_offsets_of_tokens_that_are_parts_of_characters() -> None:
 
 @pytest.mark.parametrize("name", SAID)
 def test_messages(name: str) -> None:
-    """Put together by Anthropic's own client, the events are the object."""
+    """Anthropic's own client makes the same object from the events."""
 
     def form() -> Any:
         return MessagesForm("m", MESSAGES, 9, STOPPING)
@@ -243,10 +243,10 @@ def test_responses(name: str) -> None:
 
 @pytest.fixture
 def three_calls() -> list[Event]:
-    """What a model writes, fed one character at a time."""
+    """The deltas of an answer with three calls, parsed one character at a time."""
     tools: Any = [{"name": name, "parameters": {}} for name in ("find", "nap")]
     parser = AnswerParser(AnswerFormat(HERMES), tools)
-    calls = [("find", {"a": 1}), ("find", {"a": 1}), ("nap", {})]  # the same twice is two calls
+    calls = [("find", {"a": 1}), ("find", {"a": 1}), ("nap", {})]  # two equal calls are two calls
     written = "\n".join(
         f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
         for name, arguments in calls
@@ -255,8 +255,8 @@ def three_calls() -> list[Event]:
     return [*deltas, *parser.finish(), end()]
 
 
-def test_three_calls_of_one_chat_answer_are_told_apart(three_calls: list[Event]) -> None:
-    """Each has its index, and its id, type and name come first and once; in every choice of an answer."""
+def test_three_calls_of_one_chat_answer_can_be_told_apart(three_calls: list[Event]) -> None:
+    """In every choice, each call has its index, and its id, type and name come first and only once."""
     body = ChatBody.model_validate({"messages": [], "n": 2})
 
     async def both() -> AsyncIterator[tuple[int, Event]]:
@@ -287,8 +287,8 @@ def test_three_calls_of_one_chat_answer_are_told_apart(three_calls: list[Event])
         assert written == ['{"a": 1}', '{"a": 1}', "{}"]
 
 
-def test_three_calls_of_one_response_are_told_apart(three_calls: list[Event]) -> None:
-    """Every event of an item names it: clients that put calls together by `item_id` alone lost them."""
+def test_three_calls_of_one_response_can_be_told_apart(three_calls: list[Event]) -> None:
+    """Every event of an item has its id: clients that collect calls by `item_id` alone lost them."""
     whole, events = forms(lambda: ResponsesForm("m", ResponsesBody(input="a")), three_calls)
     of_items = [data for _, data in events if "response" not in data]
     named = [(data["item_id"], data["output_index"]) for data in of_items]
@@ -304,7 +304,7 @@ def test_three_calls_of_one_response_are_told_apart(three_calls: list[Event]) ->
 
 
 def nameless(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Items without their ids, and without an empty text that only the object has."""
+    """Return items without ids, and without the empty text that only the object has."""
     return [
         {key: value for key, value in item.items() if key != "id"}
         for item in items

@@ -1,4 +1,4 @@
-"""Completions of editors: `/infill` as llama.vim sends it, and `suffix` in `/v1/completions`."""
+"""Completions in editors: `/infill` as llama.vim uses it, and `suffix` in `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def server(coder: Pair) -> Iterator[Served]:
 
 
 def written(pair: Pair, prefix: str, suffix: str, files: list[File], **more: Any) -> str:
-    """What the model writes at the cursor by the Python interface, without a draft."""
+    """Return the completion at the cursor from the Python API, without a draft."""
     prompt = fitting_infill_prompt(pair.target.vocabulary, prefix, suffix, files, CONTEXT - 30)
     stream = pair.stream(prompt, seed=3, max_tokens=30, policy=FixedLength(0), **more)
     return stream.run().text
 
 
-def test_what_llama_vim_asks_for_and_nothing_else(server: Served, coder: Pair) -> None:
+def test_the_fields_that_llama_vim_asks_for_and_no_others(server: Served, coder: Pair) -> None:
     answer = server.post("/infill", {**LLAMA_VIM, "seed": 3})
     assert answer.status_code == 200, answer.text
     assert list(answer.json()) == LLAMA_VIM["response_fields"]
@@ -97,8 +97,8 @@ def test_suffix_is_the_same_completion(server: Served) -> None:
     assert error["param"] == "suffix"
 
 
-def test_other_files_are_read_before_they_are_needed(server: Served) -> None:
-    """As llama.vim does while nobody types."""
+def test_other_files_are_processed_before_they_are_needed(server: Served) -> None:
+    """llama.vim asks for this while the user does not type."""
     files = [{"filename": "c.py", "text": "C = 3\n" * 20}]
     nothing = {"input_prefix": "", "input_suffix": "", "prompt": "", "input_extra": files, "n_predict": 0}
     warmed = server.post("/infill", {**nothing, "response_fields": [""]})
@@ -120,7 +120,7 @@ def test_a_prediction_is_drafted_from(server: Served) -> None:
     assert "prediction" in {round_["source"] for round_ in answer["rounds"]}
 
 
-def test_what_fits_no_context_is_trimmed_or_refused(server: Served) -> None:
+def test_text_that_does_not_fit_is_trimmed_or_refused(server: Served) -> None:
     long = "x = 1\n" * (4 * CONTEXT)
     answer = server.post("/infill", {**CURSOR, "input_prefix": long, "input_suffix": long, "n_predict": 5})
     assert answer.status_code == 200, answer.text
@@ -130,7 +130,7 @@ def test_what_fits_no_context_is_trimmed_or_refused(server: Served) -> None:
 
 
 def test_the_next_key_cancels_within_one_evaluation(coder: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The editor closes the connection; its next request is answered as if the first had never been."""
+    """The editor closes the connection; the first request does not change the answer to the next."""
     gate = Gate(coder, monkeypatch)
     body = {**CURSOR, "n_predict": 400, "ignore_eos": True, "seed": 3}
     with served(coder, template=None, parallel=1) as server:

@@ -1,4 +1,4 @@
-"""Several clients at once: each gets the text that it would get alone, and none can hold up the others."""
+"""Several clients at once: each gets the completion that it would get alone, and none blocks the others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def job(
 
 @contextmanager
 def decoding(pair: Pair, parallel: int = 4, max_queue: int = 64, **more: Any) -> Iterator[RequestQueue]:
-    """What a decoder takes its rows from."""
+    """Run a queue of requests to a pair."""
     queue = RequestQueue(pair, FixedLength(3), parallel, max_queue, **more)
     try:
         yield queue
@@ -69,7 +69,7 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def read(answer: Submission, events: Events | None = None) -> list[str]:
-    """The texts of all sequences of an answer; `events` are those that nobody has read yet."""
+    """Return the texts of all sequences of an answer; `events` are those that are left."""
     texts = [""] * len(answer.states)
     async for index, event in events or answer.events(None, PATIENCE):
         if isinstance(event, ContentDelta):
@@ -83,8 +83,8 @@ async def reached(condition: Any) -> None:
     await asyncio.to_thread(until, condition)
 
 
-def test_many_clients_get_the_texts_that_they_would_get_alone(demo: Pair, alone: Pair) -> None:
-    """More texts than run at once, some with drafts and some without, under the automatic length."""
+def test_many_clients_get_the_completions_that_they_would_get_alone(demo: Pair, alone: Pair) -> None:
+    """More requests than run at once, some with drafts and some without, under the automatic length."""
     asked = [(prompt, seed) for prompt in PROMPTS for seed in range(3)]
     with served(demo, AutoLength(), parallel=3) as server:
 
@@ -100,7 +100,7 @@ def test_many_clients_get_the_texts_that_they_would_get_alone(demo: Pair, alone:
 
 
 def test_sequences_wait_instead_of_being_cut(demo_files: tuple[Path, Path], alone: Pair) -> None:
-    """These texts need more than the KV cache has: all begin, the latest are swapped out, none changes."""
+    """They need more cells than the KV cache has: all begin, the newest are swapped out, no text changes."""
     with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair) as queue:
 
         async def ask() -> tuple[list[list[str]], bool]:
@@ -119,7 +119,7 @@ def test_sequences_wait_instead_of_being_cut(demo_files: tuple[Path, Path], alon
 
 
 def test_a_reader_that_stops_gives_its_room_to_others(demo_files: tuple[Path, Path], alone: Pair) -> None:
-    """Else nobody could go on before it reads."""
+    """Otherwise no sequence could continue before it reads."""
     with open_demo(demo_files, n_cells=CONTEXT) as pair, decoding(pair) as queue:
 
         async def ask() -> tuple[list[str], list[str]]:
@@ -132,7 +132,7 @@ def test_a_reader_that_stops_gives_its_room_to_others(demo_files: tuple[Path, Pa
 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_connection_that_breaks_frees_its_row(
+def test_a_connection_that_breaks_frees_its_slot(
     demo: Pair, monkeypatch: pytest.MonkeyPatch, streams: bool, path: str
 ) -> None:
     gate = Gate(demo, monkeypatch)
@@ -149,7 +149,7 @@ def test_a_connection_that_breaks_frees_its_row(
 def test_a_client_that_leaves_the_queue_costs_nothing(
     demo: Pair, monkeypatch: pytest.MonkeyPatch, streams: bool
 ) -> None:
-    """Nor one that leaves while its prompt is read, but for that evaluation."""
+    """One that leaves while its prompt is processed costs at most one evaluation."""
     gate = Gate(demo, monkeypatch)
     body = {"prompt": "x = 1\n" * 40, "max_tokens": 40, "seed": 1, "stream": streams}
     with served(demo, parallel=1) as server:
@@ -160,7 +160,7 @@ def test_a_client_that_leaves_the_queue_costs_nothing(
             until(lambda: server.service.queue.sequences()[1] == 0)
         until(lambda: server.n_running() == 0)
         gate.open()
-        demo.call(lambda: None)  # the compute thread has done all that it had to
+        demo.call(lambda: None)  # the compute thread has finished its work
         metrics = server.client.get("/metrics").text
     assert gate.n_evaluations <= 1
     assert "llamaspec:generation_tokens_total 0.0" in metrics
@@ -208,7 +208,7 @@ def test_tokens_of_a_cancelled_request_are_counted(demo: Pair, monkeypatch: pyte
 
 
 def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
-    """The engine lets it wait, and goes on when the client does."""
+    """Its sequence pauses, and continues when the client reads again."""
     n = 384
     with decoding(demo) as queue:
 
@@ -217,7 +217,7 @@ def test_a_slow_reader_stops_only_itself(demo: Pair, alone: Pair) -> None:
             other = await read(queue.submit([job(demo, "import os", 2, 200)]))
             stream, events = slow.states[0].stream, slow.events(None, PATIENCE)
             assert stream is not None
-            await anext(events)  # the progress of the prompt: all that was made so far is fetched
+            await anext(events)  # the progress of the prompt: everything generated so far is fetched
             return len(stream.rounds), other, await read(slow, events)
 
         n_made, other, slow = run(ask())
@@ -241,7 +241,7 @@ def test_a_full_queue_over_http(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_interactive_request_is_the_next_to_run(demo: Pair, alone: Pair) -> None:
-    """One runs beside those that have taken all places; the next waits for it, and no other request."""
+    """One runs beside a full set of sequences; the next waits only for it."""
     with decoding(demo, parallel=1, max_queue=2) as queue:
 
         async def ask() -> tuple[list[Submission], list[str]]:
@@ -260,7 +260,7 @@ def test_an_interactive_request_is_the_next_to_run(demo: Pair, alone: Pair) -> N
 
 
 def test_a_failure_in_one_text_leaves_the_others_alone(demo: Pair, alone: Pair) -> None:
-    """A text that cannot begin, and one whose stop strings break it while it is written."""
+    """A sequence that cannot begin, and one whose stop strings raise while it is generated."""
 
     class Breaking(str):
         def startswith(self, *_: Any) -> bool:
@@ -281,10 +281,10 @@ def test_a_failure_in_one_text_leaves_the_others_alone(demo: Pair, alone: Pair) 
         assert run(ask()) == [said(alone, "import os", 2, 40)]
 
 
-def test_a_failure_of_an_evaluation_is_told_and_the_next_request_is_answered(
+def test_a_failure_of_an_evaluation_is_reported_and_the_next_request_is_answered(
     demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever goes wrong in the compute thread, the thread goes on."""
+    """The compute thread survives any exception."""
     step, faults = Scheduler.step, [RuntimeError("broken on purpose")]
 
     def broken(scheduler: Scheduler) -> bool:
@@ -303,12 +303,10 @@ def test_a_failure_of_an_evaluation_is_told_and_the_next_request_is_answered(
 
 
 @pytest.mark.parametrize("fails", ["completion", "metrics"])
-def test_an_end_with_a_fault_is_told_all_the_same(
+def test_an_end_whose_figures_fail_is_reported(
     demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """Where the figures of an end failed, nobody was told of it: the client waited for ever, and so did the
-    requests behind it.
-    """
+    """Once, the client and all requests after it waited for ever if the figures of an end failed."""
 
     def fail(*_: object) -> None:
         raise IndexError("of a bug")
@@ -328,14 +326,14 @@ def test_an_end_with_a_fault_is_told_all_the_same(
 
         told, after = run(ask())
     assert after == [said(alone, "import os", 2, 5)]
-    if fails == "metrics":  # they are not what the client has asked for
+    if fails == "metrics":  # the client did not ask for metrics
         assert told == [said(alone, "def f(", 1, 5)]
     else:
         assert isinstance(told, IndexError)
 
 
 def test_costs_are_read_by_the_compute_thread_alone(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event loop read them at the end of a text, while the compute thread wrote them for others."""
+    """Once, the event loop read them at the end of a sequence, while the compute thread changed them."""
     readers, padded = set[str](), Costs.padded_seconds
 
     def noted(costs: Costs, *widths: int) -> Any:
@@ -348,10 +346,10 @@ def test_costs_are_read_by_the_compute_thread_alone(demo: Pair, monkeypatch: pyt
     assert readers == {"llamaspec-compute"}
 
 
-def test_no_request_is_taken_while_the_server_stops(
+def test_new_requests_are_refused_while_the_server_stops(
     demo: Pair, alone: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs goes on to its end; what waits is told."""
+    """Running sequences finish; waiting ones get an error."""
     gate = Gate(demo, monkeypatch)
     with decoding(demo, parallel=1) as queue:
 
@@ -382,8 +380,8 @@ def test_an_answer_that_takes_too_long_ends(demo: Pair) -> None:
         until(lambda: server.n_running() == 0)
 
 
-def test_a_text_that_has_taken_its_time_ends_once_it_has_a_line(demo: Pair, alone: Pair) -> None:
-    """However late: an editor shows whole lines."""
+def test_a_completion_over_its_time_limit_ends_once_it_has_a_line(demo: Pair, alone: Pair) -> None:
+    """An editor shows whole lines, however late."""
     hours = itertools.count(step=3600.0)
     with decoding(demo, clock=lambda: next(hours)) as queue:
 
@@ -404,7 +402,7 @@ def test_a_text_that_has_taken_its_time_ends_once_it_has_a_line(demo: Pair, alon
 def test_a_silent_stream_shows_signs_of_life(
     demo: Pair, monkeypatch: pytest.MonkeyPatch, keep_alive: float, n_signs: int
 ) -> None:
-    """At once, while the queue waits, and while a prompt is read."""
+    """At once, in the queue, and while a prompt is processed."""
     gate = Gate(demo, monkeypatch)
     body = {"prompt": "x = 1\n" * 40, "max_tokens": 2}
     with served(demo, keep_alive_seconds=keep_alive, parallel=1) as server, ThreadPoolExecutor(1) as clients:
@@ -421,7 +419,7 @@ def test_a_silent_stream_shows_signs_of_life(
 
 
 def test_tokens_without_a_delta_do_not_stop_the_signs_of_life() -> None:
-    """Tokens come, but a call is not complete yet."""
+    """Tokens arrive, but the call is not complete yet."""
     nobody: Any = None
 
     class Silent:
@@ -456,22 +454,22 @@ def test_tokens_without_a_delta_do_not_stop_the_signs_of_life() -> None:
     ],
 )
 def test_the_progress_of_a_prompt(server: Served, path: str, asked: Any, empty: Any) -> None:
-    """As llama-server tells it."""
+    """In llama-server's form."""
     for is_cached in (False, True):
         body = {**asked, "max_tokens": 2, "return_progress": True, "stream_options": {"include_usage": True}}
         chunks = [chunk for _, chunk in server.events(path, body) if chunk != "[DONE]"]
         told = [chunk for chunk in chunks if "prompt_progress" in chunk]
         (choice,), progress = told[-1]["choices"], told[-1]["prompt_progress"]
         assert choice.items() >= {"index": 0, "finish_reason": None, **empty}.items()
-        n = chunks[-1]["usage"]["prompt_tokens"] - 1  # the last one is read with the first round
+        n = chunks[-1]["usage"]["prompt_tokens"] - 1  # the last one belongs to the first round
         assert (progress["total"], progress["processed"]) == (n, n)
         assert (progress["cache"] == n) == is_cached
         assert progress["time_ms"] >= 0
     assert not any("prompt_progress" in chunk for _, chunk in server.events(path, {**asked, "max_tokens": 1}))
 
 
-def test_a_shared_prompt_is_read_once(demo_files: tuple[Path, Path], evaluated: Any) -> None:
-    """Three choices of one prompt cost its tokens once, for the target and for the draft."""
+def test_a_shared_prompt_is_processed_once(demo_files: tuple[Path, Path], evaluated: Any) -> None:
+    """For three choices, the target and the draft each process the prompt once."""
     prompt = "def g(a, b):\n    return a + b\n" * 8
     with open_demo(demo_files) as pair:
         n_prompt = len(pair.target.vocabulary.tokenize(prompt.encode()))

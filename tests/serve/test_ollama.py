@@ -1,4 +1,4 @@
-"""Ollama's API, by its own Python package and by raw requests."""
+"""Ollama's API, with its own Python package and with raw requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_chat_as_a_stream(client: ollama.Client, expected: str) -> None:
 
 
 @pytest.mark.parametrize("more", [{"num_predict": 24.0, "seed": 11.0}, {"num_predict": 24, "temperature": 1}])
-def test_whole_numbers_may_have_a_point(server: Served, more: dict[str, Any]) -> None:
+def test_whole_numbers_may_have_a_decimal_point(server: Served, more: dict[str, Any]) -> None:
     body = {"prompt": "def f(x):", "options": {**OPTIONS, **more}, "stream": False}
     answer = server.post("/api/generate", body)
     assert answer.status_code == 200, answer.text
@@ -114,7 +114,7 @@ def test_a_format_is_kept(client: ollama.Client) -> None:
 
 
 def test_a_call_comes_whole_and_goes_back(talker: Served) -> None:
-    """The template's model calls at random: the first seed that does."""
+    """The model calls at random: takes the first seed with a call."""
     for seed in range(40):
         body = {"messages": MESSAGES, "tools": [FIND], "options": {"num_predict": 400, "seed": seed}}
         whole = talker.post("/api/chat", {**body, "stream": False}).json()
@@ -133,7 +133,7 @@ def test_a_call_comes_whole_and_goes_back(talker: Served) -> None:
     assert talker.post("/api/chat", again).status_code == 200
 
 
-def test_what_the_server_says_of_its_model(client: ollama.Client, server: Served) -> None:
+def test_the_description_of_the_model(client: ollama.Client, server: Served) -> None:
     (model,) = client.list().models
     assert model.model == server.service.model_name
     assert model.details is not None

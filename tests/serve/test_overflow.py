@@ -1,4 +1,4 @@
-"""A conversation that is too long is refused in the words by which clients know when to shorten it."""
+"""A conversation that is too long is refused with the phrases by which clients recognize it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from serving import CONTEXT, Served
 
 LONG = [{"role": "user", "content": "x = 1\n" * CONTEXT}]
-HUGE = [{"role": "user", "content": "x" * 500_000}]  # is not tokenized
+HUGE = [{"role": "user", "content": "x" * 500_000}]  # too long to be tokenized
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
@@ -26,10 +26,10 @@ def body(path: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("messages", [LONG, HUGE], ids=["long", "huge"])
 @pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
-def test_openais_clients_and_those_of_llama_server(
+def test_clients_of_openai_and_llama_server(
     server: Served, path: str, messages: list[dict[str, Any]], stream: bool
 ) -> None:
-    if path == RESPONSES and stream:  # as OpenAI's API, and the only form that Codex knows
+    if path == RESPONSES and stream:  # as in OpenAI's API, and the only form that Codex recognizes
         events = server.events(path, body(path, messages))
         assert [name for name, _ in events] == [
             "response.created", "response.in_progress", "response.failed",
@@ -49,7 +49,7 @@ def test_openais_clients_and_those_of_llama_server(
 
 
 @pytest.mark.parametrize("messages", [LONG, HUGE], ids=["long", "huge"])
-def test_anthropics_clients(server: Served, messages: list[dict[str, Any]]) -> None:
+def test_clients_of_anthropic(server: Served, messages: list[dict[str, Any]]) -> None:
     answer = server.post(MESSAGES, body(MESSAGES, messages))
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")

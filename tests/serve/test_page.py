@@ -16,7 +16,7 @@ from patience import PATIENCE, until
 from serving import TEMPLATE, Gate, Served, served
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-CLAIM = re.compile("tokens/s|without a draft")  # the latter as soon as a gain is known
+CLAIM = re.compile("tokens/s|without a draft")  # the latter once the speed-up is known
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--no-proxy-server",
@@ -36,7 +36,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, server: Served) -> Iterator[Page]:
-    """The page, with nothing kept from earlier; anything that it complains of fails the test."""
+    """The page in a new browser profile. Any error in its console fails the test."""
     context = browser.new_context()
     context.set_default_timeout(1000 * PATIENCE)
     expect.set_options(timeout=1000 * PATIENCE)
@@ -47,7 +47,7 @@ def page(browser: Browser, server: Served) -> Iterator[Page]:
     page.goto(server.url)
     yield page
     context.close()
-    assert [said for said in complaints if "429" not in said] == []  # of tests that want to be refused
+    assert [said for said in complaints if "429" not in said] == []  # some tests provoke these
 
 
 def ask(page: Page, text: str, n: int = 24) -> str:
@@ -70,13 +70,13 @@ def press(page: Page, name: str) -> None:
 
 
 def messages(page: Page) -> list[dict[str, Any]]:
-    """What the browser keeps of the conversation that is shown."""
+    """Return the messages that the browser has stored of the open conversation."""
     kept = "JSON.parse(localStorage.getItem('llamaspec/chat/' + location.hash.slice(1))).messages"
     return list(page.evaluate(kept))
 
 
 def body_of(request: Request) -> dict[str, Any]:
-    """The JSON that a request sent."""
+    """Return the JSON of a request."""
     return dict(request.post_data_json or {})
 
 
@@ -104,8 +104,8 @@ def test_a_message_is_answered(page: Page, server: Served) -> None:
     expect(field(page, "Message")).to_have_value("")
 
 
-def test_how_an_answer_was_written(browser: Browser, demo: Pair) -> None:
-    """With drafts of a fixed length: whether drafting pays depends on the machine."""
+def test_how_an_answer_was_generated(browser: Browser, demo: Pair) -> None:
+    """With drafts of a fixed length: whether drafting is worth it depends on the machine."""
     with served(demo) as running:
         page = browser.new_context().new_page()
         page.goto(running.url)
@@ -121,7 +121,7 @@ def test_how_an_answer_was_written(browser: Browser, demo: Pair) -> None:
         page.context.close()
 
 
-def test_text_comes_while_it_is_written_and_stops(
+def test_an_answer_is_stopped_and_regenerated(
     browser: Browser, demo: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(demo) as running:
@@ -145,7 +145,7 @@ def test_text_comes_while_it_is_written_and_stops(
         page.context.close()
 
 
-def test_the_page_follows_the_text_from_its_end_only(
+def test_the_page_scrolls_with_the_text_only_at_its_end(
     browser: Browser, demo: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(demo) as running:
@@ -230,7 +230,7 @@ RENDER = """async (texts) => {
 }"""
 
 
-def test_nothing_is_read_as_html(page: Page, server: Served) -> None:
+def test_nothing_is_parsed_as_html(page: Page, server: Served) -> None:
     ask(page, HOSTILE, 8)
     expect(page.locator("article.user .text")).to_have_text(HOSTILE)
     tags, text, links, _ = page.evaluate(RENDER, [HOSTILE])
@@ -245,7 +245,7 @@ def test_nothing_is_read_as_html(page: Page, server: Served) -> None:
     assert "trusted-types 'none'" in policy
 
 
-def test_text_that_grows_looks_as_at_once(page: Page) -> None:
+def test_text_that_grows_looks_like_the_whole_text(page: Page) -> None:
     text = "# a\n\n1. b\n   - c\n\n```py\nx\n\ny\n```\n\n| d | e |\n|---|--:|\n| f | *g* |\n\nh\ni"
     grown = page.evaluate(RENDER, [text[:n] for n in range(len(text) + 1)])
     assert grown == page.evaluate(RENDER, [text])
@@ -257,7 +257,7 @@ def test_code_is_copied(page: Page, server: Served) -> None:
     page.evaluate(
         """async () => (await import("/markdown.js")).render(conversation, "```py\\n<b>x</b> = 1\\n```")"""
     )
-    page.evaluate("window.setTimeout = () => {}")  # otherwise the label would change back at some time
+    page.evaluate("window.setTimeout = () => {}")  # otherwise the label would change back
     page.locator("figure.code button").click()
     expect(page.locator("figure.code button")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == "<b>x</b> = 1\n"
@@ -281,7 +281,7 @@ def test_files(page: Page) -> None:
     ]
 
 
-def test_what_goes_wrong_is_said(page: Page) -> None:
+def test_errors_are_shown(page: Page) -> None:
     path = "**/v1/chat/completions"
     page.route(path, lambda route: route.fulfill(status=429, json={"error": {"message": "full"}}))
     field(page, "Message").fill("hello")

@@ -1,4 +1,4 @@
-"""The log says what broke the prefix of a conversation, and says nothing where nothing broke."""
+"""The log says where the prefix of a conversation changed, and nothing if it did not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokens(demo: Pair, text: str) -> TokenArray:
     return demo.target.vocabulary.tokenize(text.encode(), add_special=False)
 
 
-def test_what_differs_is_shown(demo: Pair, watch: PrefixWatch) -> None:
+def test_the_difference_is_shown(demo: Pair, watch: PrefixWatch) -> None:
     first, second = (tokens(demo, f"It is {time} now.\n{RULES}") for time in ("12:03\x1b[2J", "12:04"))
     assert watch.compare(first) is None
     told = watch.compare(second)
@@ -33,14 +33,14 @@ def test_what_differs_is_shown(demo: Pair, watch: PrefixWatch) -> None:
     assert '", now "04 now.' in told
 
 
-def test_nothing_is_told_where_nothing_broke(demo: Pair, watch: PrefixWatch) -> None:
+def test_nothing_is_logged_if_no_prefix_changed(demo: Pair, watch: PrefixWatch) -> None:
     conversation, other = tokens(demo, RULES), tokens(demo, "import os\n" + "print(os.name)\n" * 60)
     longer = tokens(demo, RULES + "And then?\n" + RULES)
     for prompt in (conversation, conversation, longer, other, other[:30], conversation[:60], longer):
         assert watch.compare(prompt) is None
 
 
-def test_few_tokens_are_no_matter(demo: Pair, watch: PrefixWatch) -> None:
+def test_few_tokens_do_not_matter(demo: Pair, watch: PrefixWatch) -> None:
     for time in ("12:03", "12:04"):
         assert watch.compare(tokens(demo, f"It is {time} now.\n{RULES[:200]}")) is None
 
@@ -52,7 +52,7 @@ def test_only_the_last_prompts_are_remembered(demo: Pair, watch: PrefixWatch) ->
     assert watch.compare(tokens(demo, f"2{RULES}")) is None
 
 
-def test_the_log_tells(demo: Pair) -> None:
+def test_the_log_shows_the_difference(demo: Pair) -> None:
     def ask(server: Served, system: str) -> list[str]:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": "Hi"}]
         answer = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})

@@ -1,4 +1,4 @@
-"""Log-probabilities, biases and penalties: the numbers of the Python interface, in each API's form."""
+"""Log-probabilities and biases: the numbers of the Python API, in the form of each HTTP API."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HI = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": N, "
 
 @pytest.fixture(scope="module")
 def pieces(alone: Pair) -> list[Piece]:
-    """The answer, with the two most probable tokens at each place."""
+    """The answer, with the two most probable tokens at each position."""
     return list(alone.stream(PROMPT, seed=SEED, max_tokens=N, logprobs=2, policy=FixedLength(0)))
 
 
 def check(told: list[dict[str, Any]], text: str, pieces: list[Piece], pair: Pair) -> None:
-    """The tokens are the text, and their numbers those of plain decoding."""
+    """Check that the tokens make the text, and that their numbers are those of plain decoding."""
     assert b"".join(bytes(token["bytes"]) for token in told) == text.encode()
     assert len(told) == len(pieces)
     for token, piece in zip(told, pieces, strict=True):
@@ -66,8 +66,8 @@ def test_completions(server: Served, alone: Pair, pieces: list[Piece]) -> None:
     assert not any(none["top_logprobs"])
 
 
-def test_only_what_is_said_is_told(talker: Served, demo: Pair) -> None:
-    """Not what the model thinks, nor the marks between."""
+def test_only_tokens_of_the_content_are_listed(talker: Served, demo: Pair) -> None:
+    """Neither tokens of reasoning nor the marks are listed."""
     body = {**HI, "logprobs": True, "enable_thinking": True, "thinking_budget_tokens": 4}
     choice = talker.post(CHAT, body).json()["choices"][0]
     assert choice["message"]["reasoning_content"]
@@ -88,7 +88,7 @@ def test_a_bias_makes_a_token_certain_or_impossible(server: Served, alone: Pair)
     assert forced == alone.target.vocabulary.piece(first).decode() * 8
 
 
-def test_nothing_ends_a_text_that_ignores_the_end(server: Served, alone: Pair) -> None:
+def test_no_token_ends_a_completion_that_ignores_the_end(server: Served, alone: Pair) -> None:
     eos = alone.target.vocabulary.eos
     body = {"prompt": "def f(", "max_tokens": 8, "logit_bias": {str(eos): 100}}
     ended = server.post(TEXT, body).json()
@@ -97,8 +97,8 @@ def test_nothing_ends_a_text_that_ignores_the_end(server: Served, alone: Pair) -
     assert (whole["choices"][0]["finish_reason"], whole["usage"]["completion_tokens"]) == ("length", 8)
 
 
-def test_bias_as_llama_server_takes_it(server: Served, alone: Pair) -> None:
-    """Pairs, texts, and false for never; none of them is ever read as 0."""
+def test_biases_in_the_forms_of_llama_server(server: Served, alone: Pair) -> None:
+    """Pairs, strings, and false for never; false does not count as 0."""
     usual: dict[str, Any] = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
 
     def text(bias: Any) -> str:
@@ -127,6 +127,6 @@ def test_bias_as_llama_server_takes_it(server: Served, alone: Pair) -> None:
     [[[5, True]], {"5": True}, [[5]], [5, 1], [[5, 1, 1]], [[5, "1"]], [[-1, 1]], [["-1", 1]], [["", 1]],
      [[5, 101]], [[True, 1]], [[1.5, 1]], "x", 0],
 )  # fmt: skip
-def test_bias_that_cannot_be_taken_is_named(server: Served, bias: Any) -> None:
+def test_a_bias_that_is_wrong_is_named(server: Served, bias: Any) -> None:
     error = server.post(TEXT, {"prompt": "a", "logit_bias": bias}).json()["error"]
     assert error["param"].startswith("logit_bias")

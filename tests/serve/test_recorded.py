@@ -1,4 +1,4 @@
-"""Requests of agents, recorded: each is taken, and a call comes out in the form of its API."""
+"""Recorded requests of agents: each is answered, with a call in the form of its API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = "one two three four. " * 2000  # fits the context of a scripted server on
 
 
 class Recorded(NamedTuple):
-    """A request of a client."""
+    """A recorded request of a client."""
 
     about: str
     path: str
@@ -29,7 +29,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(client: str) -> list[Recorded]:
-    """The requests of a client; `fields_of` names an earlier one, whose other fields a request repeats.
+    """Return the requests of a client. `fields_of`: the index of an earlier one that has the missing fields.
 
     "(long text)" stands for `LONG`.
     """
@@ -46,7 +46,7 @@ def recorded(client: str) -> list[Recorded]:
 
 AGENTS = ("aider", "claude-code", "codex", "opencode")
 REQUESTS = [(name, request) for name in AGENTS for request in recorded(name)]
-# As Qwen's: the system message comes first, and is the only one, and arguments are an object.
+# As in Qwen's template: there is one system message, at the beginning, and arguments are an object.
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}"
@@ -70,7 +70,7 @@ def http(script: Script) -> Iterator[httpx.Client]:
 
 
 def texts(told: Any, key: str = "") -> str:
-    """The text and the calls of an answer, in their order."""
+    """Return the text and the names of calls of an answer, in their order."""
     if isinstance(told, dict):
         return "".join(texts(value, name) for name, value in told.items())
     if isinstance(told, list):

@@ -1,4 +1,4 @@
-"""Schemas of clients: one that cannot be compiled frees no other, and the wording of one changes nothing."""
+"""Schemas of clients: one that does not compile affects no other, and descriptions change nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from serving import Served, served
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 USER: Any = [{"role": "user", "content": "Which one?"}]
-BAD = {"type": "string", "pattern": "(?=x)y"}  # no regular expression of llguidance's
+BAD = {"type": "string", "pattern": "(?=x)y"}  # llguidance does not support this expression
 INNER = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"anyOf": [{"type": "null"}, BAD]}}}
 HELD = {"type": "object", "properties": {"size": {"enum": [1, 2, 3]}}, "required": ["size"],
         "additionalProperties": False}  # fmt: skip
-SILENT = TALKER.replace("if tools", "if tools and false")  # the prompt is the same whatever the tools
+SILENT = TALKER.replace("if tools", "if tools and false")  # the prompt does not depend on the tools
 QWEN = f"{{# <tool_call> <function= <parameter= #}}{TALKER}"
 
 
@@ -28,7 +28,7 @@ def tool(name: str, schema: Any, **more: Any) -> dict[str, Any]:
 
 
 def call_of(server: Served, name: str, tools: Any, seed: int = 1) -> Any:
-    """The arguments of a forced call."""
+    """Return the function of a forced call."""
     choice = {"type": "function", "function": {"name": name}} if name else "required"
     body = {"messages": USER, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False,
             "max_tokens": 250, "reasoning_effort": "none", "seed": seed}  # fmt: skip
@@ -38,7 +38,7 @@ def call_of(server: Served, name: str, tools: Any, seed: int = 1) -> Any:
     return call["function"]
 
 
-# What cannot be compiled.
+# Schemas that do not compile.
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_wrong_part_of_a_schema_is_named(server: Served, path: str, body: An
 def test_a_schema_with_many_parts_is_searched_in_few_steps(
     server: Served, demo: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took a compilation for each part, which was seconds for a schema within the limits."""
+    """Once, each part took a compilation, which were seconds for a schema within the limits."""
     properties = {**{f"p{i}": {"type": "boolean"} for i in range(1000)}, "bad": BAD}
     compiled, compile_schema = list[object](), demo.json_schema
 
@@ -81,8 +81,8 @@ def test_a_schema_with_many_parts_is_searched_in_few_steps(
 
 
 @pytest.mark.parametrize("template", [TALKER, QWEN], ids=["hermes", "qwen-xml"])
-def test_one_schema_that_cannot_be_compiled_frees_no_other(demo: Pair, template: str) -> None:
-    """It freed all of them, and nobody was told."""
+def test_one_schema_that_does_not_compile_affects_no_other(demo: Pair, template: str) -> None:
+    """Once, no schema was enforced then, and nothing was logged."""
     tools = [tool("held", HELD), tool("wrong", INNER), tool("also", HELD)]
     with served(demo, template=template) as server:
         for seed in range(3):
@@ -102,7 +102,7 @@ def test_one_schema_that_cannot_be_compiled_frees_no_other(demo: Pair, template:
 
 
 def test_schemas_that_are_too_large_together(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest ones go first."""
+    """The largest ones are not enforced."""
     large = {**HELD, "properties": {"size": {"enum": [1, *(f"{i:0100}" for i in range(200))]}}}
     tools = [*(tool(f"large_{i}", large) for i in range(4)), tool("held", HELD)]
     with served(demo, template=SILENT) as server:
@@ -119,7 +119,7 @@ def test_schemas_that_are_too_large_together(demo: Pair, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("guidance", ["x", {"whitespace_pattern": "("}, {"never": 1}, None])
 def test_options_of_llguidance_that_are_wrong(talker: Served, guidance: Any) -> None:
-    """They belong to one tool, too, and are never a fault of the server."""
+    """They affect one tool only, and are never an internal error."""
     tools = [tool("wrong", {**HELD, "x-guidance": guidance}), tool("held", HELD)]
     jsonschema.validate(json.loads(call_of(talker, "held", tools)["arguments"]), HELD)
     assert call_of(talker, "wrong", tools)["name"] == "wrong"
@@ -127,13 +127,13 @@ def test_options_of_llguidance_that_are_wrong(talker: Served, guidance: Any) -> 
     assert answer.status_code in (200, 400)
 
 
-# Wording.
+# Descriptions.
 
 WORDS = ("</parameter>", "<tool_call>", "\"quotes\" \\ and 'others'", "{{ 7 * 7 }}{% raw %}", "é\n" * 5_000)
 
 
 def worded(schema: Any, words: str) -> Any:
-    """A schema whose every part has a description and more of the kind."""
+    """Return a schema with a description, a title and the like in every part."""
     if not isinstance(schema, dict):
         return schema
     prose = {"description": words, "title": words, "default": words, "examples": [words], "$comment": words}
@@ -145,7 +145,7 @@ def worded(schema: Any, words: str) -> Any:
     return {**schema, **inner, **prose}
 
 
-NAMED = {  # names that are keywords elsewhere
+NAMED = {  # has keywords as names of properties
     "type": "object",
     "properties": {"description": {"type": "string", "enum": ["a"]}, "title": {"$ref": "#/$defs/default"}},
     "required": ["description", "title"],

@@ -1,4 +1,4 @@
-"""Who may ask: hosts, origins, keys; and what is written down."""
+"""Access by host, origin and key; and the log."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_only_names_of_this_machine_are_answered(server: Served, host: str, stat
     assert server.client.get("/health", headers={"Host": host}).status_code == status
 
 
-def test_pages_of_other_origins_may_not_ask(server: Served) -> None:
+def test_pages_of_other_origins_are_refused(server: Served) -> None:
     assert server.post("/v1/completions", BODY, headers={"Origin": "https://evil.example"}).status_code == 403
     assert server.post("/v1/completions", BODY, headers={"Origin": "null"}).status_code == 403
     own = server.post("/v1/completions", BODY, headers={"Origin": server.url})
@@ -39,7 +39,7 @@ def test_pages_of_other_origins_may_not_ask(server: Served) -> None:
     assert "access-control-allow-origin" not in own.headers
 
 
-def test_an_origin_that_was_named_may_ask(demo: Pair) -> None:
+def test_pages_of_an_allowed_origin_are_answered(demo: Pair) -> None:
     origin = "https://chat.example"
     with served(demo, cors_origins=(origin,), keys=("k",)) as server:
         asks = {"Origin": origin, "Access-Control-Request-Method": "POST"}
@@ -78,7 +78,7 @@ def test_keys(demo: Pair, log_format: str) -> None:
     assert "secret" not in "".join(server.log)
 
 
-def test_the_log_for_programs(demo: Pair) -> None:
+def test_the_json_log(demo: Pair) -> None:
     with served(demo, log_format="json") as server:
         server.client.get("/v1/models?key=hidden")
         server.client.get("/%1b%5b2J%0ax")
@@ -90,7 +90,7 @@ def test_the_log_for_programs(demo: Pair) -> None:
     assert len(lines[2]["path"]) == 200
 
 
-def test_the_log_tells_what_was_computed(demo: Pair) -> None:
+def test_the_log_has_the_work_of_a_request(demo: Pair) -> None:
     body = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 8, "seed": 1}
     with served(demo, log_format="json") as server:
         usage = server.post("/v1/chat/completions", body).json()["usage"]

@@ -1,4 +1,4 @@
-"""Answers that must look like something: in every API, whole and streamed, they do."""
+"""Answers match their response format: in every API, whole and streamed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COMPLETE = {"stop", "end_turn", "completed"}
 
 
 def whole(path: str, answer: dict[str, Any]) -> tuple[str, str]:
-    """Text and reason."""
+    """Return the text of an answer, and why it ended."""
     if path == RESPONSES:
         return answer["output"][-1]["content"][0]["text"], answer["status"]
     if path == MESSAGES:
@@ -67,7 +67,7 @@ def streamed(path: str, events: list[tuple[str | None, Any]]) -> tuple[str, str]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_finished_answer_is_by_the_schema(server: Served, way: str) -> None:
+def test_every_finished_answer_matches_the_schema(server: Served, way: str) -> None:
     path, body = WAYS[way]
     for seed in range(3):
         answer = server.post(path, {**body, "seed": seed, "temperature": 1.0})
@@ -79,7 +79,7 @@ def test_every_finished_answer_is_by_the_schema(server: Served, way: str) -> Non
         assert again == (text, reason)
 
 
-def test_it_is_the_text_of_masked_decoding(server: Served, alone: Pair) -> None:
+def test_the_text_is_that_of_constrained_decoding_without_a_draft(server: Served, alone: Pair) -> None:
     path, body = WAYS["completions"]
     stream = alone.stream(
         "x = ", sampling=Sampling(), seed=3, max_tokens=200, policy=FixedLength(0),
@@ -101,7 +101,7 @@ def test_grammars_and_objects(server: Served, path: str, enabled: bool) -> None:
 
 
 @pytest.mark.parametrize("more", [{"thinking_budget_tokens": 6}, {"reasoning_effort": "none"}])
-def test_behind_reasoning(talker: Served, more: dict[str, Any]) -> None:
+def test_after_reasoning(talker: Served, more: dict[str, Any]) -> None:
     path, body = WAYS["response_format"]
     thinking = {"enable_thinking": True} if "reasoning_effort" not in more else {}
     for seed in range(3):
@@ -111,7 +111,7 @@ def test_behind_reasoning(talker: Served, more: dict[str, Any]) -> None:
         assert thought == more.get("thinking_budget_tokens", 0)
 
 
-def test_a_shape_and_tools_at_once_are_refused(talker: Served) -> None:
+def test_a_format_together_with_tools_is_refused(talker: Served) -> None:
     tools = [{"type": "function", "function": {"name": "now"}}]
     error = talker.post(CHAT, {**HI, "tools": tools, "response_format": OPENAI}).json()["error"]
     assert error["param"] == "response_format"
@@ -137,7 +137,7 @@ def test_a_schema_is_compiled_once(demo: Pair, monkeypatch: pytest.MonkeyPatch) 
         for i in range(MAX_COMPILED):
             server.post(TEXT, {"prompt": "a", "grammar": f'root ::= "{i}"', "max_tokens": 1})
         server.post(TEXT, asked)
-        assert len(compiled) == 2  # the first was forgotten
+        assert len(compiled) == 2  # the first one has left the cache
 
 
 def test_others_are_answered_while_a_schema_is_compiled(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

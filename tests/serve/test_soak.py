@@ -34,13 +34,13 @@ OF_A_REQUEST = (
 
 
 def kept() -> Counter[str]:
-    """What is still held of requests, in this process."""
+    """Count the objects of requests that are still in memory."""
     gc.collect()
     return Counter(type(one).__name__ for one in gc.get_objects() if type(one) in OF_A_REQUEST)
 
 
 def test_nothing_is_lost_and_nothing_changes(demo_files: tuple[Path, Path]) -> None:
-    """In a KV cache that is too small for all rows at once."""
+    """In a KV cache that is too small for all sequences at once."""
     process, tally = psutil.Process(os.getpid()), Tally()
     with open_demo(demo_files, n_cells=2 * CONTEXT) as pair:
         expected = said(pair, str(CANARY["prompt"]), 7, 24)
@@ -58,7 +58,7 @@ def test_nothing_is_lost_and_nothing_changes(demo_files: tuple[Path, Path]) -> N
 
 
 def test_growth_is_seen() -> None:
-    """Else the script could never fail."""
+    """Otherwise the script could never fail."""
     steady = [(100.0 + i % 3, 20, 8) for i in range(50)]
     assert growth(steady)["grew"] == []
     leaking = [(100.0 + i, 20 + i, 8 + i) for i in range(50)]

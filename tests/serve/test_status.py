@@ -1,4 +1,4 @@
-"""What the server tells of itself, and the fields that steer drafting."""
+"""The state of the server, and the fields that control drafting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BODY = {"prompt": "def f(", "max_tokens": 24, "seed": 5}
 
 
 def numbers(server: Served) -> dict[str, float]:
-    """The metrics by their names and labels."""
+    """Return the metrics by their names and labels."""
     lines = server.client.get("/metrics").text.splitlines()
     values = (line.rpartition(" ") for line in lines if not line.startswith("#"))
     return {name.removeprefix("llamaspec:"): float(value) for name, _, value in values}
@@ -76,8 +76,8 @@ def test_props_models_and_the_page(demo: Pair) -> None:
         assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
 
 
-def test_what_earlier_runs_have_measured_is_told(demo: Pair, own_cache: None) -> None:
-    """Other commands told it; the page reads it from here."""
+def test_the_verdict_of_earlier_runs(demo: Pair, own_cache: None) -> None:
+    """The page shows it."""
     for gains in (None, {"code": 1.58}):
         if gains is not None:
             keep_gains(demo, gains)
@@ -101,8 +101,8 @@ def test_tokens_and_back(server: Served, demo: Pair) -> None:
     assert [piece["id"] for piece in pieces][-len(ids) :] == ids
 
 
-def test_drafting_is_steered_by_the_request(server: Served, alone: Pair) -> None:
-    """The text stays the same; what is drafted does not."""
+def test_a_request_controls_drafting(server: Served, alone: Pair) -> None:
+    """The drafts change, but not the text."""
     expected = said(alone, "def f(", 5, 24)
 
     def ask(**speculative: object) -> dict[str, float]:
@@ -130,7 +130,7 @@ def test_copying_can_be_switched_off(demo_files: tuple[Path, Path]) -> None:
 
 
 def test_without_copies_all_other_drafts_remain(demo_files: tuple[Path, Path]) -> None:
-    """The server decided anew who drafts, and forgot the draft of the draft."""
+    """Once, the server forgot the draft of the draft."""
     target, draft = demo_files
     body = {**BODY, "speculative": {"ngram": False, "rounds": True}}
     with open_demo((target, [draft, draft])) as pair, served(pair) as server:
@@ -142,7 +142,7 @@ def test_without_copies_all_other_drafts_remain(demo_files: tuple[Path, Path]) -
     "prompts", [["def f(", "import"], ["def f("], [[70], [71, 72]], [[70]], [70], "def f("]
 )
 def test_one_prompt_or_several(server: Served, demo: Pair, prompts: list[Any]) -> None:
-    """Texts or tokens; each is continued as it would be alone."""
+    """Strings or token ids; each is continued as it would be alone."""
     of_tokens = isinstance(prompts[0], int)
     each = [prompts] if of_tokens or isinstance(prompts, str) else prompts
     body = {"max_tokens": 4, "temperature": 0}
@@ -153,7 +153,7 @@ def test_one_prompt_or_several(server: Served, demo: Pair, prompts: list[Any]) -
     assert [choice["text"] for choice in choices] == said_alone
 
 
-def test_the_speed_up_is_told_where_something_was_drafted(demo: Pair) -> None:
+def test_the_speed_up_is_known_if_something_was_drafted(demo: Pair) -> None:
     with served(demo, AutoLength()) as server:
         answers = [
             server.post("/v1/completions", {**BODY, "max_tokens": 120, "speculative": speculative}).json()

@@ -1,4 +1,4 @@
-"""The command: what it refuses in one line, how it stops, and what `--cache-dir` keeps."""
+"""The command: options that it refuses, how it stops, and `--cache-dir`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ main()
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_running_answers_end(demo_files: tuple[Path, Path], number: signal.Signals) -> None:
-    """An answer cannot end before the signal: in this process it waits for it."""
+    """This server holds the answer until the signal has arrived."""
     with (
         process(entry=[sys.executable, "-c", HELD]) as server,
         httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=PATIENCE) as answer,
@@ -90,7 +90,7 @@ def test_the_key_from_the_environment(demo_files: tuple[Path, Path], tmp_path: P
 
 @needs_rpc
 def test_the_loss_of_a_worker_ends_the_server(demo_files: tuple[Path, Path]) -> None:
-    """A supervisor can start it anew; it could answer nothing any more."""
+    """It could not answer any more; a supervisor can start it again."""
     with running_worker() as worker, process("--rpc", worker.address) as server:
         request = {**LONG, "stream": False, "max_tokens": 4}
         assert httpx.post(f"{server.url}/v1/completions", json=request, timeout=PATIENCE).status_code == 200
@@ -141,7 +141,7 @@ ASKED = {"prompt": PROMPT, "max_tokens": 24, "seed": 5, "temperature": 0.8}
 
 
 def asked(*options: str) -> tuple[str, int, int, list[str]]:
-    """The text, its prompt tokens, those that were cached, and what the server said besides."""
+    """Return the text, its prompt tokens, how many were cached, and the lines that the server wrote."""
     with process(*options) as server:
         answer: Any = httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=PATIENCE).json()
         server.popen.send_signal(signal.SIGTERM)
@@ -158,7 +158,7 @@ def test_the_next_server_knows_the_prompt(demo_files: tuple[Path, Path], tmp_pat
     text, _, n_cached, _ = asked("--cache-dir", str(folder))
     assert n_cached == 0
     files = sorted(folder.iterdir())
-    assert len(files) == 2  # the draft's, too
+    assert len(files) == 2  # of the target and the draft
     assert {file.stat().st_mode & 0o777 for file in (folder, *files)} == {0o700, 0o600}
 
     again, n_prompt, n_cached, lines = asked("--cache-dir", str(folder))

@@ -1,6 +1,6 @@
-"""A session of an agent: from its second turn on only new tokens are read, in every API.
+"""A session of an agent, in every API: from its second turn on, only new tokens are processed.
 
-The answers of the model are sent back as the API tells them, calls with their arguments among them.
+The client sends the model's answers back as it received them, with calls and their arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from llamaspec import ModelOptions, open_pair
 from serving import Served, served
 
-CHATML = (  # the beginnings and ends of turns as Qwen2.5 has them, in letters that the embedded pair knows
+CHATML = (  # turns as in Qwen2.5's template, spelled with letters that the embedded pair knows
     "{% for m in messages %}"
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
     "# {{ m.role }}{% if m.content %}\n{{ m.content }}{% endif %}"
@@ -28,7 +28,7 @@ SYSTEM = "You are a coding agent. Look before you edit, and run the tests.\n" * 
 PLACE = {"path": {"enum": ["a.py", "b.py"]}, "line": {"enum": [1, 20, 300]}}
 SCHEMA = {"type": "object", "properties": PLACE, "required": ["path", "line"], "additionalProperties": False}
 N_TURNS = 10
-Turn = tuple[int, int, int]  # tokens of the prompt, those cached, tokens of the answer
+Turn = tuple[int, int, int]  # tokens of the prompt, cached tokens, tokens of the answer
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def responses(server: Served) -> Iterator[Turn]:
 
 
 def messages(server: Served) -> Iterator[Turn]:
-    """As Claude Code asks: the first block of the system prompt is another in each request."""
+    """As Claude Code: the first block of the system prompt changes with each request."""
     tools = [{"name": "read", "description": "Reads.", "input_schema": SCHEMA}]
     talk: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Mend f."}]}]
     for turn in range(N_TURNS):
@@ -116,7 +116,7 @@ USUAL: dict[str, Any] = {"temperature": 0.0, "seed": 1, "parallel_tool_calls": F
 
 
 def forced(turn: int) -> str:
-    """A call in every turn but each third one."""
+    """Force a call in two of three turns."""
     return "auto" if turn % 3 == 2 else "required"
 
 
@@ -126,5 +126,5 @@ def test_ten_turns(server: Served, session: Callable[[Served], Iterator[Turn]]) 
     turns = list(session(server))
     assert len(turns) == N_TURNS
     for (n_before, _, n_answer), (n_prompt, n_cached, _) in itertools.pairwise(turns):
-        # The last token of an answer was drawn, and never evaluated.
+        # The last token of an answer was drawn, but not evaluated.
         assert n_before + n_answer - 1 <= n_cached < n_prompt

@@ -1,4 +1,4 @@
-"""Reasoning: apart from the answer in every API, limited as in `chat`, and switched off."""
+"""Reasoning: separate from the answer in every API, limited as in `chat`, and switched off."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def expected(alone: Pair) -> tuple[str, str]:
-    """Reasoning and answer by the function that `chat` uses."""
+    """Reasoning and answer from the class that `chat` uses."""
     template = ChatTemplate.of(alone.target, TEMPLATE)
     answer_format = recognize(template.source)
     rendered = template.render([Message("user", "Why?")], template_kwargs={"enable_thinking": True})
@@ -75,7 +75,7 @@ def expected(alone: Pair) -> tuple[str, str]:
 
 
 def told(name: str, answer: dict[str, Any]) -> tuple[str, str, int]:
-    """Reasoning, text, tokens of reasoning."""
+    """Return the reasoning, the text, and the number of reasoning tokens."""
     usage = answer["usage"]
     if name == "chat":
         message = answer["choices"][0]["message"]
@@ -90,7 +90,7 @@ def told(name: str, answer: dict[str, Any]) -> tuple[str, str, int]:
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_it_is_told_apart_and_ended_as_in_chat(talker: Served, expected: tuple[str, str], name: str) -> None:
+def test_it_is_separated_and_cut_off_as_in_chat(talker: Served, expected: tuple[str, str], name: str) -> None:
     path, body = ASKED[name]
     answer = talker.post(path, {**body, "seed": SEED}).json()
     assert told(name, answer) == (*expected, BUDGET)
@@ -136,7 +136,7 @@ def test_switched_off(talker: Served, name: str, off: dict[str, Any]) -> None:
         ("none", {"enable_thinking": False}),
     ],
 )
-def test_templates_are_told_of_effort(effort: str | None, told: dict[str, object]) -> None:
+def test_templates_get_the_effort(effort: str | None, told: dict[str, object]) -> None:
     assert ReasoningFields().reasoning_options(effort)[0] == told
     asked = {"reasoning_effort": "as the request says"}
     assert ReasoningFields(chat_template_kwargs=asked).reasoning_options(effort)[0] == {
@@ -145,8 +145,8 @@ def test_templates_are_told_of_effort(effort: str | None, told: dict[str, object
     }
 
 
-def test_earlier_thoughts_are_shown_to_the_template(talker: Served) -> None:
-    """In each API's form they make the same prompt."""
+def test_templates_get_earlier_reasoning(talker: Served) -> None:
+    """It makes the same prompt in the form of each API."""
     counts = []
     question, more = {"role": "user", "content": "Why?"}, {"role": "user", "content": "And?"}
     for answer in (

@@ -1,4 +1,4 @@
-"""Tools in every API: what is called is called rightly, and its result comes back to the template."""
+"""Tools in every API: calls match their schemas, and their results reach the template."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check(name: str, arguments: Any) -> None:
 
 
 def test_openai(client: Any) -> None:
-    """Called, answered, asked again; whole and streamed."""
+    """A call, its result, and the next answer; whole and streamed."""
     for seed in range(4):
         choice = client.chat.completions.create(model="any", seed=seed, **FORCED).choices[0]
         (call,) = choice.message.tool_calls
@@ -100,7 +100,7 @@ def test_openai(client: Any) -> None:
         ({"type": "none"}, ("none", False, False, True)),
     ],
 )
-def test_what_a_choice_of_anthropic_s_means(choice: Any, asked: tuple[str, bool, bool, bool]) -> None:
+def test_tool_choice_of_anthropic(choice: Any, asked: tuple[str, bool, bool, bool]) -> None:
     body: Any = {"messages": USER, "tools": CLAUDES, "tool_choice": choice}
     use = CountTokensBody.model_validate(body).chat_request().tool_use
     assert (use.choice, use.is_named, use.is_forced, use.is_parallel) == asked
@@ -135,8 +135,8 @@ class Thing(BaseModel):
     size: Literal[1, 2, 3]
 
 
-def test_the_clients_parse_what_they_asked_for(client: Any, claude: Any) -> None:
-    """Their own helpers, which send schemas of pydantic's."""
+def test_the_clients_parse_answers_with_a_schema(client: Any, claude: Any) -> None:
+    """With their own helpers, which send pydantic's schemas."""
     shaped = client.chat.completions.parse(
         model="any", messages=USER, response_format=Thing, seed=1, max_tokens=300, reasoning_effort="none",
             )  # fmt: skip
@@ -177,7 +177,7 @@ def test_several_calls_of_one_answer(talker: Served) -> None:
     pytest.fail("the model never called twice")
 
 
-def test_calls_behind_reasoning_that_was_cut(talker: Served) -> None:
+def test_calls_after_reasoning_that_was_cut_off(talker: Served) -> None:
     more = {"enable_thinking": True, "thinking_budget_tokens": 5, "reasoning_effort": None, "seed": 1}
     answer = talker.post(CHAT, {**FORCED, **more}).json()
     message = answer["choices"][0]["message"]
@@ -190,7 +190,7 @@ def test_calls_behind_reasoning_that_was_cut(talker: Served) -> None:
 UNKNOWN = "{{ tools | tojson }}{{ messages[-1].content }}"
 
 
-def test_a_format_that_nobody_knows_is_text(demo: Pair) -> None:
+def test_calls_in_an_unknown_format_are_text(demo: Pair) -> None:
     with served(demo, template=UNKNOWN) as server:
         answer = server.post(CHAT, {"messages": USER, "tools": TOOLS, "max_tokens": 5, "seed": 1})
         assert answer.json()["choices"][0]["message"]["content"]
@@ -198,7 +198,7 @@ def test_a_format_that_nobody_knows_is_text(demo: Pair) -> None:
 
 @pytest.mark.parametrize("template", [UNKNOWN, TEMPLATE], ids=["unknown format", "takes no tools"])
 def test_calls_can_be_forced_with_any_template(demo: Pair, template: str) -> None:
-    """As JSON of the schema; it was refused. What a call brings is taken in the next request."""
+    """The answer is JSON by the schema, and the next request may have the call's result."""
     with served(demo, template=template) as server:
         for choice in ("required", {"type": "function", "function": {"name": "nap"}}):
             (told,) = server.post(CHAT, {**FORCED, "tool_choice": choice, "seed": 1}).json()["choices"]
@@ -218,14 +218,14 @@ def test_calls_can_be_forced_with_any_template(demo: Pair, template: str) -> Non
         check(block["name"], block["input"])
 
 
-def test_tools_that_a_template_cannot_tell_of(demo: Pair) -> None:
+def test_a_template_without_tools(demo: Pair) -> None:
     with served(demo) as server:
         error = server.post(CHAT, {"messages": USER, "tools": TOOLS}).json()["error"]
         assert error["param"] == "tools"
 
 
-def test_schemas_that_cannot_be_obeyed(talker: Served) -> None:
-    """Without `strict` they are obeyed as far as possible, with it they are refused."""
+def test_schemas_with_unsupported_keywords(talker: Served) -> None:
+    """Without `strict` they are enforced as far as possible; with it they are refused."""
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "not": {"required": ["b"]}}
     function = {"name": "f", "parameters": {**schema, "required": ["a"], "additionalProperties": False}}
     body = {**FORCED, "tools": [{"type": "function", "function": function}], "seed": 1}
@@ -235,8 +235,8 @@ def test_schemas_that_cannot_be_obeyed(talker: Served) -> None:
     assert talker.post(CHAT, strict).json()["error"]["param"] == "tools"
 
 
-def test_a_schema_that_cannot_be_compiled(talker: Served) -> None:
-    """Arguments are an object all the same, unless the schema must be obeyed."""
+def test_a_schema_that_does_not_compile(talker: Served) -> None:
+    """Arguments are still an object; with `strict`, the schema is refused."""
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
     function = {"name": "f", "parameters": schema}
     body = {**FORCED, "tools": [{"type": "function", "function": function}], "seed": 1}
@@ -247,7 +247,7 @@ def test_a_schema_that_cannot_be_compiled(talker: Served) -> None:
 
 
 def test_log_probabilities_beside_tools(talker: Served) -> None:
-    """Those of the text; a call has none."""
+    """Tokens of the text are listed, tokens of a call are not."""
     asked = {"logprobs": True, "top_logprobs": 1, "seed": 1}
     for body in (FORCED, {**FORCED, "tool_choice": "auto", "max_tokens": 12}):
         (whole,) = talker.post(CHAT, {**body, **asked}).json()["choices"]
@@ -259,8 +259,8 @@ def test_log_probabilities_beside_tools(talker: Served) -> None:
         assert all("content" in chunk["delta"] for chunk in chunks if chunk["logprobs"])
 
 
-def test_a_stop_string_behind_a_mark_is_named(talker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks are control tokens that have text in an answer, and only there."""
+def test_a_stop_string_after_a_mark_is_named(talker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control tokens have text in answers if they are marks."""
     builder = talker.service.builder
     vocabulary = builder.vocabulary
     mark = vocabulary.text(vocabulary.eos).decode()
@@ -271,7 +271,7 @@ def test_a_stop_string_behind_a_mark_is_named(talker: Served, monkeypatch: pytes
     assert builder.matched_stop(done, ["never", "stop"]) == "stop"
 
 
-def test_all_apis_say_the_same_to_the_template() -> None:
+def test_all_apis_give_the_template_the_same_messages() -> None:
     expected = [
         Message("system", "Be brief."),
         Message("user", "Which?"),
@@ -321,7 +321,7 @@ def test_all_apis_say_the_same_to_the_template() -> None:
 
 
 def test_marks_that_are_user_defined_tokens(tmp_path: Path) -> None:
-    """Qwen's files call <tool_call> user-defined. It was spelled as text, which no model could write."""
+    """<tool_call> is user-defined in Qwen's files. Once, the grammar spelled it, as no model does."""
     words = BYTES.marked("<tool_call>", "</tool_call>")
     path = write_llama(tmp_path / "model.gguf", Recipe(vocabulary=words, n_context=2048))
     with open_pair(path) as pair, served(pair, template=TALKER) as server:
@@ -332,7 +332,7 @@ def test_marks_that_are_user_defined_tokens(tmp_path: Path) -> None:
 
 
 def test_an_image_in_a_result_does_not_end_the_session() -> None:
-    """It is named; among what a user says it is refused."""
+    """A placeholder replaces it; in a user message an image is refused."""
     parts: Any = [{"type": "text", "text": "a.png: "}, {"type": "image", "source": {}}]
     called = {"type": "tool_use", "id": "a", "name": "find", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": parts}
@@ -349,7 +349,7 @@ GEMMA = "<|tool_call>call: <tool_call|>"
 
 @pytest.mark.parametrize("marks", [GEMMA, "<tool_call> <function= <parameter="])
 def test_calls_of_other_families_are_constrained(demo: Pair, marks: str) -> None:
-    """The template's text tells the family. Gemma's arguments are well-formed only, with `strict` too."""
+    """The template shows the family. Gemma's arguments are only well-formed, even with `strict`."""
     tools = [{"type": "function", "function": {**each["function"], "strict": True}} for each in TOOLS]
     with served(demo, template=f"{{# {marks} #}}{TALKER}") as server:
         drafted, plain = (
@@ -371,7 +371,7 @@ def test_calls_of_other_families_are_constrained(demo: Pair, marks: str) -> None
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_allowed_tools_leave_the_others_out(nested: bool) -> None:
-    """OpenAI's clients offer the same tools in every request, and allow some of them."""
+    """OpenAI's clients send the same tools in every request, and allow some of them."""
     named = [{"name": name, "parameters": {"type": "object"}} for name in ("read", "write")]
     tools = [ToolFields.model_validate({"function": each} if nested else each) for each in named]
     allowed = {
