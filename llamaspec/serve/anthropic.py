@@ -48,7 +48,6 @@ class ThinkingFields(Fields):
 class CountTokensBody(ReasoningFields):
     """A conversation whose tokens are counted."""
 
-    model: str | None = None
     messages: Annotated[list[MessageFields], Field(max_length=MAX_MESSAGES)]
     system: Content | None = None
     tools: Tools | None = None

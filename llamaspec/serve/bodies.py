@@ -214,7 +214,6 @@ class AnswerOptions:
 class GenerationBody(SamplingFields, ABC):
     """A request to generate an answer."""
 
-    model: str | None = None
     stream: bool | None = None
 
     @cached_property

@@ -149,8 +149,8 @@ class Constraints:
         tools = tuple(_tool_text(each, each["name"] in use.strict, answer_format) for each in functions)
 
         async def compiled(answer_format: AnswerFormat, thinking: bool) -> _Calls:
-            asked = answer_format, thinking, use.is_forced, use.is_parallel, tools
-            found = await run_in_threadpool(self._of_calls, *asked)
+            options = answer_format, thinking, use.is_forced, use.is_parallel, tools
+            found = await run_in_threadpool(self._of_calls, *options)
             if found.constraint is None and use.is_forced:
                 raise not_supported("tool_choice", "calls cannot be forced in this model's format")
             return found

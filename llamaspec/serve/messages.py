@@ -254,23 +254,23 @@ def tool_use(
         parameters = each.parameters or each.input_schema or _NO_ARGUMENTS
         function = {"name": name, **description, "parameters": parameters}
         found.append({"type": "function", "function": function})
-    asked = ToolChoiceFields(type=choice) if isinstance(choice, str) else choice or ToolChoiceFields()
-    if asked.disable_parallel_tool_use is not None:
-        is_parallel = not asked.disable_parallel_tool_use
-    if asked.type == "allowed_tools":
-        allowed = asked.allowed_tools or asked
+    given = ToolChoiceFields(type=choice) if isinstance(choice, str) else choice or ToolChoiceFields()
+    if given.disable_parallel_tool_use is not None:
+        is_parallel = not given.disable_parallel_tool_use
+    if given.type == "allowed_tools":
+        allowed = given.allowed_tools or given
         names = {(tool.function or tool).name for tool in allowed.tools or ()}
         found = [tool for tool in found if tool["function"]["name"] in names]
         if not found:
             raise bad_field("tool_choice", "allows no function among the tools; name one, or use auto")
-        asked = ToolChoiceFields(type=allowed.mode)
-    how = asked.type or "auto"
+        given = ToolChoiceFields(type=allowed.mode)
+    how = given.type or "auto"
     chosen = _CHOICES.get(how)
     is_named = chosen is None
     if how in ("function", "tool"):
-        chosen = required((asked.function or asked).name, "tool_choice.name")
+        chosen = required((given.function or given).name, "tool_choice.name")
     elif chosen is None:  # the name itself, or the type of a tool that the API's own server would run
-        chosen = asked.name or how
+        chosen = given.name or how
     if is_parallel is None:  # small models never stop calling if calls are forced
         is_parallel = chosen in ("auto", "none") and not is_named
     return ToolUse(found, chosen, is_named, is_parallel, strict, left_out)

@@ -74,7 +74,6 @@ class OllamaOptions(GenerationBody):
 class OllamaBody(Fields):
     """Fields of `/api/chat` and `/api/generate`."""
 
-    model: str | None = None
     stream: bool | None = None
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -132,13 +131,6 @@ class OllamaGenerateBody(OllamaBody):
         if self.system:
             messages.insert(0, system_message(self.system, "system"))
         return ChatRequest(messages, "prompt", ToolUse(), self.reasoning, self.wanted_format())
-
-
-class ShowBody(Fields):
-    """A model by its name."""
-
-    model: str | None = None
-    name: str | None = None  # older clients send this field
 
 
 async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Response:
@@ -305,7 +297,7 @@ def _call(call_id: str, name: str, arguments: str) -> Data:
 ENDPOINTS = (
     Endpoint("/api/chat", _chat, OllamaChatBody),
     Endpoint("/api/generate", _generate, OllamaGenerateBody),
-    Endpoint("/api/show", _show, ShowBody),
+    Endpoint("/api/show", _show, Fields),
     Endpoint("/api/tags", _tags),
     Endpoint("/api/ps", _ps),
     Endpoint("/api/version", _version),

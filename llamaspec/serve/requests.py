@@ -48,22 +48,22 @@ class ChatRequest:
     left_out: Sequence[str] = ()  # unsupported parts of the conversation, for the log
 
     @property
-    def _n_asked(self) -> int:
+    def _n_before(self) -> int:
         """Number of messages before those at the end that begin the answer."""
         begun = takewhile(lambda m: m.role == "assistant" and not m.tool_calls, reversed(self.messages))
         return len(self.messages) - len(list(begun))
 
     @property
-    def asked(self) -> list[Message]:
-        """The messages to answer. Templates need one that is not a system message."""
-        asked = list(self.messages[: self._n_asked])
-        is_answerable = len(asked) == len(self.messages) or any(m.role != "system" for m in asked)
-        return asked if is_answerable else [*asked, Message("user", "")]
+    def before(self) -> list[Message]:
+        """The messages before the answer. Templates need one that is not a system message."""
+        before = list(self.messages[: self._n_before])
+        is_answerable = len(before) == len(self.messages) or any(m.role != "system" for m in before)
+        return before if is_answerable else [*before, Message("user", "")]
 
     @property
     def begun(self) -> Message:
         """The beginning of the answer, which the model continues; may be empty."""
-        begun = self.messages[self._n_asked :]
+        begun = self.messages[self._n_before :]
         text = "\n\n".join(m.text for m in begun if m.text.strip())
         return Message("assistant", text, reasoning="".join(m.reasoning or "" for m in begun) or None)
 
@@ -166,7 +166,7 @@ class RequestBuilder:
         if template is None:
             remedy = "use /v1/completions, or start the server with --chat-template"
             raise RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
-        messages = template.with_one_system(request.asked)
+        messages = template.with_one_system(request.before)
         tools, begun = request.tool_use.offered, request.begun
         kwargs = request.reasoning.template_kwargs
         if not self.takes_tools:
