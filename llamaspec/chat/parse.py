@@ -29,6 +29,9 @@ from llamaspec.chat.messages import (
 _FENCE = "```"
 _HARMONY_HEADER = re.compile(r"\s*(assistant)?\s*(to=|<\|channel\|>).*?<\|message\|>", re.DOTALL)
 _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+_CUT_CALL = re.compile(
+    r'\{\s*"name"\s*:\s*"(?P<name>[^"]+)"\s*,\s*"arguments"\s*:\s*(?P<arguments>\{.*)', re.DOTALL
+)
 _GEMMA_MARKS = ('<|"|>', "{", "}", "[", "]", ",", ":")
 
 
@@ -182,9 +185,10 @@ class AnswerParser:
             written = [before, self._incoming.text[:n]]
             self._incoming.take(n)
             yield from self._incoming.json_object(written.append)
-            call = self._call_in("".join(written[2:]))
+            text, is_cut = "".join(written[2:]), self._incoming.is_cut and not self._incoming.text
+            call = self._call_in(text) or (self._cut_call_in(text) if is_cut else None)
             if call is None:
-                self._content("" if self._incoming.is_cut and not self._incoming.text else "".join(written))
+                self._content("" if is_cut else "".join(written))
                 return
             self._begin_call(call.name)
             self._arguments(call.arguments)
@@ -201,12 +205,24 @@ class AnswerParser:
             return None
         if found.keys() != {"name", "arguments"} or not isinstance(found["arguments"], dict):
             return None
-        named = re.sub(r"\W", "_", str(found["name"]))  # search_web for search-web
-        known = [name for name in self._schemas if named == re.sub(r"\W", "_", name)]
-        name = found["name"] if found["name"] in known else known[0] if len(known) == 1 else None
+        name = self._known_name(str(found["name"]))
         if name is None:
             return None
         return ToolCall("", name, json.dumps(found["arguments"], ensure_ascii=False))
+
+    def _cut_call_in(self, text: str) -> ToolCall | None:
+        """Return the text as a call whose arguments have begun; None if it is anything else."""
+        found = _CUT_CALL.match(text)
+        name = None if found is None else self._known_name(found["name"])
+        if found is None or name is None:
+            return None
+        return ToolCall("", name, found["arguments"])
+
+    def _known_name(self, written: str) -> str | None:
+        """Return the tool that a model means by a name, such as search-web by search_web; None if unclear."""
+        plain = re.sub(r"\W", "_", written)
+        known = [name for name in self._schemas if plain == re.sub(r"\W", "_", name)]
+        return written if written in known else known[0] if len(known) == 1 else None
 
     def _read_call(self, calls: CallFormat, mark: str) -> Reading[str]:
         """Read a call after a mark, otherwise pass on the mark; return a separator before another call."""

@@ -335,6 +335,19 @@ def test_a_call_that_was_cut_is_not_content(name: str, text: str, shown: str) ->
         assert (found.text.rstrip(), found.tool_calls) == (shown, ())
 
 
+@pytest.mark.parametrize("before", ["", "```json\n"])
+@pytest.mark.parametrize("name", ["now", "later"])
+def test_a_call_without_marks_that_was_cut_is_an_incomplete_call(before: str, name: str) -> None:
+    """All of it was lost. A call of another name is left out still."""
+    for pieces in ([text := f'{before}{{"name": "{name}", "arguments": {{"a": "b {{'], list(text)):
+        parser = AnswerParser(FORMATS["qwen3"], TOOLS)
+        found = message_of(
+            [*(d for piece in pieces for d in parser.feed(piece)), *parser.finish(is_cut=True)]
+        )
+        calls = [(call.name, call.arguments) for call in found.tool_calls]
+        assert (found.text, calls) == ("", [("now", '{"a": "b {')] if name == "now" else [])
+
+
 def test_half_a_mark_after_a_call_is_not_content() -> None:
     for mark in ("</tool_c", "\n<tool_ca"):
         parser = AnswerParser(FORMATS["qwen3"], TOOLS)
