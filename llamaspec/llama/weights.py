@@ -115,7 +115,7 @@ class Weights:
 
     @property
     def description(self) -> str:
-        """Architecture, number of parameters and quantization, such as "qwen2 1.54B Q4_K - Medium"."""
+        """Architecture, number of parameters and quantization, such as "qwen2 1.78B Q4_K - Medium"."""
         buffer = ctypes.create_string_buffer(128)
         lib.llama_model_desc(self.pointer, buffer, len(buffer))
         architecture, _, quantization = buffer.value.decode("utf-8", errors="replace").split(" ", 2)
