@@ -205,23 +205,18 @@ def option_findings(role: str, model: LlamaModel) -> Iterator[Finding]:
 def _rollback_finding(examined: Examined) -> Finding:
     """Return how the model rolls back rejected draft tokens; a warning if it cannot."""
     facts, memory, topic = examined.model.facts(), examined.memory, f"{examined.role} rollback"
-    kinds = [
-        name
-        for name, keeps in (("states", facts.keeps_states), ("positions", facts.keeps_positions))
-        if keeps
-    ]
-    kind = f"keeps {' and '.join(kinds)}"
+    kind = "the model keeps states; " if facts.keeps_states else ""
     if facts.window is not None:
-        kind += f", some layers see the last {facts.window}"
+        kind += f"some layers see the last {facts.window} positions; "
     if memory.n_repeated and not memory.n_kept:
-        fault = "; it cannot roll back: after a rejected draft token the whole sequence is evaluated again"
-        remedy = "keep sequences short, turn drafting off, or choose a model that keeps positions only"
+        fault = "it cannot roll back: after a rejected draft token the whole sequence is evaluated again"
+        remedy = "keep sequences short, turn drafting off, or choose a model without states"
         return Finding(WARNING, topic, kind + fault, f"{remedy} (--draft-length 0)")
     how = "rolled back to an earlier state in the cache" if facts.keeps_states else "removed from the cache"
     if memory.n_repeated:
         again = f"{memory.n_repeated} of {memory.n_right} tokens were evaluated again in a trial"
         how = f"rolled back from a snapshot, {again}"
-    return Finding(OK, topic, f"{kind}; rejected draft tokens are {how}")
+    return Finding(OK, topic, f"{kind}rejected draft tokens are {how}")
 
 
 def _flash_finding(examined: Examined, *, on_gpu: bool) -> Finding:
