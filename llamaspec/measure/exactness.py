@@ -187,8 +187,8 @@ def changes(pair: Pair, task: Task, policy: LengthPolicy) -> Iterator[tuple[str,
     yield "with draft tokens", differing(written(task))
     pair.forget()
     written(replace(task, prompt=task.prompt[: 2 * len(task.prompt) // 3 + 1], max_tokens=2))
-    yield "behind a cached prompt", differing(written(task))
-    yield "behind its own cached text", differing(written(task))
+    yield "after a cached prompt", differing(written(task))
+    yield "after its own cached completion", differing(written(task))
     pair.forget()
     others = [
         replace(task, prompt=np.roll(task.prompt, 7 * i), seed=task.seed + i) for i in range(1, N_BESIDE + 1)
@@ -196,7 +196,7 @@ def changes(pair: Pair, task: Task, policy: LengthPolicy) -> Iterator[tuple[str,
     with ThreadPoolExecutor(1 + N_BESIDE) as threads:
         running = [threads.submit(written, each) for each in (*others, task)]
         n_changed = differing(running[-1].result())
-    yield f"beside {N_BESIDE} other texts", n_changed
+    yield f"beside {N_BESIDE} other requests", n_changed
 
 
 def _after_long_prompt(pair: Pair, task: Task) -> Task:

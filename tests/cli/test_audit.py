@@ -36,7 +36,7 @@ def test_exact_texts_are_compared_in_every_situation(demo_files: tuple[Path, Pat
     assert len(answer.json["n_changed"]) == 4
     assert answer.json["n_compared"] == 20
     told = invoke("audit", *naming([*demo_files]), *options).stdout.splitlines()
-    assert "log-probabilities beside 3 other texts: the same" in told
+    assert "log-probabilities beside 3 other requests: the same" in told
     assert not any("fault" in line or "normal" in line for line in told)
     assert told[-1].startswith("--exact here: f16 keys, ")
 
@@ -54,7 +54,7 @@ def test_changed_log_probabilities_are_judged(
     says: str,
 ) -> None:
     """It used to print "40 of 40 differ" above exit code 0 without a word."""
-    changed = {"behind a cached prompt": 4}
+    changed = {"after a cached prompt": 4}
     monkeypatch.setattr("llamaspec.measure.exactness.changes", lambda *_: changed.items())
     answer = invoke("audit", *naming([*demo_files]), *options, "-n", "4", "--threads", "1")
     assert answer.code == code
