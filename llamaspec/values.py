@@ -104,12 +104,12 @@ class ForwardRequest:
 
 
 class Evaluation(NamedTuple):
-    """One evaluation, which several sequences may share."""
+    """A call of llama.cpp, which several sequences may share."""
 
-    width: int  # positions, of all sequences and with padding
-    n_sequences: int = 1  # without the one of which it processed a prompt chunk
-    serial: int = 0  # the same for all sequences that shared the evaluation
-    n_prefill: int = 0  # positions of a prompt chunk; its share of the seconds is not counted
+    width: int  # positions of all sequences, with padding
+    n_sequences: int = 1  # not counting one that only had a prompt chunk processed
+    serial: int = 0  # number of the evaluation
+    n_prefill: int = 0  # positions of that prompt chunk, whose share of the seconds is not counted
 
 
 class Forward(NamedTuple):
@@ -278,17 +278,17 @@ class Round:
 
     @property
     def width(self) -> int:
-        """Positions in the target's evaluation, of all sequences and with padding."""
+        """Positions in the target's evaluation, of all sequences, with padding."""
         return self.verified_in.width
 
     @property
     def n_sequences(self) -> int:
-        """Number of sequences that shared the evaluation."""
+        """Number of sequences that shared the target's evaluation."""
         return self.verified_in.n_sequences
 
     @property
     def evaluation(self) -> int:
-        """Serial number of the evaluation: the same for all sequences that shared it."""
+        """Serial number of the target's evaluation, the same for all sequences that shared it."""
         return self.verified_in.serial
 
     @property
