@@ -67,7 +67,7 @@ class ForwardRequest:
     """A sequence to evaluate, followed by draft tokens.
 
     The answer has logits for the last `n_logits` tokens of the sequence, then for each draft token after the
-    first `n_read`. With n_logits = 0 and no draft it is a prefill.
+    first `n_known`. With n_logits = 0 and no draft it is a prefill.
     """
 
     model: str  # TARGET, DRAFT, or a name that the scheduler knows
@@ -75,7 +75,7 @@ class ForwardRequest:
     n_logits: int = 1  # at most n
     draft: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
     parents: TokenArray | None = None  # [K] index of the token before, -1 = the sequence; None = a chain
-    n_read: int = 0  # leading draft tokens of a tree whose logits are known already
+    n_known: int = 0  # leading draft tokens of a tree whose logits are known already
     n_before: int = field(init=False)  # tokens before the first with logits
     n_tokens: int = field(init=False)  # positions that the sequence and its draft fill in the KV cache
     n_scored: int = field(init=False)  # positions with logits in the answer
@@ -87,15 +87,15 @@ class ForwardRequest:
             raise ValueError(f"cannot score {self.n_logits} of {n} tokens")
         if n_draft and not self.n_logits and self.parents is None:
             raise ValueError("draft tokens need the logits of the token before them")
-        if self.n_read and (self.parents is None or self.n_logits or not 0 < self.n_read <= n_draft):
-            raise ValueError(f"the logits of {self.n_read} draft tokens of {n_draft} cannot be known")
+        if self.n_known and (self.parents is None or self.n_logits or not 0 < self.n_known <= n_draft):
+            raise ValueError(f"the logits of {self.n_known} draft tokens of {n_draft} cannot be known")
         is_tree = False
         if self.parents is not None:
             _check_parents(self.parents, n_draft)
             is_tree = not self.n_logits or bool((self.parents != np.arange(-1, n_draft - 1)).any())
         object.__setattr__(self, "n_before", n - self.n_logits)
         object.__setattr__(self, "n_tokens", n + n_draft)
-        object.__setattr__(self, "n_scored", self.n_logits + n_draft - self.n_read)
+        object.__setattr__(self, "n_scored", self.n_logits + n_draft - self.n_known)
         object.__setattr__(self, "is_tree", is_tree)
 
     def prefill(self, n: int) -> ForwardRequest:

@@ -109,7 +109,7 @@ class FakeModel:
         tree = Draft(request.draft, (), (0.5,) * len(request.draft), parents=request.parents)
         paths = [tokens[: n - request.n_logits + i + 1] for i in range(request.n_logits)]
         paths += [np.concatenate([tokens, tree.tokens[tree.path(i)]]) for i in range(len(tree))]
-        del paths[request.n_logits : request.n_logits + request.n_read]
+        del paths[request.n_logits : request.n_logits + request.n_known]
         rows = [self.after(path) for path in paths]
         return np.array(rows, dtype=np.float32).reshape(request.n_scored, self.vocabulary_size)
 
@@ -127,14 +127,14 @@ class FakeModel:
         assert request.n_tokens + n_padding <= self.context_size
         n_cached = max((n_common(tokens, request.tokens) for tokens in self._cached.values()), default=0)
         n_cached = min(n_cached, len(request.tokens) - request.n_logits)
-        n_cached += self._n_read(row, request) if n_cached == len(request.tokens) else 0
+        n_cached += self._n_known(row, request) if n_cached == len(request.tokens) else 0
         self._cached[row] = request.tokens[:n_cached]
         self._prepared[row] = request, n_cached, n_padding
         return n_cached
 
-    def _n_read(self, row: int, request: ForwardRequest) -> int:
+    def _n_known(self, row: int, request: ForwardRequest) -> int:
         """Return the number of draft tokens of a request that the row's last request had, too."""
-        last, n = self._trees.get(row), request.n_read
+        last, n = self._trees.get(row), request.n_known
         if last is None or last.parents is None or request.parents is None or len(last.draft) != n:
             return 0
         is_same = last.tokens.tobytes() == request.tokens.tobytes()

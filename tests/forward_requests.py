@@ -269,4 +269,4 @@ def paths(wanted: ForwardRequest) -> list[TokenArray]:
     n, tree = len(wanted.tokens), Draft(wanted.draft, (), (0.5,) * len(wanted.draft), parents=wanted.parents)
     before = [wanted.tokens[: n - wanted.n_logits + 1 + i] for i in range(wanted.n_logits)]
     behind = [np.concatenate([wanted.tokens, tree.tokens[tree.path(i)]]) for i in range(len(tree))]
-    return [*before, *behind[wanted.n_read :]]
+    return [*before, *behind[wanted.n_known :]]

@@ -160,7 +160,7 @@ class Checked:
                 assert n_text <= len(wanted.tokens) - wanted.n_logits
                 assert np.array_equal(held.tokens[:n_text], wanted.tokens[:n_text])
                 if n_cached < wanted.n_tokens:
-                    assert n_cached - held.n in (0, wanted.n_read)
+                    assert n_cached - held.n in (0, wanted.n_known)
                     assert held.n_reserved == wanted.n_tokens - n_cached + n_padding
         self.check()
         return answers

@@ -50,10 +50,10 @@ class Tree:
 
     def begins(self, request: ForwardRequest) -> bool:
         """Whether the tree of a request begins with this one, whose logits are known."""
-        if request.parents is None or not 0 < request.n_read == len(self.tokens):
+        if request.parents is None or not 0 < request.n_known == len(self.tokens):
             return False
         same = (self.tokens, request.draft), (self.parents, request.parents)
-        return all(np.array_equal(old, new[: request.n_read]) for old, new in same)
+        return all(np.array_equal(old, new[: request.n_known]) for old, new in same)
 
 
 def n_leaves(parents: TokenArray) -> int:
@@ -94,7 +94,7 @@ class TreeCells:
             return 0
         continues = sequence.shared(request.tokens) == n
         if continues and len(request.tokens) == n and tree.begins(request):
-            return request.n_read
+            return request.n_known
         following = request.tokens[n : n + len(tree.tokens)].tolist() if continues else []
         self._choose_path(sequence, tree, tree.follow(following))
         return 0

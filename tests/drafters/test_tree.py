@@ -71,7 +71,7 @@ def test_the_first_branch_is_the_chain(sampling: Sampling) -> None:
 def test_a_level_is_one_step_and_no_token_is_processed_twice() -> None:
     draft, asked = drafted(FixedTree((3, 2, 1)))
     assert [wanted.n_scored for wanted in asked] == [1, 3, 6]
-    assert [wanted.n_read for wanted in asked] == [0, 0, 3]
+    assert [wanted.n_known for wanted in asked] == [0, 0, 3]
     assert len(draft) == 3 + 6 + 6
     assert draft.n_branches == 6
     read = asked[-1]

@@ -84,7 +84,7 @@ def test_a_new_level_extends_the_cached_tree(opened: OpenModel) -> None:
     assert whole.parents is not None
     model.forward(ForwardRequest(TARGET, whole.tokens))
     first = ForwardRequest(TARGET, whole.tokens, 0, whole.draft[:2], whole.parents[:2])
-    level = ForwardRequest(TARGET, whole.tokens, 0, whole.draft, whole.parents, n_read=2)
+    level = ForwardRequest(TARGET, whole.tokens, 0, whole.draft, whole.parents, n_known=2)
     assert model.prepare([(-1, first, 0)]) == [20]
     model.evaluate([(-1, first)])
     assert model.prepare([(-1, level, 0)]) == [22]
