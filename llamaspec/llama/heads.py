@@ -200,15 +200,16 @@ class PredictionHeads:
         self._heads: list[Head | SharedHead] = []
         self._abort = AbortFlag()
         try:
-            if path is not None:
+            if path is None:
+                for i in range(n_heads):
+                    store = PrefixStore(limit_of=target.store)
+                    context = Context(target.weights, options, head=i, abort=self._abort, store=store)
+                    self._heads.append(Head(context))
+            else:
                 local = replace(options, workers=(), devices=None, tensor_split=())
                 with closing(Weights(path, local, on_load)) as weights:  # the context keeps them alive
                     check_pair(target.vocabulary, weights.vocabulary)
                     self._heads.append(SharedHead(weights, target, self._abort))
-            for i in range(n_heads if path is None else 0):
-                store = PrefixStore(limit_of=target.store)
-                context = Context(target.weights, options, head=i, abort=self._abort, store=store)
-                self._heads.append(Head(context))
         except BaseException:
             self.close()
             raise
