@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,8 @@ from patience import PATIENCE
 ENTRY = [sys.executable, "-c", "from llamaspec.__main__ import main; main()"]
 PROMPT = "def f(self):\n    return "
 FIXED = {"LLAMASPEC_TRUST_FILES": "1"}
+# Commands print such lines if a step takes more than two seconds, as on a busy machine.
+PROGRESS = re.compile(r"^llamaspec: [a-z ]+(?:: \d+%)? \.\.\.\n", re.MULTILINE)
 NOTICES = ("llamaspec: no --draft given", "llamaspec: warning: this build of llama.cpp uses AMX")
 
 
@@ -41,8 +44,9 @@ class Answer:
 
     @property
     def complaints(self) -> list[str]:
-        """The lines on stderr, without notices that every run prints on some machines."""
-        return [line for line in self.stderr.splitlines() if not line.startswith(NOTICES)]
+        """The lines on stderr, without progress and notices, which depend on the machine."""
+        lines = PROGRESS.sub("", self.stderr).splitlines()
+        return [line for line in lines if not line.startswith(NOTICES)]
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -59,12 +63,13 @@ def answer_of(
     env: Mapping[str, str] | None = None,
     encoding: str = "utf-8",
 ) -> Answer:
-    """Run a program to its end."""
+    """Run a program to its end; drop lines of progress from its stderr."""
     done = subprocess.run(
         [*map(str, command)],
         input=stdin, capture_output=True, env=environment(env), timeout=PATIENCE, check=False,
     )  # fmt: skip
-    return Answer(done.returncode, done.stdout.decode(encoding), done.stderr.decode(encoding))
+    stderr = PROGRESS.sub("", done.stderr.decode(encoding))
+    return Answer(done.returncode, done.stdout.decode(encoding), stderr)
 
 
 def run(*arguments: str | Path, **how: Any) -> Answer:

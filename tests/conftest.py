@@ -16,6 +16,7 @@ from chat_models import TALKER, write_chat_model
 from forward_requests import Count
 from hub_server import BIG, LARGE, OWN_LIST, SMALL, Hub, serving
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
+from llamaspec.cli import output
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import CachedSequence, CellTable
 from model_store import ModelStore, OpenModel, demo_pair
@@ -50,6 +51,7 @@ def _no_caches_of_the_person(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLAMASPEC_TRUST_FILES", "1")
+        patch.setattr(output, "PATIENCE_SECONDS", PATIENCE)  # no progress, however slow the machine
         for kind in ("CACHE", "CONFIG", "STATE"):
             patch.setenv(f"XDG_{kind}_HOME", str(tmp_path_factory.mktemp("person")))
         yield

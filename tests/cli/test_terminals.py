@@ -71,8 +71,10 @@ GREEN = b"\x1b[32m"
 
 
 def on_a_terminal(models: list[Path], *more: str, **env: str) -> bytes:
+    code = "from llamaspec.cli import main, output; output.PATIENCE_SECONDS = 300; main.main()"  # no bar
     arguments = [
-        *ENTRY[1:],
+        "-c",
+        code,
         "generate",
         *map(str, naming(models)),
         PROMPT,
@@ -83,7 +85,9 @@ def on_a_terminal(models: list[Path], *more: str, **env: str) -> bytes:
         "-k",
         "4",
     ]
-    child = pexpect.spawn(ENTRY[0], [*arguments, *more], env=environment(env), timeout=PATIENCE)
+    child = pexpect.spawn(
+        sys.executable, [*arguments, "-k", "4", *more], env=environment(env), timeout=PATIENCE
+    )
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0

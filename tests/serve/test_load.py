@@ -201,6 +201,7 @@ def test_tokens_of_a_cancelled_request_are_counted(demo: Pair, monkeypatch: pyte
         until(lambda: running.submission.is_cancelled)
         gate.open()
         until(lambda: server.n_running() == 0)
+        gate.open()
         metrics = server.client.get("/metrics").text
     assert 'finished_reason="interrupt"} 1.0' in metrics
     (n,) = re.findall(r"^llamaspec:generation_tokens_total (\S+)", metrics, re.MULTILINE)
