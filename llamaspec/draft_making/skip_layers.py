@@ -233,7 +233,7 @@ class _Bench:
             file_type=candidate.file_type,
             pruned=pruned,
             entries=entries,
-            threads=target.options.threads or 0,
+            threads=target.options.threads,
         )
 
 

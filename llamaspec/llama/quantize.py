@@ -54,13 +54,13 @@ def write_copy(
     file_type: str = COPY,
     pruned: Sequence[int] = (),
     entries: Mapping[str, str | int] | None = None,
-    threads: int = 0,
+    threads: int | None = None,
 ) -> None:
     """Write a smaller copy of a model. `destination` appears only when it is complete.
 
     `source` may be the first part of a model. `pruned` are the layers to leave out, ascending from 0.
-    `entries` are metadata to add or replace. `threads` = 0 uses all cores. Raises ModelFileError if llama.cpp
-    cannot make this copy.
+    `entries` are metadata to add or replace. `threads` = None uses all cores. Raises ModelFileError if
+    llama.cpp cannot make this copy.
     """
     unfinished = destination.with_name(destination.name + ".part")
     task = {
@@ -94,11 +94,16 @@ def main() -> None:
 
 
 def _copy(
-    source: str, destination: str, file_type: str, pruned: list[int], entries: dict[str, Any], threads: int
+    source: str,
+    destination: str,
+    file_type: str,
+    pruned: list[int],
+    entries: dict[str, Any],
+    threads: int | None,
 ) -> str:
     """Make a copy; return an empty string, or the reason if that fails."""
     parameters = lib.llama_model_quantize_default_params()
-    parameters.nthread = threads
+    parameters.nthread = threads or 0
     parameters.allow_requantize = True
     if file_type == COPY:
         parameters.only_copy = True
