@@ -69,7 +69,7 @@ def write_copy(
         "file_type": file_type,
         "pruned": list(pruned),
         "entries": entries or {},
-        "threads": threads,
+        "threads": threads or 0,
     }
     try:
         try:
@@ -94,16 +94,11 @@ def main() -> None:
 
 
 def _copy(
-    source: str,
-    destination: str,
-    file_type: str,
-    pruned: list[int],
-    entries: dict[str, Any],
-    threads: int | None,
+    source: str, destination: str, file_type: str, pruned: list[int], entries: dict[str, Any], threads: int
 ) -> str:
     """Make a copy; return an empty string, or the reason if that fails."""
     parameters = lib.llama_model_quantize_default_params()
-    parameters.nthread = threads or 0
+    parameters.nthread = threads
     parameters.allow_requantize = True
     if file_type == COPY:
         parameters.only_copy = True
