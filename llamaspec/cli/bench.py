@@ -19,7 +19,7 @@ from rich.bar import Bar
 from rich.console import Console
 
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, option_group
-from llamaspec.cli.model_options import ModelChoice, find_plan, model_options
+from llamaspec.cli.model_options import ModelChoice, check_files, find_plan, model_options
 from llamaspec.cli.options import JSON_OPTION, Drafting, drafting_options
 from llamaspec.cli.output import SlowProgress, check_writable, print_table, say
 from llamaspec.cli.plots import check_plot, draw_report
@@ -27,7 +27,7 @@ from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import write_file
-from llamaspec.llama.gguf_file import check_gguf, read_gguf
+from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.measure.bench import Sample, ask_all, speed_ups
 from llamaspec.measure.report import (
     COLUMNS,
@@ -160,7 +160,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
         peer_version = None if bench.llama_server is None else program_version(bench.llama_server)
         with_hashes = bench.as_json or bench.share is not None
         report = make_report(samples, plan, settings, peer_version, with_hashes=with_hashes)
-        is_usual = drafting == Drafting() and settings.temperature == 0
+        is_usual = drafting == Drafting() and settings.temperature == 0 and settings.max_tokens is None
         if is_whole and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
             keep_gains(plan, speed_ups(samples))
         _show(report, bench)
@@ -200,8 +200,7 @@ def _check(bench: BenchOptions) -> None:
 def _plan_and_options(models: ModelChoice, n_ctx: int) -> tuple[DraftPlan, list[str]]:
     """Return the plan and the options of `serve`, with this context size unless --n-ctx was given."""
     plan, given = find_plan(models), [*_given()]
-    for model in plan.models:
-        check_gguf(model.path)
+    check_files(plan)
     options = models.target_options
     if options.n_ctx is None:
         n_ctx = min(n_ctx, read_gguf(plan.target.path).number("context_length", n_ctx))

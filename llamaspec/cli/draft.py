@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from llamaspec.cli.grouped import Command, Group, option_group, refusing_values
+from llamaspec.cli.grouped import Command, Group, Integer, option_group, refusing_values
 from llamaspec.cli.model_options import fetched_model
 from llamaspec.cli.options import JSON_OPTION, read_input
 from llamaspec.cli.output import SlowProgress, print_table, say
@@ -177,7 +177,9 @@ Examples:
 """,
 )
 @click.argument("draft", metavar="DRAFT")
-@click.option("--keep", type=int, default=KEEP, show_default=True, help="Number of tokens to keep.")
+@click.option(
+    "--keep", type=Integer(min=1), default=KEEP, show_default=True, help="Number of tokens to keep."
+)
 @click.option("--text", "-f", metavar="FILE", multiple=True,
               help="File with text whose most frequent tokens are kept; may be repeated. Default: a short "
                    "built-in text, and the lowest ids, mostly the most frequent tokens of English and "

@@ -199,9 +199,14 @@ def find_plan(choice: ModelChoice, find: Find = fetched_model) -> DraftPlan:
 def find_plan_here(choice: ModelChoice) -> DraftPlan:
     """Return the plan without fetching; ModelFileError if a model is not on this machine."""
     plan = find_plan(choice, locate_model)
+    check_files(plan)
+    return plan
+
+
+def check_files(plan: DraftPlan) -> None:
+    """Raise a ModelFileError if a file is not a model, before another one is loaded."""
     for model in plan.models:
         check_gguf(model.path)
-    return plan
 
 
 def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = None) -> Pair:
@@ -214,6 +219,7 @@ def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = No
         say("no --draft given, decoding plainly")
     elif not choice.drafts and known_draft(choice.target, lambda _: plan.target.path) is not None:
         say("no --draft given, so draft tokens are only copied from earlier text; try --draft auto")
+    check_files(plan)
     with SlowProgress("loading") as progress:
         pair = open_plan(plan, cache_ram=cache_ram, on_load=lambda done: progress(min(done, ALMOST)))
     _warn(pair)

@@ -232,6 +232,17 @@ def test_files_are_checked_before_models(
     assert files["FOLDER"].name in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "says"), [("MISSING", "no such model file"), ("TEXT", "is not a GGUF file")]
+)
+def test_drafts_are_checked_before_targets(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    """A misspelt draft used to be noticed only after the target was loaded."""
+    monkeypatch.setattr("llamaspec.cli.model_options.open_plan", None)  # nothing may be loaded
+    assert_refused(invoke("generate", *naming([files["GOOD"], files[name]]), "x"), says, 1)
+
+
 INVALID = [
     ("generate", "--json-schema", '{"type": "foo"}', "Invalid type: foo; correct it"),
     ("generate", "--grammar", "start: foo", 'unknown name: "foo"; correct it'),
@@ -258,6 +269,7 @@ def test_contents_are_checked_before_models(
         (["models", "lst"], "No such command 'lst'"),
         (["other"], "No such command 'other'; see `llamaspec -h`"),
         (["--other"], "No such option"),
+        (["draft", "trim", "x", "--keep", "0", "-o", "y"], "'--keep': must be an integer ≥ 1; see"),
         (["compare", "-r", "0"], "; see `llamaspec compare -h`"),
         (["generate", "-n", "abc"], "'-n': must be an integer ≥ 1; see `llamaspec generate -h`"),
         (["generate", "-k", "few"], "'-k': must be auto or an integer from 0 to 64; see"),

@@ -114,11 +114,14 @@ def test_the_table_and_the_bars() -> None:
     assert [line[0] for line in lines if line[:1] in (["plain"], ["auto"])] == ["plain", "auto"]
 
 
-@pytest.mark.usefixtures("demo_files")
-def test_the_tables_name_the_command() -> None:
-    answer = invoke("bench", "--quick", "--threads", "1", "-n", "2", "--markdown")
+@pytest.mark.usefixtures("demo_files", "own_cache")
+@pytest.mark.parametrize(("limit", "shown"), [((), ""), (("-n", "2"), "-n 2 ")])
+def test_a_quick_run(limit: tuple[str, ...], shown: str, tmp_path: Path) -> None:
+    """The tables name the command, and only answers of full length leave a verdict."""
+    answer = invoke("bench", "--quick", "--threads", "1", *limit, "--markdown")
     assert answer.code == 0, answer.stderr
-    assert " --quick -n 2 -t 0 -r 1`" in answer.stdout
+    assert f" --quick {shown}-t 0 -r 1`" in answer.stdout
+    assert bool([*tmp_path.rglob("*.bench.json")]) == (not limit)
 
 
 @pytest.mark.usefixtures("demo_files")
