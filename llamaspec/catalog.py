@@ -26,7 +26,7 @@ from llamaspec.hub import (
     HUB,
     RemoteFile,
     address_of_page,
-    fetched_states,
+    fetched_snapshots,
     find_here,
     is_repo,
     remote_file,
@@ -113,8 +113,8 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
     repo, _, quantization = address.removeprefix(HUB).partition(":")
     if quantization.endswith(".gguf") or not is_repo(repo):
         return remote_file(address)
-    states = fetched_states(repo_folder(repo))
-    fetched = (path.relative_to(state).as_posix() for state in states for path in state.rglob("*.gguf"))
+    snapshots = fetched_snapshots(repo_folder(repo))
+    fetched = (path.relative_to(folder).as_posix() for folder in snapshots for path in folder.rglob("*.gguf"))
     here = matching(sorted(fetched), repo, quantization)
     if len(here) == 1:
         return here[0]
@@ -189,11 +189,11 @@ class Entry:
         if self.path is None and (self.repo is None or self.default is None):
             raise ValueError("it needs a path, or a repo and a default quantization")
         if self.path is not None and (not self.path or "\0" in self.path):
-            raise ValueError(f"no file has the path {quoted(self.path) or 'of no characters'}")
+            raise ValueError(f"no file has the path '{quoted(self.path)}'")
         if self.memory_gb is not None and not 0 < self.memory_gb < 1 << 20:
-            raise ValueError("memory_gb must be a whole number of gigabytes")
+            raise ValueError(f"memory_gb must be from 1 to {(1 << 20) - 1}, got {self.memory_gb}")
         if self.cache_mb is not None and not 0 < self.cache_mb < 1 << 30:
-            raise ValueError("cache_mb must be a whole number of megabytes")
+            raise ValueError(f"cache_mb must be from 1 to {(1 << 30) - 1}, got {self.cache_mb}")
         if self.pattern is not None and set("{}") & set(self.pattern.replace("{quantization}", "")):
             raise ValueError(f"pattern may have no braces but {{quantization}}, got {quoted(self.pattern)}")
         if self.repo is not None:

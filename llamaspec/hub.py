@@ -30,7 +30,7 @@ _IN_USE_SECONDS = 60.0  # another process may still be writing to a file that ch
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A model file on the hub; raises a ValueError if no repository or file can have this name."""
+    """A model file on the hub; ValueError if no repository or file can have this name."""
 
     repo: str  # owner/name
     file: str  # path inside the repository; the first part of a split model
@@ -90,13 +90,13 @@ def address_of_page(url: str, hub_url: str) -> str:
 
 
 def find_here(file: RemoteFile) -> Path | None:
-    """Return the path of the file, or of its first part if it is split; None unless all parts are together.
+    """Return the path of a file, of which all parts must be in one snapshot; None if it is not here.
 
     huggingface-hub itself finds only files of the newest commit that it has seen.
     """
-    for state in fetched_states(repo_folder(file.repo)):
-        if all((state / part).is_file() for part in file.parts):
-            return state / file.file
+    for snapshot in fetched_snapshots(repo_folder(file.repo)):
+        if all((snapshot / part).is_file() for part in file.parts):
+            return snapshot / file.file
     return None
 
 
@@ -108,7 +108,8 @@ def remove(file: RemoteFile) -> int:
     """
     folder = repo_folder(file.repo)
     freed = sweep(folder / "blobs", _IN_USE_SECONDS)
-    freed += sum(remove_link(folder, state / part) for state in fetched_states(folder) for part in file.parts)
+    for snapshot in fetched_snapshots(folder):
+        freed += sum(remove_link(folder, snapshot / part) for part in file.parts)
     kept = (path.is_file() for at in ("snapshots/**/*", "blobs/*.incomplete") for path in folder.glob(at))
     if folder.exists() and not any(kept):
         shutil.rmtree(folder)
@@ -122,14 +123,14 @@ def repo_folder(repo: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
 
 
-def fetched_states(folder: Path) -> list[Path]:
+def fetched_snapshots(folder: Path) -> list[Path]:
     """Return the snapshots of a repository: the main branch, then the others, newest first."""
     try:
         main = read_file(folder / "refs" / "main", 100).decode(errors="replace").strip()
     except OSError:
         main = ""
-    states = [path for path in (folder / "snapshots").glob("*") if path.is_dir() and not path.is_symlink()]
-    return sorted(states, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+    found = [path for path in (folder / "snapshots").glob("*") if path.is_dir() and not path.is_symlink()]
+    return sorted(found, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
 
 
 def remove_link(folder: Path, link: Path) -> int:
