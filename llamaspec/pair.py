@@ -57,8 +57,8 @@ class Pair:
     def __init__(
         self,
         target: LlamaModel,
-        draft: LlamaModel | None,
-        load_seconds: float,
+        draft: LlamaModel | None = None,
+        load_seconds: float = 0.0,
         *,
         stages: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,

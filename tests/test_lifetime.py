@@ -101,7 +101,7 @@ def test_heads_are_freed_before_their_target(store: ModelStore, freed: list[str]
 def test_a_pair_closes_only_models_of_its_own(freed: list[str], tiny: Pair) -> None:
     """`compare` opened a second pair over the draft. Closing one of the pairs closed the draft of both."""
     assert tiny.draft is not None
-    with Pair(tiny.draft, None, 0.0) as alone:
+    with Pair(tiny.draft) as alone:
         stream(alone, 1).run()
     assert freed == []
     with pytest.raises(ClosedError):

@@ -78,7 +78,7 @@ class TargetSequence:
 def complete_prompts(target: LlamaModel, tasks: Sequence[Task]) -> list[TargetSequence]:
     """Generate completions; PromptError if all are empty."""
     sequences = []
-    with Pair(target, None, 0.0) as pair:
+    with Pair(target) as pair:
         for task in tasks:
             tokens = np.array(task.run_plain(pair).tokens, dtype=np.int32)
             if len(tokens):
@@ -90,7 +90,7 @@ def complete_prompts(target: LlamaModel, tasks: Sequence[Task]) -> list[TargetSe
 
 def acceptance(draft: LlamaModel, sequences: Sequence[TargetSequence], settings: TrialSettings) -> float:
     """Return the share of the target's tokens that the draft would have drawn; clears its KV cache."""
-    with Pair(draft, None, 0.0) as pair:
+    with Pair(draft) as pair:
         n_agreed = 0
         for sequence in sequences:
             pair.forget()
@@ -121,7 +121,7 @@ class Machine:
 
     def round_seconds(self, target: LlamaModel) -> list[float]:
         """Return the target's seconds for a round with 0, 1, ... draft tokens."""
-        with Pair(target, None, 0.0) as pair:
+        with Pair(target) as pair:
             return round_seconds(measure(pair, QUICK).curve)
 
     def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
@@ -129,14 +129,14 @@ class Machine:
 
         These are low quartiles, because other programs can only add time.
         """
-        with Pair(target, draft, 0.0) as pair:
+        with Pair(target, draft) as pair:
             found = measure(pair, STEPS)
         assert found.draft_step is not None
         return found.draft_step.low / found.widths[0].timings[0].low
 
     def speed_up(self, target: LlamaModel, draft_file: Path, tasks: Sequence[Task]) -> Spread:
         """Measure the speed-up over plain decoding, in turns, several times per prompt."""
-        with LlamaModel(draft_file, draft_options(target)) as draft, Pair(target, draft, 0.0) as pair:
+        with LlamaModel(draft_file, draft_options(target)) as draft, Pair(target, draft) as pair:
 
             def speed(run: Callable[[Task], Completion], turn: int) -> float | None:
                 pair.forget()

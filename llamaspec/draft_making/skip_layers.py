@@ -90,7 +90,7 @@ def make_draft(
     if ideal < LEAST_SPEED_UP:
         return Made((), None, None, f"even a perfect draft would give at most {ideal:.2f}x")
     tokens = trial.sequences[0].tokens
-    with Pair(target, None, 0.0) as pair:  # because the compute thread must make all evaluations
+    with Pair(target) as pair:  # because the compute thread must make all evaluations
         influence = pair.call(lambda: layer_influence(target.weights, target.options, tokens))
     try:
         folder.mkdir(parents=True, exist_ok=True)

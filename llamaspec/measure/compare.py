@@ -267,7 +267,7 @@ def run_compare(
     ways: dict[str, Callable[[Task], Completion]] = {"target alone": lambda task: task.run_plain(pair)}
     with ExitStack() as opened:
         if pair.draft is not None:
-            alone = opened.enter_context(Pair(pair.draft, None, 0.0))  # the model stays the pair's
+            alone = opened.enter_context(Pair(pair.draft))  # the model stays the pair's
             ways["draft alone"] = draft_alone
         ways["speculative"] = lambda task: task.run(pair, policy)
         runs = take_turns({name: partial(run, way) for name, way in ways.items()}, n_runs, report)

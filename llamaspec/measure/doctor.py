@@ -266,7 +266,7 @@ def pair_findings(
     """
     topic = "vocabulary"
     try:
-        with Pair(target, draft, 0.0) as pair:
+        with Pair(target, draft) as pair:
             if pair.common is None:
                 yield from vocabulary_findings(target.vocabulary, draft.vocabulary)
             else:

@@ -303,7 +303,7 @@ def compare_attention(pair: Pair, depths: Sequence[int], report: Progress) -> tu
     with other_attention(pair.target, depths[-1] + 1) as model:
         if model is None:
             return ()
-        with Pair(model, None, 0.0, clock=pair.clock) as other:
+        with Pair(model, clock=pair.clock) as other:
             return tuple(attention_in_turns(pair, other, depths, report))
 
 

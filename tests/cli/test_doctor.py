@@ -188,7 +188,7 @@ def test_the_trial_of_a_very_slow_target_is_short(opened: OpenModel) -> None:
     draft = opened("llama", Recipe(dtype="q8_0", shuffled=1))
     n_verified = []
     for clock in (itertools.count(step=10.0).__next__, lambda: 0.0):
-        with Pair(target, draft, 0.0, clock=clock) as pair:
+        with Pair(target, draft, clock=clock) as pair:
             n_verified.append(int(acceptance_finding(pair).text.split()[2]))
     assert n_verified[0] <= N_DRAFT < n_verified[1]
 

@@ -66,7 +66,7 @@ def test_a_probe_makes_it_old(models: list[Path], tmp_path: Path, option: str) -
 
 def test_a_policy_begins_with_it(models: list[Path]) -> None:
     with LlamaModel(models[0], ONE_THREAD) as target, LlamaModel(models[1], ONE_THREAD) as draft:
-        pair = Pair(target, draft, 0.0)
+        pair = Pair(target, draft)
         assert stored(pair, LearnedPrior) is None
         policy = auto_length(pair)
         pair.stream(PROMPT, seed=5, max_tokens=LONG, policy=policy).run()
@@ -81,7 +81,7 @@ def test_before_the_first_run_a_policy_begins_with_the_probe(models: list[Path])
     widths = WidthTiming(1, (one,), 0.0), WidthTiming(4, (four,), 0.0)
     probe = Probe((64,), (), widths, step)
     with LlamaModel(models[0], ONE_THREAD) as target, LlamaModel(models[1], ONE_THREAD) as draft:
-        pair = Pair(target, draft, 0.0)
+        pair = Pair(target, draft)
         keep_probe(pair, probe)
         costs = auto_length(pair).costs
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([3.0, 4.5])

@@ -132,7 +132,7 @@ def test_the_table_the_rows_and_the_picture(
 def test_it_ends_when_its_time_is_over(models: list[Path]) -> None:
     ticks = itertools.count()
     with LlamaModel(models[0]) as target, LlamaModel(models[1]) as draft:
-        pair = Pair(target, draft, 0.0, clock=lambda: float(next(ticks)))
+        pair = Pair(target, draft, clock=lambda: float(next(ticks)))
         effort = Effort(widths=(1, 2), depths=(8,), most_turns=50, seconds=1.0)
         probe = measure(pair, effort)
     assert all(row.timings[0].median == 1 for row in probe.widths)

@@ -75,7 +75,7 @@ def test_a_draft_is_loaded_like_its_target(target_file: Path) -> None:
 def test_a_target_agrees_with_itself_at_every_position(target_file: Path) -> None:
     with LlamaModel(target_file, OPTIONS) as model:
         task = Task(sample_tokens(model.vocabulary, 20), Sampling(), 5, 40, "coupled")
-        tokens = Pair(model, None, 0.0).stream(task.prompt, seed=5, max_tokens=40).run().tokens
+        tokens = Pair(model).stream(task.prompt, seed=5, max_tokens=40).run().tokens
         text = TargetSequence(np.concatenate([task.prompt, np.array(tokens, dtype=np.int32)]), 20)
         assert acceptance(model, [text], TrialSettings(seed=5)) == 1.0
         assert acceptance(model, [text, text], TrialSettings(seed=6)) < 1.0

@@ -103,7 +103,7 @@ def pair_of(model: SlowModel, draft: SlowModel | None = None) -> Pair:
 
     if draft is not None:
         draft.vocabulary = model.vocabulary
-    return Pair(cast(Any, model), cast(Any, draft), 0.0, clock=clock)
+    return Pair(cast(Any, model), cast(Any, draft), clock=clock)
 
 
 def probe(model: SlowModel, effort: Effort, draft: SlowModel | None = None) -> Probe:
