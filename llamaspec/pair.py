@@ -65,14 +65,15 @@ class Pair:
         copying: Copying = Copying.WEIGHED,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        drafts = () if draft is None else (draft, *stages)
-        self._drafters = SequenceDrafters.of(target, drafts, heads, copying)
+        self.target, self.draft, self.heads = target, draft, heads  # heads draft in place of a draft model
+        self.draft_models = () if draft is None else (draft, *stages)  # each drafts for the previous model
         self.load_seconds = load_seconds
         self.clock = clock  # seconds
         self.owned = ExitStack()  # closes the models that belong to the pair
+        self._drafters = SequenceDrafters.of(target, self.draft_models, heads, copying)
         self._length = AutoLength(sources=self.sources)  # the default for streams
         models: dict[str, Model] = {TARGET: target}
-        for level, model in enumerate(drafts):
+        for level, model in enumerate(self.draft_models):
             models[draft_name(level)] = model
         if heads is not None:
             models[MTP] = heads
@@ -80,29 +81,9 @@ class Pair:
         self._thread = ComputeThread(self._scheduler)
 
     @property
-    def target(self) -> LlamaModel:
-        """The model whose text the pair generates."""
-        return self._drafters.target
-
-    @property
-    def draft(self) -> LlamaModel | None:
-        """The draft model of the target; None if it has none."""
-        return self._drafters.drafts[0] if self._drafters.drafts else None
-
-    @property
-    def draft_models(self) -> tuple[LlamaModel, ...]:
-        """The draft, the draft's draft, and so on."""
-        return tuple(self._drafters.drafts)
-
-    @property
     def models(self) -> tuple[LlamaModel, ...]:
         """The target and the draft models."""
-        return (self.target, *self._drafters.drafts)
-
-    @property
-    def heads(self) -> PredictionHeads | None:
-        """The target's prediction heads, if they draft."""
-        return self._drafters.heads
+        return (self.target, *self.draft_models)
 
     @property
     def stages(self) -> Sequence[Stage]:

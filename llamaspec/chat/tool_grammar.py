@@ -29,20 +29,10 @@ def tool_grammar(
 ) -> str | None:
     """Return the grammar of an answer whose calls match the tools; None if the format of calls is unknown.
 
-    Gemma 4's arguments are well-formed but may not match the schema, because its notation is not JSON.
-
-    Parameters
-    ----------
-    tools
-        At least one, in OpenAI's form.
-    controls
-        The vocabulary's control tokens. A mark is a token if it is one of them, otherwise text.
-    is_forced
-        The answer must be a call.
-    is_parallel
-        Several calls are allowed, if the family writes several.
-    thinking
-        The prompt ends with the mark that opens reasoning.
+    There must be a tool, in OpenAI's form. Marks in `controls`, the vocabulary's control tokens, are tokens;
+    others are text. `is_forced`: the answer must be a call. `is_parallel`: several calls are allowed, if the
+    family writes several. `thinking`: the prompt ends with the mark that opens reasoning. Gemma 4's arguments
+    are well-formed but may not match the schema, because its notation is not JSON.
     """
     has_channels = {"<|channel|>", "<|message|>", "<|start|>"} <= controls.keys()
     if answer_format.calls is None or (answer_format.calls is HARMONY and not has_channels):
