@@ -41,6 +41,10 @@ from llamaspec.plan import DraftPlan
 AUDIT_PROMPT = "def read_lines(path):\n"
 PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
 _ORDINARY = ("ask", "write code", "explain")  # tasks of the benchmark
+_ROUNDING = (
+    "such differences are rounding, normal without --exact, and do not fail the audit; but the same seed may "
+    "give another text if other tokens are cached or other sequences run"
+)
 
 
 def plan_with_draft(models: ModelChoice, command: str) -> DraftPlan:
@@ -319,12 +323,6 @@ def _milliseconds(timing: Spread) -> str:
 
 
 # audit
-
-
-_ROUNDING = (
-    "such differences are rounding, normal without --exact, and do not fail the audit; but the same seed may "
-    "give another text if other tokens are cached or other sequences run"
-)
 
 
 @click.command(
