@@ -7,8 +7,6 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Literal
 
-LogFormat = Literal["text", "json"]
-
 MAX_PARALLEL = 16  # the maximum number of sequences that a draft model evaluates at once
 
 
@@ -33,7 +31,7 @@ class ServeSettings:
     request_timeout: float | None = 600.0  # seconds
     grace_seconds: float = 30.0  # that running requests have to finish when the server stops
     keep_alive_seconds: float = 4.0  # without an event before a stream gets a comment
-    log_format: LogFormat = "text"
+    log_format: Literal["text", "json"] = "text"
     body_bytes: int = 8 << 20  # maximum size of a body
     body_seconds: float = 30.0  # within which a body must arrive
 

@@ -112,10 +112,7 @@ def _endpoint_handler(service: Service, endpoint: Endpoint) -> Handler:
 async def _routing_error(http: Request, error: Exception) -> Response:
     """Return the response to a request with a wrong path or method, in the form of the API."""
     assert isinstance(error, HTTPException)
-    known = {
-        404: "there is nothing at this path; see docs/server.md",
-        405: "use another method for this path",
-    }
+    known = {404: "there is nothing at this path; see docs/server.md", 405: "wrong method for this path"}
     message = known.get(error.status_code, "this request cannot be answered")
     response = error_response(http.url.path, RequestError(error.status_code, message))
     response.headers.update(error.headers or {})
@@ -155,11 +152,8 @@ def _check_access(scope: Scope, settings: ServeSettings) -> None:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
         if key is None or not settings.knows_key(key):
-            raise RequestError(
-                401,
-                "this server needs a valid API key; send it as Authorization: Bearer KEY",
-                code="invalid_api_key",
-            )
+            message = "a valid API key is needed; send Authorization: Bearer KEY"
+            raise RequestError(401, message, code="invalid_api_key")
 
 
 def _host_name(host: str) -> str:

@@ -172,10 +172,7 @@ class Constraints:
         is_parallel: bool,
         tools: tuple[str, ...],
     ) -> _Calls:
-        """Compile what `with_tools` needs, from tools as JSON.
-
-        A tool whose parameters do not compile may get any object as its arguments, unless it is strict.
-        """
+        """Compile tools, given as JSON; the arguments of one that does not compile become any object."""
         several = [json.loads(tool) for tool in tools]
         any_object = {"x-guidance": {**_spaces(answer_format), "lenient": True}}
         free: dict[int, str] = {}  # tool -> why its arguments may be any object

@@ -113,10 +113,7 @@ def ollama_error(exception: Exception) -> dict[str, Any]:
     return {"error": as_request_error(exception).message}
 
 
-_FORMS = (
-    ("/v1/messages", anthropic_error),
-    ("/api/", ollama_error),
-)  # by the beginning of the path; OpenAI's for all others
+_FORMS = (("/v1/messages", anthropic_error), ("/api/", ollama_error))  # OpenAI's for all other paths
 
 
 def error_response(path: str, exception: Exception) -> JSONResponse:

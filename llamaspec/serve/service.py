@@ -141,7 +141,7 @@ class Service:
 class EventStream(StreamingResponse):
     """Sends events until they end or the client leaves; calls `cancel` at the end in every case.
 
-    A client that has not read them some seconds after `timeout` is disconnected.
+    The events themselves end after `timeout` seconds; a client that does not read them is disconnected later.
     """
 
     def __init__(
@@ -157,7 +157,6 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
-        # The events themselves end in time. A client that does not read is disconnected later.
         left = None if self._timeout is None else self._timeout + FINAL_SECONDS
         try:
             with suppress(OSError, ClientDisconnect, asyncio.TimeoutError):
