@@ -58,7 +58,7 @@ class CascadeDrafter:
                 draft = draft.plus(int(allowed[0]))
                 continue
             try:
-                draft = yield from self._longer(draft, path, sampler, length)
+                draft = yield from self._extended(draft, path, sampler, length)
             except EVALUATION_FAULTS as error:
                 model.note_fault(error)
                 break
@@ -70,20 +70,20 @@ class CascadeDrafter:
         if isinstance(self.helper, Closing):
             self.helper.close()
 
-    def _longer(self, draft: Draft, path: TokenArray, sampler: Sampler, wanted: SequenceLength) -> Drafting:
+    def _extended(self, draft: Draft, path: TokenArray, sampler: Sampler, wanted: SequenceLength) -> Drafting:
         """Extend a draft by one round of the model and its helper, while `wanted` wants more."""
-        model, shown = self.model, self.model.window(path)
-        limit = min(model.context_size - len(shown), (self.max_scored or model.context_size) - 1)
-        asked = _HelperLength(limit, self.length, wanted, draft)
-        made, spent = yield from metered(drafting(self.helper, path, asked))
+        model, window = self.model, self.model.window(path)
+        limit = min(model.context_size - len(window), (self.max_scored or model.context_size) - 1)
+        length = _HelperLength(limit, self.length, wanted, draft)
+        made, spent = yield from metered(drafting(self.helper, path, length))
         made = made.first(limit)
-        helped = made.first(max(self.length.n_verified(made), 0))
-        forward = yield ForwardRequest(model.model, shown, draft=helped.tokens, parents=helped.parents)
+        verified = made.first(max(self.length.n_verified(made), 0))
+        forward = yield ForwardRequest(model.model, window, draft=verified.tokens, parents=verified.parents)
         logits = forward.logits[:, : sampler.n_tokens]
-        p = LogitsTarget(logits, path, helped, sampler)
-        verification = model.rule.verify(helped, p, self.streams, len(path))
+        p = LogitsTarget(logits, path, verified, sampler)
+        verification = model.rule.verify(verified, p, self.streams, len(path))
         round_ = replace(
-            round_of(made, helped, forward, verification, model.rule, p),
+            round_of(made, verified, forward, verification, model.rule, p),
             n_draft_steps=sum(request.n_scored > 0 for request, _ in spent),
             draft_seconds=sum(seconds for _, seconds in spent),
             verify_seconds=forward.seconds,
@@ -99,7 +99,7 @@ class CascadeDrafter:
 
 
 def used(round_: Round, n: int) -> Round:
-    """Return a round of which only `n` tokens were used: the others count as rejected, they saved no time."""
+    """Return a round of which only `n` tokens were used; the others count as rejected."""
     if n >= len(round_.tokens):
         return round_
     n_accepted = max(n - 1, 0)
@@ -108,7 +108,7 @@ def used(round_: Round, n: int) -> Round:
 
 @dataclass(slots=True, eq=False)
 class _HelperLength(SequenceAtMost):
-    """The helper's length, which must also be wanted by the policy of the draft that the helper extends."""
+    """Limits the helper by its own policy, and by the policy of the draft that it extends."""
 
     wanted: SequenceLength  # the policy of the draft
     draft: Draft  # drawn so far

@@ -44,7 +44,8 @@ class ComputeThread:
         """Start a sequence, from any thread. It joins the others at the next step."""
         sequence.number = next(self._numbers)
         try:
-            self._post(sequence)
+            self._check_process()
+            self._seat.post(sequence)
         except BaseException:  # Ctrl-C, or no thread can be started: the caller will not read its events
             sequence.is_cancelled = True
             raise
@@ -92,10 +93,6 @@ class ComputeThread:
         if self._seat.is_here:  # after a fork there is nothing to wait for
             self._check_caller()
         self._seat.close()
-
-    def _post(self, sequence: RunningSequence[Any]) -> None:
-        self._check_process()
-        self._seat.post(sequence)
 
     def _check_process(self) -> None:
         if not self._seat.is_here:
