@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ class Stepped(ComputeThread):
         self, models: Mapping[str, Model], *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.scheduler = Scheduler(models, clock=clock)
+        self.numbers = itertools.count()
         self._is_stepping = self._is_closed = False
         super().__init__(self.scheduler)
 
@@ -44,7 +46,8 @@ class Stepped(ComputeThread):
         self._is_closed = True
         self.scheduler.end_all()
 
-    def _post(self, sequence: RunningSequence[Any]) -> None:
+    def start(self, sequence: RunningSequence[Any]) -> None:
         if self._is_closed:
             raise ClosedError("closed")
+        sequence.number = next(self.numbers)
         self.scheduler.add(sequence)
