@@ -34,7 +34,7 @@ class FixedTree:
             return [CONTEXT] if self.widths else []
         kept = self.keep(tree)
         last = max(depth(tree, i) for i in kept)
-        if last + 1 >= len(self.widths) or any(depth(tree, i) == last for i in tree.read):
+        if last + 1 >= len(self.widths) or any(depth(tree, i) == last for i in tree.evaluated):
             return []
         return [i for i in kept if depth(tree, i) == last]
 

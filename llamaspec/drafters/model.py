@@ -173,7 +173,7 @@ class TreeDrafter(ModelDrafter):
         """Request the logits after some nodes, each evaluated after its ancestors."""
         if nodes[0] == CONTEXT:
             return ForwardRequest(self.model, context)
-        n_read = len(tree.read)
-        tree.read += nodes
-        read = tree.listed(tree.read)
-        return ForwardRequest(self.model, context, 0, read.tokens, read.parents, n_read)
+        n_known = len(tree.evaluated)
+        tree.evaluated += nodes
+        listed = tree.listed(tree.evaluated)
+        return ForwardRequest(self.model, context, 0, listed.tokens, listed.parents, n_known)

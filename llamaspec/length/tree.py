@@ -64,7 +64,7 @@ class CandidateTree:
     parents: list[int] = field(default_factory=list)  # index of each parent, or `CONTEXT`
     confidences: list[float] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)  # among its siblings, from 0
-    read: list[int] = field(default_factory=list)  # nodes that the draft model evaluated, in this order
+    evaluated: list[int] = field(default_factory=list)  # nodes that the draft model evaluated, in this order
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -144,7 +144,7 @@ class TreePlan:
             return [CONTEXT]
         values = self._valued(tree)
         is_open = np.ones(len(values), dtype=bool)
-        is_open[tree.read] = False
+        is_open[tree.evaluated] = False
         unread = is_open.nonzero()[0]
         unread = unread[(-values[unread]).argsort(kind="stable")][:WIDEST]
         _, best = self._best(-np.sort(-values))

@@ -137,7 +137,7 @@ def grow(rule: TreePlan) -> tuple[Draft, list[int]]:
     tree, widths = CandidateTree(), list[int]()
     while nodes := rule.expand(tree):
         widths.append(len(nodes))
-        tree.read += [node for node in nodes if node >= 0]
+        tree.evaluated += [node for node in nodes if node >= 0]
         for node in nodes:
             tree.add(node, range(10 * len(tree), 10 * len(tree) + 4), CONFIDENCES)
         assert len(widths) < 30
@@ -176,15 +176,15 @@ def most_worth(values: list[float], prices: list[float]) -> tuple[int, float]:
 def read_next(plan: TreePlan, tree: CandidateTree) -> list[int]:
     """Return the tokens that the draft should process next, by trying every number of levels."""
     values, prices = values_of(plan.acceptance, tree), plan.prices.tolist()
-    unread = sorted(set(range(len(tree))) - set(tree.read), key=lambda i: (-values[i], i))[:8]
+    others = sorted(set(range(len(tree))) - set(tree.evaluated), key=lambda i: (-values[i], i))[:8]
     (_, best), chosen = most_worth(values, prices), list[int]()
     for depth in (1, 2, 4, 8):
         ahead = looked_ahead(plan.usual, depth).tolist()
-        pool = values + [values[i] * each for i in unread for each in ahead]
+        pool = values + [values[i] * each for i in others for each in ahead]
         n, worth = most_worth(pool, prices)
         if n:
             least = sorted(pool, reverse=True)[n - 1]
-            nodes = [i for i in unread if values[i] * plan.usual[0] >= least]
+            nodes = [i for i in others if values[i] * plan.usual[0] >= least]
             worth -= depth * plan.steps[len(nodes)]
             if nodes and worth > best:
                 best, chosen = worth, nodes
@@ -207,7 +207,7 @@ def test_trees_grow_as_in_a_plain_search(seed: int) -> None:
     while nodes := plan.expand(tree):
         n_levels += 1
         assert nodes == read_next(plan, tree)
-        tree.read += nodes
+        tree.evaluated += nodes
         for node in nodes:
             tree.add(node, range(4), np.sort(rng.dirichlet([0.7] * 5))[::-1][:4].tolist())
     assert read_next(plan, tree) == []
@@ -227,7 +227,7 @@ def test_the_draft_grows_while_no_token_is_worth_its_cost_yet() -> None:
     tree.add(CONTEXT, [7, 5], [0.45, 0.15])
     assert rule.keep(tree) == []
     assert rule.expand(tree) == [0, 1]
-    tree.read += [0, 1]
+    tree.evaluated += [0, 1]
     tree.add(0, [9, 2], [0.9, 0.05])
     assert rule.keep(tree) == [0, 1, 2, 3]
 
