@@ -25,6 +25,7 @@ STEP, POSITION = 0.12, 0.2  # first guesses of a draft step and one more positio
 TIMED = 2  # timings of plain decoding before anything is drafted
 PROBED, MOST = 2, 15  # timings that a prior counts as; that an average remembers
 CALIBRATED = (2, 4, 8, 16)  # widths that are timed by padding plain rounds
+TRUSTED = 5  # timings of a width before evaluations of it are padded to another
 TOGETHER = 0.1  # share of a surprise that moves all widths
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
 PAD = 0.96  # an evaluation is padded if it then takes less than this share of the time
@@ -179,7 +180,8 @@ class Costs:
         best = int(wider.argmin())
         if not self.allows(n):
             return n + best if wider[best] < inf else None
-        return n if wider[best] >= PAD * wider[0] else n + best
+        doubted = n in self.averages and self.averages[n].n < TRUSTED  # padded, it would never be timed again
+        return n if doubted or wider[best] >= PAD * wider[0] else n + best
 
     def next_untimed(self) -> tuple[int, float] | None:
         """The next width to time by padding a plain round, and the extra seconds that this may take.

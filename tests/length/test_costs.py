@@ -33,6 +33,7 @@ def test_an_evaluation_is_padded_to_a_cheaper_width() -> None:
     assert costs.padded_seconds(1, 4).tolist() == pytest.approx([10.0, 12.0, 12.0, 12.0], rel=0.02)
     flat = timed({1: 10.0, 2: 10.2, 4: 10.0})
     assert flat.padded_width(2) == 2, "padding saves too little"
+    assert timed({1: 10.0, 2: 16.0, 4: 12.0}, turns=1).padded_width(2) == 2, "it is timed again first"
 
 
 def test_only_allowed_widths_are_evaluated() -> None:
