@@ -41,8 +41,8 @@ _CACHE = click.Choice(list(CACHE_TYPES))
 
 _NAMES: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
-                 help="The large model: a file, a name that llamaspec models list shows, hf:OWNER/REPO:FILE, "
-                      "hf:OWNER/REPO:QUANTIZATION, or the address of its page on the hub."),
+                 help="The large model: a file, a name that llamaspec models list shows, hf:owner/repo with "
+                      ":file or :QUANTIZATION, or the address of its page on the hub."),
     click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
                  type=_DraftName(), envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens. auto = the draft known for the target, or else "
