@@ -244,7 +244,7 @@ def probe(
         check_plot(plot)
     if forget:
         dropped = store.forget(find_plan_here(models))
-        click.echo("forgotten" if dropped else "there was no stored result for this pair", err=True)
+        out.say("deleted the stored result" if dropped else "there is no stored result for this pair")
         return
     if show:
         plan, faults = find_plan_here(models), list[str]()

@@ -50,7 +50,7 @@ class PromptSource:
 
     @property
     def is_named(self) -> bool:
-        """Return whether the command line gives a prompt."""
+        """Whether the command line gives a prompt."""
         return bool(self.argument) or self.option is not None or self.file is not None
 
     def read(self, default: str | None = None) -> bytes:
@@ -152,7 +152,7 @@ class DraftLength(Integer):
 
 
 class _OrOff(click.ParamType):  # type: ignore[type-arg]
-    """A number of which one value means off and becomes None."""
+    """A number type in which one value means off and becomes None."""
 
     def __init__(self, kind: Any, off: float) -> None:
         self.name, self._kind, self._off = kind.name, kind, off
