@@ -35,7 +35,7 @@ class Probed:
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--layers", type=int, default=10, show_default=True, help="Layers of the widened target.")
-@click.option("--factor", type=int, default=8, show_default=True, help="Repeat every hidden unit.")
+@click.option("--factor", type=int, default=8, show_default=True, help="Repetitions of every hidden unit.")
 @click.option("--max-tokens", "-n", type=int, default=96, show_default=True)
 @click.option("--runs", "-r", type=int, default=2, show_default=True, help="Runs of each method.")
 def main(layers: int, factor: int, max_tokens: int, runs: int) -> None:

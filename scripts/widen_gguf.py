@@ -342,11 +342,13 @@ def _heads_repeated(rows: Array, size: int, n: int) -> Array:
 
 @click.command(help=__doc__, epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=demo_target())
-@click.option("--factor", "-r", type=int, default=8, show_default=True, help="Repeat every hidden unit.")
+@click.option(
+    "--factor", "-r", type=int, default=8, show_default=True, help="Repetitions of every hidden unit."
+)
 @click.option(
     "--kv-factor",
     type=int,
-    help="Repeat heads of keys and values this often, for grouped queries. Default: as --factor.",
+    help="Repetitions of heads of keys and values, for grouped queries. Default: as --factor.",
 )
 @click.option("--layers", type=int, help="Append layers that add nothing up to this number.")
 @click.option(
