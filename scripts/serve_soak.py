@@ -11,11 +11,9 @@ may be left. One JSON object goes to stdout. The exit code is 1 if something gre
 from __future__ import annotations
 
 import json
-import os
 import random
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -32,6 +30,8 @@ from urllib.parse import urlsplit
 import click
 import httpx
 import psutil
+
+from llamaspec.measure.served_arms import ServerCommand, serving
 
 TEMPLATE = """\
 {% if tools %}Tools: {{ tools | tojson }}
@@ -299,24 +299,17 @@ def rows_left(url: str, patience: float = 60.0) -> int:
 
 @contextmanager
 def server() -> Iterator[tuple[str, psutil.Process]]:
-    """Start a server with the embedded pair and a KV cache that is too small for all its requests."""
+    """Run a server with the embedded pair and a KV cache that is too small for all its requests."""
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.jinja"
         template.write_text(TEMPLATE)
-        options = ["--port", "0", "--parallel", "4", "--n-ctx", "1024", "--ctx-per-request", "640"]
-        command = [sys.executable, "-m", "llamaspec", "serve", *options, "--chat-template", str(template)]
-        command += ["--cache-type-v", "bf16"]
-        environment = {**os.environ, "LLAMASPEC_CACHE": folder, "LLAMASPEC_CONFIG": folder}
-        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-        assert started.stderr is not None
-        try:
-            line = next(line for line in started.stderr if "is served at" in line)
-            reader = threading.Thread(target=lambda: all(started.stderr or ()), daemon=True)
-            reader.start()
-            yield line.split()[-1], psutil.Process(started.pid)
-        finally:
-            started.terminate()
-            started.wait(60)
+        options = ["--parallel", "4", "--n-ctx", "1024", "--ctx-per-request", "640", "--cache-type-v", "bf16"]
+        options += ["--cache-ram", "16"]  # MiB: full soon, so that growth is a leak
+        words = (sys.executable, "-m", "llamaspec", "serve", *options, "--chat-template", str(template))
+        command = ServerCommand("soak", words, {"LLAMASPEC_CACHE": folder, "LLAMASPEC_CONFIG": folder})
+        with serving([command]) as servers:
+            (process,) = psutil.Process().children()
+            yield str(servers["soak"].client.base_url).rstrip("/"), process
 
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
