@@ -79,7 +79,10 @@ def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None
     assert (
         "without --show" in invoke("probe", *options, "--threads", "2", "--show").stderr
     )  # of another machine
-    for told in ("forgotten", "there is no stored result for this pair"):
+    for told in (
+        "llamaspec: deleted the stored result",
+        "llamaspec: there is no stored result for this pair",
+    ):
         forgot = invoke("probe", *options, "--forget")
         assert (forgot.code, forgot.stdout, forgot.complaints) == (0, "", [told])
     assert "without --show" in invoke("probe", *options, "--show").stderr
