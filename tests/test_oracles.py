@@ -1,8 +1,8 @@
-"""Speculative text is the target's own text, on the real engine: oracles that need no knowledge of models.
+"""A completion with drafts is the target's own, on the real engine: oracles that know nothing of models.
 
-Plain decoding is the same loop with `NoDrafter`. Q8_0 and Q4_0 matrices compute the same
-bits at every batch width on a CPU, so there the tokens must be equal. Elsewhere a fork is allowed only where
-the choice was close: `nats_between` says by how much.
+Plain decoding is the same loop with `NoDrafter`. On a CPU, Q8_0 and Q4_0 matrices compute the same bits at
+every batch width, so the tokens must be equal. With other types, completions may fork if the choice was
+close: `nats_between` returns how close.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from tiny_models import Recipe
 
 CPU = ModelOptions(threads=1, gpu_layers=0)
 Q8_0 = Recipe(dtype="q8_0")
-CLOSE = 0.05  # nats; a tiny model's scores differ by up to 0.03 between widths
+CLOSE = 0.05  # nats; a tiny model's logits differ by up to 0.03 between widths
 TEMPERATURES = (0.0, 0.5, 0.8, 1.5)
 AT_TEMPERATURES = [Sampling(temperature=temperature) for temperature in TEMPERATURES]
-WARM = [Sampling(temperature=1.0)]  # times as many seeds as wanted
+WARM = [Sampling(temperature=1.0)]  # multiplied by the number of seeds
 REPEATED = "the end of the beginning and the beginning of the end, " * 3
 LENGTHS = (0, 1, 2, 3, 5, 8)
 NOISES = (0.0, 0.01, 0.1, 0.5)
@@ -63,13 +63,13 @@ PROMPTS = (
 
 @contextmanager
 def opened(target: Path, draft: Path) -> Iterator[Pair]:
-    """A pair on one thread of the CPU, where Q8_0 and Q4_0 are exact."""
+    """Open a pair on one thread of the CPU, where Q8_0 and Q4_0 are exact."""
     with open_pair(target, draft, target_options=CPU, draft_options=CPU) as pair:
         yield pair
 
 
 def plain(pair: Pair, prompt: str, sampling: Sampling, seed: int, n: int) -> Completion:
-    pair.forget()  # a prompt read in one wide batch and one read in bits differ in the last bits
+    pair.forget()  # logits after a prompt depend on its chunks in the last bits
     return pair.stream(prompt, drafter=NoDrafter(), sampling=sampling, seed=seed, max_tokens=n).run()
 
 
@@ -94,7 +94,7 @@ def assert_same(
     samplings: Sequence[Sampling] = AT_TEMPERATURES,
     n: int = 48,
 ) -> list[Completion]:
-    """The texts by each policy, whose tokens are those of plain decoding; each sampling has its own seed."""
+    """Complete by each policy and compare with plain decoding; each sampling has its own seed."""
     completions = []
     for seed, sampling in enumerate(samplings):
         right = plain(pair, prompt, sampling, seed, n).tokens
@@ -106,7 +106,7 @@ def assert_same(
 
 
 def nats_between(p: Distribution, a: int, b: int, seed: int, position: int) -> float:
-    """How much more probable, in nats, the one of two tokens that was not chosen would have to be."""
+    """Return how much more probable, in nats, the token that was not chosen would have to be."""
     streams = SeededStreams(seed)
     winner = streams.choose(p, Stream.TOKEN, position)
     is_loser = p.tokens == (b if winner == a else a)
@@ -129,7 +129,7 @@ def nats_between(p: Distribution, a: int, b: int, seed: int, position: int) -> f
 def assert_same_or_close(
     pair: Pair, prompt: str, sampling: Sampling, seed: int, right: Completion, found: Completion
 ) -> None:
-    """Equal tokens, or a fork at a choice that was nearly a tie."""
+    """Check that tokens are equal, or fork at a choice that was nearly a tie."""
     pairs = zip(right.tokens, found.tokens, strict=True)
     fork = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if fork is None:
@@ -138,7 +138,9 @@ def assert_same_or_close(
         np.int32
     )
     pair.forget()
-    pair.run(scores(ForwardRequest(TARGET, context[:-1], n_logits=0)))  # the last alone, as in plain decoding
+    pair.run(
+        scores(ForwardRequest(TARGET, context[:-1], n_logits=0))
+    )  # then the last token alone, as in plain decoding
     p = distribution(pair.run(scores(ForwardRequest(TARGET, context)))[0], sampling, context)
     gap = nats_between(p, right.tokens[fork], found.tokens[fork], seed, len(context))
     assert gap < CLOSE, f"fork at token {fork}, {gap:.4f} nats apart"
@@ -147,14 +149,14 @@ def assert_same_or_close(
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
 def test_same_seed_same_tokens(store: ModelStore, dtype: str, noise: float) -> None:
-    """The coupled rule: whatever the draft and the number of draft tokens, the tokens are those without."""
+    """Under the coupled rule, neither the draft nor the number of draft tokens changes a token."""
     target = Recipe(dtype=dtype)
     with opened(store.path("llama", target), store.path("llama", target.draft(noise))) as pair:
         assert_same(pair, "the end", LENGTHS)
 
 
 def test_plain_decoding_plans_no_drafts(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would try widths and plan rounds, so that what drafts are compared with would be slower."""
+    """The policy would try widths and plan rounds, so the baseline of all comparisons would be slower."""
     monkeypatch.setattr(AutoLength, "start_sequence", lambda self, **how: pytest.fail("asked"))
     target = store.path("llama", Recipe(dtype="q8_0"))
     with opened(target, target) as pair:
@@ -164,7 +166,7 @@ def test_plain_decoding_plans_no_drafts(store: ModelStore, monkeypatch: pytest.M
 
 
 def test_same_seed_same_tokens_with_penalties_and_no_truncation(store: ModelStore) -> None:
-    """Penalties depend on the path of draft tokens; without truncation every token can come."""
+    """Penalties depend on the draft tokens; without truncation every token is possible."""
     target = Recipe(dtype="q8_0")
     samplings = (
         Sampling(repeat_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
@@ -177,15 +179,15 @@ def test_same_seed_same_tokens_with_penalties_and_no_truncation(store: ModelStor
 
 
 def test_same_seed_same_tokens_however_many_draft_tokens_pay(store: ModelStore) -> None:
-    """The automatic length depends on the clock; the tokens do not."""
+    """The automatic length depends on the clock, the tokens do not."""
     target = Recipe(dtype="q8_0")
     with opened(store.path("llama", target), store.path("llama", target.draft(0.01))) as pair:
-        # One policy for all texts: it learns from each.
+        # one policy for all completions, which learns from each
         assert_same(pair, "in the", [AutoLength()], 6 * [Sampling()], 120)
 
 
 def test_a_better_draft_is_accepted_more_often(store: ModelStore) -> None:
-    """Or else the tests above would compare plain decoding with plain decoding."""
+    """Otherwise the tests above would compare plain decoding with plain decoding."""
     target, rates = Recipe(dtype="q8_0"), []
     for noise in NOISES:
         with opened(store.path("llama", target), store.path("llama", target.draft(noise))) as pair:
@@ -200,12 +202,12 @@ def test_a_better_draft_is_accepted_more_often(store: ModelStore) -> None:
     ("kind", "dtype"), [*itertools.product(MEMORIES, ["f32", "f16"]), ("qwen35", "q8_0")]
 )
 def test_forks_only_where_the_choice_was_close(store: ModelStore, kind: str, dtype: str) -> None:
-    """Widths are not exact here, and some memories read rejected tokens again. Qwen 3.5 has its own head."""
+    """Widths are not exact here, and some memories evaluate accepted tokens again. Qwen 3.5 has a head."""
     target = Recipe(dtype=dtype)
     draft = "mtp" if kind == "qwen35" else store.path(kind, target.draft())
     with open_pair(store.path(kind, target), draft, target_options=CPU, draft_options=CPU) as pair:
         for seed in range(6):
-            # Without truncation: a token at the edge of it would come and go.
+            # without truncation, which a token at its edge passes or not
             sampling = Sampling(temperature=(0.7, 1.0)[seed % 2], top_k=None, top_p=None, min_p=None)
             right = plain(pair, "the", sampling, seed, 40)
             for n_draft in (1, 3, 6):
@@ -215,7 +217,7 @@ def test_forks_only_where_the_choice_was_close(store: ModelStore, kind: str, dty
 
 
 def test_the_gap_is_what_it_says() -> None:
-    """Raising a token by a little more than the gap makes it the choice, by a little less does not."""
+    """A token is chosen if it is raised by a little more than the gap, but not by a little less."""
     p = Distribution(np.array([1, 4, 9], dtype=np.int32), np.array([0.6, 0.3, 0.1]))
     for position in range(20):
         chosen = SeededStreams(5).choose(p, Stream.TOKEN, position)
@@ -246,7 +248,7 @@ def self_draft_rates(pair: Pair, rule: str, n: int, lengths: Sequence[int]) -> l
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
 def test_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore, dtype: str, rule: str) -> None:
-    """A draft that reads a stale context stays lossless: only this oracle sees it."""
+    """With a draft that reads stale tokens the text is still right; only this oracle sees the fault."""
     path = store.path("llama", Recipe(dtype=dtype))
     with opened(path, path) as pair:
         assert set(self_draft_rates(pair, rule, 40, (1, 2, 5, 8))) == {1.0}
@@ -254,7 +256,7 @@ def test_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore, dtype:
 
 @pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
 def test_same_seed_same_tokens_with_trees(store: ModelStore, dtype: str) -> None:
-    """Siblings, and branches that come to nothing, change no token; accepted branches are not the first."""
+    """Siblings and rejected branches change no token; some accepted branches are not the first."""
     target, n_aside = Recipe(dtype=dtype), 0
     with opened(store.path("llama", target), store.path("llama", target.draft(0.1))) as pair:
         for found in assert_same(
@@ -266,7 +268,7 @@ def test_same_seed_same_tokens_with_trees(store: ModelStore, dtype: str) -> None
 
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_every_memory_has_trees_or_chains(store: ModelStore, kind: str) -> None:
-    """Where layers keep states, chains are drafted in place of trees."""
+    """If layers keep states, chains are drafted instead of trees."""
     target = Recipe()
     with opened(store.path(kind, target), store.path(kind, target.draft())) as pair:
         sampling = Sampling(temperature=0.7, top_k=None, top_p=None, min_p=None)
@@ -287,7 +289,7 @@ def test_the_first_branch_of_a_draft_equal_to_the_target_is_never_rejected(store
 
 @contextmanager
 def opened_with_heads(store: ModelStore, kind: str) -> Iterator[Pair]:
-    """A target whose own prediction heads draft."""
+    """Open a target whose own prediction heads draft."""
     with open_pair(store.path(kind, Recipe(dtype="q8_0")), "mtp", target_options=CPU) as pair:
         yield pair
 
@@ -301,7 +303,7 @@ def test_same_seed_same_tokens_with_prediction_heads(store: ModelStore, kind: st
 
 
 def test_same_seed_same_tokens_with_prediction_heads_and_copies(store: ModelStore) -> None:
-    """While earlier text is copied nobody asks the heads: they catch up with what they have missed."""
+    """While earlier text is copied, the heads process nothing; they catch up later."""
     path = store.path("step35", Recipe(dtype="q8_0"))
     with open_pair(path, "mtp", ngram=True, target_options=CPU) as pair:
         completions = assert_same(pair, REPEATED, [4], 4 * WARM, 60)
@@ -313,13 +315,13 @@ def test_same_seed_same_tokens_with_prediction_heads_and_copies(store: ModelStor
 def test_a_head_that_computes_what_the_target_computes_is_hardly_rejected(
     store: ModelStore, rule: str
 ) -> None:
-    """But for a norm that rounds. A head that reads stale text is lossless, too: nothing else sees it."""
+    """Only the rounding of a norm causes rejections. No other test sees a head that reads stale tokens."""
     with opened_with_heads(store, "step35-blind") as pair:
         rates = self_draft_rates(pair, rule, 40, (1, 2, 5, 8))
         assert np.mean([rate for rate in rates if rate is not None]) > 0.97
 
 
-# Drafts of which a part is verified, or nothing
+# Drafts that are verified in part, or not at all
 
 PARTS = {
     "every second": Partly(4, every_second),
@@ -327,11 +329,11 @@ PARTS = {
     "all but the last": Partly(3, all_but_last),
     "nothing": Partly(2, nothing),
 }
-SETTLED = ("every second", "nothing")  # before anything is drafted
+SETTLED = ("every second", "nothing")  # decided before drafting
 
 
 def n_left_out(found: Completion, source: Source | None = None) -> int:
-    """Tokens that were drafted, by one source or by any, and not verified."""
+    """Return the number of draft tokens, of one source or of all, that were not verified."""
     return sum(round_.n_dropped for round_ in found.rounds if source in (None, round_.source))
 
 
@@ -376,7 +378,7 @@ def test_what_a_draft_equal_to_the_target_leaves_out_would_have_been_accepted(
 def test_same_seed_same_tokens_where_a_part_of_the_heads_drafts_is_verified(
     store: ModelStore, part: str, kind: str
 ) -> None:
-    """With copies besides, while which nobody asks the heads."""
+    """Copies are drafted, too, and the heads process nothing meanwhile."""
     with open_pair(store.path(kind, Recipe(dtype="q8_0")), "mtp", ngram=True, target_options=CPU) as pair:
         completions = assert_same(pair, REPEATED, [PARTS[part]], n=40)
     assert sum(n_left_out(found, Source.MTP) for found in completions) > 5
@@ -384,7 +386,7 @@ def test_same_seed_same_tokens_where_a_part_of_the_heads_drafts_is_verified(
 
 @pytest.mark.parametrize("kind", [*MEMORIES, "qwen35"])
 def test_a_part_is_verified_by_every_memory(store: ModelStore, kind: str) -> None:
-    """Forks only where the choice was close; some memories read rejected draft tokens again."""
+    """Completions fork only if the choice was close; some memories evaluate accepted tokens again."""
     target = Recipe()
     draft = "mtp" if kind == "qwen35" else store.path(kind, target.draft())
     with open_pair(store.path(kind, target), draft, target_options=CPU, draft_options=CPU) as pair:
@@ -397,7 +399,7 @@ def test_a_part_is_verified_by_every_memory(store: ModelStore, kind: str) -> Non
 
 
 class Kept(Partly):
-    """Keeps what was drafted for all texts."""
+    """Keeps the drafts of all sequences."""
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> Kept:
         return self
@@ -408,7 +410,7 @@ class Kept(Partly):
 def test_drafts_are_those_of_a_fresh_pair_whatever_was_drafted_in_vain(
     store: ModelStore, n: Callable[[Draft, Sequence[Round]], int], kind: str
 ) -> None:
-    """A draft that reads a stale text, or a head that reads stale hidden rows, is lossless, too."""
+    """With stale tokens or stale hidden rows the text is still right, so the drafts are compared."""
     target = Recipe()
     draft = store.path(kind, target.draft(0.01)) if kind in MEMORIES else "mtp"
     sampling = Sampling(temperature=0.7, top_k=None, top_p=None, min_p=None)
@@ -478,7 +480,7 @@ class InChunks:
 def test_a_draft_that_fails_ends_no_text(
     store: ModelStore, kind: str, policy: Callable[[], LengthPolicy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text ended with it, in the prompt or later. It is the same text without the draft."""
+    """The completion ended with the draft. It continues, and is the one without a draft."""
     target, draft = FAILING[kind](store)
     prompt = "the end of the beginning, " * 12
     with open_pair(target, draft, ngram=False, target_options=CPU, draft_options=CPU) as pair:
@@ -500,11 +502,11 @@ def test_a_draft_that_fails_ends_no_text(
                     found = assisted(pair, prompt, Sampling(), 1, 40, policy())
                 assert found.tokens == right.tokens
                 assert found.draft_fault == "llama.cpp failed"
-                assert left[0] == 0, "it was asked again"
+                assert left[0] == 0, "it was evaluated again"
 
 
 def test_a_consumer_that_stops_early_leaves_no_trace(store: ModelStore) -> None:
-    """Texts one after the other on one pair, cut anywhere: each is what a fresh pair says."""
+    """Streams of one pair are closed anywhere, one after the other; each equals that of a fresh pair."""
     target = Recipe(dtype="q8_0")
     files = store.path("llama", target), store.path("llama", target.draft())
     rng = np.random.default_rng(1)
@@ -527,7 +529,7 @@ def test_a_consumer_that_stops_early_leaves_no_trace(store: ModelStore) -> None:
 def test_same_seed_same_tokens_with_copies(
     demo_files: tuple[Path, Path], n_draft: int | None, with_draft: bool
 ) -> None:
-    """A prompt that repeats itself is copied from, alone or before the draft is asked."""
+    """Draft tokens are copied from a prompt that repeats itself, with and without a draft model."""
     target, draft = demo_files
     prompt = 4 * "    self.assertEqual(result, expected)\n"
     policy = AutoLength() if n_draft is None else FixedLength(n_draft)
@@ -535,7 +537,7 @@ def test_same_seed_same_tokens_with_copies(
     with open_pair(target, drafts, ngram=True, target_options=CPU, draft_options=CPU) as pair:
         completions = assert_same(pair, prompt, [policy], AT_TEMPERATURES[:3], 60)
     copied = [round_ for found in completions for round_ in found.rounds if round_.source is Source.NGRAM]
-    # It depends on the clock whether copies pay for so small a model.
+    # whether copies are faster for so small a model depends on the clock
     assert sum(round_.n_accepted for round_ in copied) > 0 or n_draft is None
 
 
@@ -589,10 +591,10 @@ def test_a_prediction_changes_no_token(demo_files: tuple[Path, Path], kind: str,
 
 
 def test_a_pair_that_is_used_again_says_the_same(demo_files: tuple[Path, Path]) -> None:
-    """A prompt that is cached is not read again: otherwise its last token is rounded in another batch.
+    """A cached prompt is not processed again, which would round its last token in another batch.
 
-    One thread, because with several llama.cpp adds up a single position's attention over more than 256
-    tokens in another order than a batch's.
+    With several threads, llama.cpp sums a single position's attention over more than 256 tokens in another
+    order than a batch's, so this test uses one thread.
     """
     prompt = "def read_lines(path):\n    return path\n" * 24  # long enough for the kernels of wide batches
     one = ModelOptions(threads=1)
