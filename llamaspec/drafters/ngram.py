@@ -33,7 +33,7 @@ BACK, AHEAD = 8, 48  # source tokens before and after a mismatch among which the
 NEAR = 8  # source tokens that may be skipped for each matching token after them except the first
 FAR = 48  # lost tokens after which the copy may resume anywhere
 LONGEST_REPLACED = 8  # maximum number of tokens on either side of a replacement
-STAYED = 0.5  # times that the sequence counts as having stayed with its source at a place, in advance
+STAYED = 0.5  # prior count of the times that the sequence stayed with its source at a place
 UNSURE = 1.0  # maximum strength of a replacement that was never confirmed
 MUCH = 64  # maximum number of tokens before a mismatch that count
 
