@@ -6,8 +6,9 @@ tokens that its constraint forces. tests/test_cascades.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from llamaspec.drafters.cascade import CascadeDrafter
@@ -93,7 +94,7 @@ class SequenceDrafters:
         copying = self.copying if copies else Copying.OFF
         has_model = bool(self.drafts) or self.heads is not None
         is_weighed = copying is Copying.WEIGHED and has_model
-        if is_weighed:
+        if is_weighed:  # only a policy that knows costs can compare copies with the model's tokens
             copies = config.length.reading is not None
         else:
             copies = copying is not Copying.OFF
@@ -113,14 +114,17 @@ class SequenceDrafters:
         """Return the drafter that uses only the draft model, or the target's prediction heads."""
         if self.heads is not None:
             return self._asking(self.heads, config, MTP, source=Source.MTP, longest=self.heads.longest)
-        draft, length, settings = self.drafts[0], config.length, dict[str, Any]()
-        if (reading := length.reading) is not None:
-            settings["deferred"] = DeferredPrompt(reading, draft.n_cached)
-        has_trees = isinstance(length, TreeLength) and config.rule.name == Coupled.name
-        has_trees = has_trees and self.common is None and config.constraint is None
-        if has_trees and not (self.target.keeps_states or draft.keeps_states):  # a state has one branch
-            settings |= {"kind": TreeDrafter, "trees": length}
-        return self._asking(draft, config, **settings)
+        draft, length = self.drafts[0], config.length
+        deferred = None if length.reading is None else DeferredPrompt(length.reading, draft.n_cached)
+        kind: Callable[..., ModelDrafter] = ModelDrafter
+        if isinstance(length, TreeLength) and self._can_have_trees(config):
+            kind = partial(TreeDrafter, trees=length)
+        return self._asking(draft, config, kind=kind, deferred=deferred)
+
+    def _can_have_trees(self, config: Speculation) -> bool:
+        has_states = self.target.keeps_states or self.drafts[0].keeps_states  # a state has one branch
+        is_shared = self.common is None and config.constraint is None
+        return config.rule.name == Coupled.name and is_shared and not has_states
 
     def _cascaded(self, config: Speculation, level: int = 0) -> Drafter:
         """Return the drafter of a draft model, with everything that drafts for it."""
@@ -141,7 +145,7 @@ class SequenceDrafters:
         config: Speculation,
         name: str = DRAFT,
         *,
-        kind: type[ModelDrafter] = ModelDrafter,
+        kind: Callable[..., ModelDrafter] = ModelDrafter,
         **settings: Any,
     ) -> ModelDrafter:
         tokens = self.common or SameTokens(asked.vocabulary_size, self.target.vocabulary_size)
