@@ -119,9 +119,12 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
     if len(here) == 1:
         return here[0]
     if not ask:
-        count = "several models" if here else "no model"
+        if not here:
+            raise ModelFileError(
+                f"{quoted(address)} is not on this machine; run `llamaspec models pull {quoted(address)}`"
+            )
         raise ModelFileError(
-            f"this machine has {count} of {quoted(address)}; name one as hf:owner/repo:file.gguf"
+            f"this machine has several models of {quoted(address)}; name one as hf:owner/repo:file.gguf"
         )
     listed = list_models(repo)
     there = matching(listed, repo, quantization)

@@ -265,5 +265,6 @@ def _reason(file: RemoteFile, error: Exception) -> str:
     if isinstance(error, HTTPError | errors.LocalEntryNotFoundError):
         return f"{file} is not on this machine, and the hub cannot be reached ({detail}); try {pull} later"
     if isinstance(error, OSError):
-        return f"cannot store {file}: {detail}; make the folder writable, or set HF_HOME to another one"
+        remedy = f"check the disk, or set HF_HOME to another folder, and run {pull} again"
+        return f"cannot store {file}: {detail}; {remedy}"
     return f"the hub gave an invalid answer for {file} ({detail}); try {pull} later"

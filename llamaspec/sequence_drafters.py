@@ -123,8 +123,8 @@ class SequenceDrafters:
 
     def _can_have_trees(self, config: Speculation) -> bool:
         has_states = self.target.keeps_states or self.drafts[0].keeps_states  # a state has one branch
-        is_shared = self.common is None and config.constraint is None
-        return config.rule.name == Coupled.name and is_shared and not has_states
+        is_unrestricted = self.common is None and config.constraint is None
+        return config.rule.name == Coupled.name and is_unrestricted and not has_states
 
     def _cascaded(self, config: Speculation, level: int = 0) -> Drafter:
         """Return the drafter of a draft model, with everything that drafts for it."""

@@ -58,7 +58,9 @@ class Copying(str, Enum):
 
 COPIES = frozenset({Source.NGRAM, Source.PREDICTION})
 LONGEST_COPY = 511  # tokens; with the one before them they fill a physical batch of llama.cpp
-CHUNK = 64  # smallest limit for the positions of a prompt chunk; attention on CPUs computes 64 at once
+CHUNK = (
+    64  # positions of a sequence that an evaluation may always have; attention on CPUs computes 64 at once
+)
 WAIT_SECONDS = 0.5  # how long a larger chunk may keep other sequences waiting
 
 
@@ -107,7 +109,7 @@ class Evaluation(NamedTuple):
     """A call of llama.cpp, which several sequences may share."""
 
     width: int  # positions of all sequences, with padding
-    n_sequences: int = 1  # not counting one that only had a prompt chunk processed
+    n_sequences: int = 1  # that have a round in it; 1 for a prompt chunk alone
     serial: int = 0  # number of the evaluation
     n_prefill: int = 0  # positions of that prompt chunk, whose share of the seconds is not counted
 

@@ -10,8 +10,8 @@ model is played: the text of its answers is fixed. The rest is real: the agent, 
 checks, and the parsing of tool calls.
 
 A check is "ok" if the agent had the right effect on disk, else "failed". A table goes to stderr; with
-`--json`, one JSON object goes to stdout. The exit code is 1 if a check failed. `make test` runs the SDKs and
-`llm`.
+`--json`, one JSON object goes to stdout. The exit code is 1 if a check failed. `make test` runs the
+packages of OpenAI, Anthropic and Ollama, and `llm`.
 """
 
 from __future__ import annotations

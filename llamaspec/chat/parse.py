@@ -186,7 +186,7 @@ class AnswerParser:
             self._incoming.take(n)
             yield from self._incoming.json_object(written.append)
             text, is_cut = "".join(written[2:]), self._incoming.is_cut and not self._incoming.text
-            call = self._call_in(text) or (self._cut_call_in(text) if is_cut else None)
+            call = self._call_in(text, is_cut=is_cut)
             if call is None:
                 self._content("" if is_cut else "".join(written))
                 return
@@ -197,12 +197,12 @@ class AnswerParser:
                 return
         self._content(before)
 
-    def _call_in(self, text: str) -> ToolCall | None:
-        """Return the text as a call of a known tool; None if it is anything else."""
+    def _call_in(self, text: str, *, is_cut: bool) -> ToolCall | None:
+        """Return the text as a call of a known tool, perhaps a cut one; None if it is anything else."""
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):
-            return None
+            return self._cut_call_in(text) if is_cut else None
         if found.keys() != {"name", "arguments"} or not isinstance(found["arguments"], dict):
             return None
         name = self._known_name(str(found["name"]))

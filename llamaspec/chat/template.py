@@ -178,8 +178,9 @@ class ChatTemplate:
         return rendered
 
     def refused_place(self, messages: Sequence[Message], error: TemplateError, **more: Any) -> str:
-        """Return the place of the message that `render` refuses; "" if it refuses any, or runs out of time.
+        """Return the place of the message that `render` refuses.
 
+        It is "" if `render` refuses even an empty conversation, or if time runs out.
         `more` are the other arguments of `render`.
         """
         if _is_out_of_time(error) or self._refuses((), error, **more):

@@ -68,8 +68,8 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--repeats", "-r", type=Integer(min=1), default=1, show_default=True,
                  help="Runs of each request."),
     click.option("--llama-server", metavar="PROGRAM",
-                 help="Also measure llama.cpp's server, which is this program. Speed-ups are then over that "
-                 "server without a draft."),
+                 help="Also measure llama.cpp's server, started with this program. Speed-ups are then "
+                 "relative to that server without a draft."),
     click.option("--spec-types", metavar="TYPE,...",
                  help="Speculation types of llama-server to measure besides none; default: draft-simple or "
                  "draft-mtp if there is such a draft, ngram-simple and ngram-mod."),

@@ -183,7 +183,7 @@ class _Loop:
     thoughts: Thoughts
     decoding: shared.DecodingOptions  # with the session's seed
     context_size: int  # tokens
-    files: ConversationFiles  # refuses to overwrite files of others
+    files: ConversationFiles  # overwrites only files that this chat has read or written
     save_to: Path | None  # written after every answer
     stats: Detail | None  # shown after every answer
     interactive: bool

@@ -80,7 +80,7 @@ Examples:
 )
 @click.argument("target", metavar="TARGET")
 @click.option("--budget", metavar="MINUTES", type=float, default=15.0, show_default=True,
-              help="Time limit of the search; the candidate being measured is still finished.")  # fmt: skip
+              help="Time limit of the search; a candidate that has been started is finished.")  # fmt: skip
 @click.option("--type", "types", type=click.Choice([COPY, *FILE_TYPES]), multiple=True,
               help="Quantization to try; may be repeated. The first is tried with every number of layers; "
                    "copy = the target's own. Default: all that make the file smaller.")  # fmt: skip
@@ -138,8 +138,8 @@ def distil(
 ) -> None:
     """Train a small draft to imitate the target on your texts (needs the extra `train`).
 
-    After Ctrl-C, the same command resumes the training. At the end the draft is measured, and kept in any
-    case.
+    After Ctrl-C, the same command resumes the training. At the end, the draft is measured, and kept
+    whatever the result.
     """
     try:
         from llamaspec.draft_making.distil import Distillation, distil_draft
@@ -182,8 +182,8 @@ Examples:
 )
 @click.option("--text", "-f", metavar="FILE", multiple=True,
               help="File with text whose most frequent tokens are kept; may be repeated. Default: a short "
-                   "built-in text, and the lowest ids, mostly the most frequent tokens of English and "
-                   "code.")  # fmt: skip
+                   "built-in text, then the lowest ids, which are mostly the most frequent tokens of "
+                   "English and code.")  # fmt: skip
 @click.option("--type", "file_type", type=click.Choice([COPY, *FILE_TYPES]), default=COPY,
               show_default=True, help="Quantization of the trimmed draft; copy = unchanged.")  # fmt: skip
 @click.option(
@@ -219,7 +219,7 @@ def trim(
     assert file is not None
     _refuse_input(file, [path, *([] if owner is None else file_parts(owner))])
     if not texts:
-        say("no --text given, keeping the lowest ids; for other languages than English, give texts in them")
+        say("no --text given, keeping the lowest ids; for other languages than English, use --text")
     with SlowProgress("trimming"):
         trimmed = trim_draft(path, file, texts, keep, file_type, owner)
     if as_json:

@@ -171,7 +171,7 @@ def _report(completion: Completion, seed: int, output: GenerateOptions) -> None:
     if completion.stop_reason is StopReason.CONTEXT:
         out.say("the context is full; raise --n-ctx to continue")
     elif completion.stop_reason is StopReason.CONSTRAINT:
-        out.say("the text is incomplete: the grammar allows none of the model's tokens next; correct it")
+        out.say("the text is incomplete: the grammar allows no token of the model here; correct it")
     elif is_constrained and completion.stop_reason is StopReason.LIMIT:
         out.say("the text is incomplete: --max-tokens ended it before the grammar did; raise --max-tokens")
     if output.stats is not None:
@@ -272,7 +272,7 @@ def print_reasons(reasons: Reasons, known: str | None, console: Console) -> None
     """Print draft lengths, acceptance and gain of a completion, then the costs that are known."""
     n_rounds = sum(reasons.lengths.values()) or 1
     lengths = (f"{n_draft} in {n / n_rounds:.0%}" for n_draft, n in reasons.lengths.items())
-    console.print(f"verified draft tokens per round: {', '.join(lengths)}")
+    console.print(f"draft tokens verified per round: {', '.join(lengths)} of the rounds")
     for origin, (n_accepted, n_verified) in reasons.accepted.items():
         share = f"({n_accepted / n_verified:.0%})"
         console.print(f"{origin}: {n_accepted} of {n_verified} verified draft tokens accepted {share}")

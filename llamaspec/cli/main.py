@@ -43,7 +43,7 @@ SUBCOMMANDS = {
     "serve": ("serve", "Serve OpenAI-, Anthropic- and Ollama-compatible APIs."),
     "worker": (
         "serve",
-        "Compute target layers for a llamaspec on another machine.",
+        "Compute layers of a target for llamaspec on another machine.",
     ),
 }
 

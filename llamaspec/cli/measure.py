@@ -42,8 +42,8 @@ AUDIT_PROMPT = "def read_lines(path):\n"
 PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
 _ORDINARY = ("ask", "write code", "explain")  # tasks of the benchmark
 _ROUNDING = (
-    "such differences are rounding, normal without --exact, and do not fail the audit; but the same seed may "
-    "give another text if other tokens are cached or other sequences run"
+    "these differences come from rounding; they are normal without --exact and do not fail the audit, "
+    "but the same seed may give another text if the cache or concurrent requests differ"
 )
 
 
@@ -141,7 +141,7 @@ def _show_comparison(comparison: Comparison, task: Task) -> None:
     notes = out.stderr_console()
     notes.print(
         "seconds: median ± half the interquartile range; speed-up: mean over the runs, each compared with "
-        "the target's run in the same turn (95 % interval of the next measurement)"
+        "the target's run in the same turn (95 % prediction interval for the next measurement)"
     )
     rate = comparison.speculative.acceptance_rate
     if comparison.speculative.n_drafted == 0:
@@ -206,8 +206,8 @@ _PROBE_LEGEND = (
 )
 _NOISY = 0.25  # half the interquartile range of single tokens, relative to their median
 _PROBE_OUTPUT: tuple[Decorator, ...] = (
-    click.option("--quick", is_flag=True, help="Take seconds instead of a minute or two: measure fewer batch "
-                 "sizes, fewer times, and do not compare attention."),
+    click.option("--quick", is_flag=True, help="Measure fewer batch sizes and repeats, and do not compare "
+                 "attention: takes seconds instead of a minute or two."),
     click.option("--show", is_flag=True, help="Show the stored result of an earlier probe."),
     click.option("--forget", is_flag=True, help="Delete the stored result."),
     click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
@@ -386,14 +386,14 @@ def _show_audit(found: Audit, task: Task, *, is_exact: bool) -> None:
             f"alone; the two best logits are {fork.logit_gap:.4f} apart"
         )
     widths = ", ".join(str(width) for width in found.identical_widths) or "none"
-    click.echo(f"batch sizes up to {AUDITED} that are bit-identical with 1 here: {widths}")
+    click.echo(f"batch sizes up to {AUDITED} that give the bits of batch size 1 on this machine: {widths}")
     for situation, n in found.n_changed.items():
         click.echo(
             f"log-probabilities {situation}: {f'{n} of {found.n_compared} differ' if n else 'the same'}"
         )
     if is_exact and not found.is_exact:
         click.echo("--exact promises identical results, so this is a fault; please report it")
-    elif found.forks:
+    elif found.forks or found.first_difference is not None:
         click.echo("larger batches round differently on this machine; --exact prevents forks")
     elif any(found.n_changed.values()):
         click.echo(_ROUNDING)

@@ -41,15 +41,15 @@ _CACHE = click.Choice(list(CACHE_TYPES))
 
 _NAMES: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
-                 help="The large model: a file, a name that llamaspec models list shows, hf:owner/repo with "
-                      ":file or :QUANTIZATION, or the address of its page on the hub."),
+                 help="The large model: a file, a name from llamaspec models list, hf:owner/repo:FILE, "
+                      "hf:owner/repo:QUANTIZATION, or the address of its page on the hub."),
     click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
                  type=_DraftName(), envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens. auto = the draft known for the target, or else "
                       "its prediction heads; mtp = the target's own prediction heads; ngram = no model, only "
                       "copies of earlier text. May be repeated: each drafts for the previous one."),
     click.option("--pair", metavar="NAME",
-                 help="A target to use with its draft; llamaspec models list shows the names."),
+                 help="A target and its draft, by a name from llamaspec models list."),
     click.option("--ngram/--no-ngram", default=None,
                  help="Copy draft tokens from earlier text if the text repeats itself. Default: on, but off "
                       "beside a draft model with a fixed draft length."),
@@ -62,8 +62,8 @@ _COMPUTING: tuple[Decorator, ...] = (
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all that fit."),
     click.option("--draft-gpu-layers", type=int, help="Draft layers on the GPU; default: all that fit."),
     click.option("--device", "-dev", metavar="NAME,...",
-                 help="Devices for the target's layers: names that llamaspec doctor shows, RPC0, RPC1, ... "
-                      "for workers, or none. Default: the workers and all GPUs."),
+                 help="Devices for the target's layers: names from llamaspec doctor; RPC0, RPC1, ... for "
+                      "workers; none for no device. Default: the workers and all GPUs."),
     click.option("--draft-device", "-devd", metavar="NAME,...",
                  help="Devices of this machine for the draft."),
     click.option("--tensor-split", "-ts", metavar="N,N,...",

@@ -53,7 +53,7 @@ _OTHERS = 6  # pairs listed after the recommended one
 
 @click.group(cls=Group)
 def models() -> None:
-    """List, fetch and name models and pairs. A model that was fetched needs no network."""
+    """List, fetch and name models and pairs. Once fetched, a model needs no network."""
 
 
 @models.command(
@@ -149,7 +149,7 @@ def recommend(memory: int | None, as_json: bool) -> None:
         devices = ", ".join(device.description for device in machine.devices)
         computing = f"; {devices}; {machine.n_physical} cores"
     rows = (
-        ("machine", f"{where} {'on its cards' if room.is_gpu else 'of memory'}{computing}"),
+        ("machine", f"{where} {'of GPU memory' if room.is_gpu else 'of memory'}{computing}"),
         ("pair", f"{best.name}, {_drafted(best)}"),
         ("needs", f"{best.needed_bytes / 1e9:.1f} GB: {best.weights_bytes / 1e9:.1f} of weights, "
                   f"{best.cache_bytes / 1e9:.1f} of KV cache for {CACHE_TOKENS} tokens"),

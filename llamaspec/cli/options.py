@@ -177,7 +177,7 @@ def _seed(default: str) -> Decorator:
 _DRAFTING: tuple[Decorator, ...] = (
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
                  metavar=f"auto|0-{MAX_DRAFT}",
-                 help="Draft tokens per round; 0 = plain decoding, auto = the number that is fastest."),
+                 help="Draft tokens per round; 0 = plain decoding, auto = as many as are fastest."),
     click.option("--trees", is_flag=True,
                  help="Let drafts branch into trees if that is expected to be faster. Trees need cheap large "
                       "batches and the coupled rule."),
@@ -203,7 +203,7 @@ _CHAIN: tuple[Decorator, ...] = (
 )  # fmt: skip
 _RULE: tuple[Decorator, ...] = (
     click.option("--rule", type=click.Choice(list(RULES)), default=DEFAULT_RULE, show_default=True,
-                 help="How draft tokens are accepted. Only with coupled, a seed gives the same text with and "
+                 help="How draft tokens are accepted. Only coupled gives the same text for a seed with and "
                       "without a draft."),
     *_DRAFTING,
 )  # fmt: skip

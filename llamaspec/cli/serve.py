@@ -49,7 +49,7 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--api-key-file", metavar="FILE", help="File with API keys, one per line."),
     click.option("--no-auth", is_flag=True, help="Allow other machines without a key."),
     click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
-                 help="Allow web pages of this origin, * = of any; may be repeated."),
+                 help="Allow web pages from this origin (* = any); may be repeated."),
     click.option("--alias", help="Model name in responses; default: the file's name."),
     shared.CHAT_TEMPLATE_OPTION,
     click.option("--cache-ram", "cache_ram_mib", type=Integer(min=0), metavar="MIB",
@@ -131,7 +131,7 @@ def _in_short(pair: Pair, parallel: int, url: str) -> Sequence[str]:
     what = f"{pair.target.description}, {f'draft: {drafts}' if drafts else 'no draft'}"
     return (
         f"{what}; {parallel} requests at once, up to {pair.target.context_size} tokens each",
-        f"OpenAI clients: {url}/v1; Anthropic and Ollama clients, and the page to chat: {url}",
+        f"OpenAI clients: {url}/v1; Anthropic and Ollama clients, and the chat page: {url}",
     )
 
 
@@ -210,9 +210,9 @@ Examples:
 @click.option("--cache", is_flag=True,
               help="Keep weights in the cache folder, so that a client sends them only once.")  # fmt: skip
 def worker(host: str, port: int, threads: int | None, device: str | None, *, cache: bool) -> None:
-    """Compute target layers for a llamaspec on another machine.
+    """Compute layers of a target for llamaspec on another machine.
 
-    That one names this machine with --rpc HOST:PORT; one client at a time. There is no password and no
+    The other machine connects with --rpc HOST:PORT, one client at a time. There is no password and no
     encryption: anyone who can reach the port can use this machine and read what it computes. Listen on
     private networks only.
     """

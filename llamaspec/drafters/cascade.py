@@ -99,7 +99,7 @@ class CascadeDrafter:
 
 
 def used(round_: Round, n: int) -> Round:
-    """Return a round of which only `n` tokens were used; the others count as rejected."""
+    """Return a round of which only `n` tokens were used. The others count as rejected: they saved nothing."""
     if n >= len(round_.tokens):
         return round_
     n_accepted = max(n - 1, 0)

@@ -127,7 +127,7 @@ class CommonTokens:
         return translated
 
     def translate(self, context: TokenArray) -> TokenArray:
-        """Translate a whole sequence of the target; it gets the beginning that the draft wants: int32 [m]."""
+        """Translate a sequence of the target, with the draft's BOS if the draft wants one: int32 [m]."""
         translated = self.translate_each(context)
         has_begin = context[:1].tolist() == [self._target.bos]
         return translated if has_begin else np.concatenate((self._begin, translated))
@@ -163,7 +163,7 @@ SharedTokens: TypeAlias = SameTokens | CommonTokens
 
 
 def _by_name(names: list[bytes]) -> Mapping[bytes, int]:
-    """Return the token of each name: the first, but for a single byte the last.
+    """Return the token of each name. Of several, it is the first; for a single byte, the last.
 
     A byte token comes before the ordinary token of the same letter.
     """

@@ -75,7 +75,7 @@ class NoDrafter:
 
 @dataclass(frozen=True, slots=True)
 class ForcedDrafter:
-    """Drafts the only tokens that a constraint allows, such as the keys of a JSON object."""
+    """Drafts tokens wherever a constraint allows only one, such as the keys of a JSON object."""
 
     constraint: SequenceConstraint
     n_prompt: int  # tokens before the first that was generated

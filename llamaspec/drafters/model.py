@@ -26,9 +26,9 @@ DEEPEST = 64  # maximum depth of a tree
 
 @dataclass(slots=True)
 class DeferredPrompt:
-    """A prompt that the draft model does not process before the length policy expects that to save time."""
+    """A prompt that the draft model processes only when the length policy expects that to save time."""
 
-    policy: PromptReading
+    reading: PromptReading
     n_cached: Callable[[TokenArray], int]  # tokens of a sequence that the draft model's KV cache holds
     _n_processed: int | None = field(default=None, init=False)  # None = nothing left to process
 
@@ -38,10 +38,10 @@ class DeferredPrompt:
         return self._n_processed is not None
 
     def start(self, prompt: TokenArray, n_prompt: int) -> None:
-        """Report a prompt of `n_prompt` tokens to the policy, given all of it or its beginning."""
+        """Report a prompt of `n_prompt` tokens to the length policy, given all of it or its beginning."""
         if self._n_processed is None:
             self._n_processed = self.n_cached(prompt)
-            self.policy.start_prompt(max(n_prompt, len(prompt)) - self._n_processed)
+            self.reading.start_prompt(max(n_prompt, len(prompt)) - self._n_processed)
 
     def advance(self, path: TokenArray, n: int) -> TokenArray:
         """Return the beginning of the path with `n` more tokens than the model has processed; 0 = all."""
@@ -82,7 +82,7 @@ class ModelDrafter:
         if deferred is not None and deferred.is_pending:
             if not length.wants_more(draft):
                 return draft
-            n_chunk = deferred.policy.n_to_read
+            n_chunk = deferred.reading.n_to_read
             yield from self._process(deferred.advance(self.window(known)[:-1], n_chunk))
             if n_chunk:
                 return draft
@@ -118,7 +118,7 @@ class ModelDrafter:
             self.note_fault(error)
             return
         if self.deferred is not None:
-            self.deferred.policy.observe_reading(len(prefix) - forward.n_cached, forward.seconds)
+            self.deferred.reading.observe_reading(len(prefix) - forward.n_cached, forward.seconds)
 
     def note_fault(self, error: Exception) -> None:
         """Stop using the model, unless its context was full: there may be room in the next round."""

@@ -5,7 +5,7 @@ the caller's prediction. From then on the sequence is aligned with this source. 
 or replacement the copy resumes in the same passage, and a replacement that was seen once is proposed at its
 next occurrence. Copies cost nothing to make; the confidence of each token decides whether the target verifies
 it. Confidence is low after two tokens at which the sequence has left its source before.
-scripts/replay_edits.py measures copies on edits of files.
+`llamaspec bench --task edits` measures copies.
 
 Reference: prompt lookup decoding (Saxena, 2023).
 """

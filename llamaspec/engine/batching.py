@@ -144,7 +144,9 @@ class Batching:
             return group
         n_new = sum(each.n_new for each in group.slots)
         n_part, room = part.n_tokens - slot.n_cached, target.max_chunked_prefill - n_new
-        if 2 * room < min(slot.n_new, target.batch_size):  # alone, more than twice as many have room
+        if 2 * room < min(
+            slot.n_new, target.batch_size
+        ):  # a separate evaluation would process more than twice as many
             return group
         n_prefill = min(n_part, room)
         width = n_new + n_prefill

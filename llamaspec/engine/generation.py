@@ -72,8 +72,9 @@ def _prefill(config: Speculation) -> Generating[TextEvent]:
         forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
-        if reading is not None and forward.evaluation.n_sequences == 1:
-            reading.observe_prompt(end - max(forward.n_cached, begin), forward.seconds)
+        n_new = end - max(forward.n_cached, begin)
+        if reading is not None and forward.evaluation.width == n_new:  # in one evaluation, beside no other
+            reading.observe_prompt(n_new, forward.seconds)
         if end < n_total:  # now, because prediction heads need hidden states that are not kept for long
             seconds += yield from _prepare(config.drafter, prompt[: end + 1])
         yield Prefilled(end, n_total, n_cached, seconds)

@@ -189,12 +189,12 @@ class Scheduler:
         self._batching.note(group, seconds)
         n_rounds = len(slots) - bool(group.n_prefill)
         evaluation = Evaluation(group.width, n_rounds, next(self._serials), group.n_prefill)
-        reading = seconds * group.n_prefill / group.width  # for the prompt chunk of the last slot
+        prefill_seconds = seconds * group.n_prefill / group.width  # for the prompt chunk of the last slot
         for i, (slot, scores) in enumerate(zip(slots, logits, strict=True)):
             request, watch = slot.request, slot.stopwatch
             if request is None or slot.sequence.is_cancelled:
                 continue
-            watch.count_evaluation(request, seconds - reading if i < n_rounds else reading)
+            watch.count_evaluation(request, seconds - prefill_seconds if i < n_rounds else prefill_seconds)
             if slot.part is request:
                 assert slot.n_cached_before is not None
                 self._resume(slot, Forward(scores, watch.request_seconds, slot.n_cached_before, evaluation))

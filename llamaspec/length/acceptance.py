@@ -23,7 +23,7 @@ CENTRES = (0.05, 0.15, 0.275, 0.425, 0.575, 0.725, 0.85, 0.94, 0.985)
 MATCHES = (0.5, 1, 2, 3.5, 6, 12, 24, 48, 96, 192, 400)  # matched tokens: centres of the bins of copies
 MATCH_EDGES = tuple(i / (i + 1) for i in (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5))
 LEVEL, SLOPE, UNDRAWN = 0.2, 0.6, 0.4  # first guesses of log-odds; of tokens that are not drawn yet
-PRIOR, MOST = 4, 200  # tokens that a first guess counts for; that an average remembers
+PRIOR, MOST = 4, 200  # weight of a first guess, and longest memory of an average, in tokens
 GAIN = 0.25  # how fast a completion's level moves
 FLATTEST = 0.1  # minimum slope of a probability over its log-odds
 

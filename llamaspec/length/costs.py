@@ -22,9 +22,12 @@ SHORTEST, LONGEST = 1e-12, 1e6  # seconds: other times cannot have been measured
 DENSE = 16  # up to this, each width has its own average; beyond, each power of two
 PLAIN_SECONDS = 0.03  # first guess of width 1
 STEP, POSITION = 0.12, 0.2  # first guesses of a draft step and one more position, relative to width 1
-TIMED = 2  # timings of plain decoding before anything is drafted
+TIMED = 2  # timings of a width before it is known; of plain decoding, before anything is drafted
 PROBED, MOST = 2, 15  # timings that a prior counts as; that an average remembers
-CALIBRATED = (2, 4, 8, 16)  # widths that are timed by padding plain rounds
+CALIBRATED = (2, 4, 8, 16)  # widths that are timed by padding plain rounds, `TIMED` times each
+AGAIN = (
+    4.0  # a second timing, in case the first one also compiled kernels, waits for this many times its cost
+)
 TRUSTED = 5  # timings of a width before evaluations of it are padded to another
 TOGETHER = 0.1  # share of a surprise that moves all widths
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
@@ -131,7 +134,7 @@ class Costs:
 
     @property
     def knows_plain(self) -> bool:
-        """Whether plain decoding was timed often enough, now or in a prior."""
+        """Whether enough evaluations were timed, now or in a prior, to plan drafts."""
         return sum(average.n for average in self.averages.values()) >= TIMED
 
     @property
@@ -184,13 +187,18 @@ class Costs:
         return n if doubted or wider[best] >= PAD * wider[0] else n + best
 
     def next_untimed(self) -> tuple[int, float] | None:
-        """The next width to time by padding a plain round, and the extra seconds that this may take.
+        """The next width to time by padding a plain round, and the seconds that must be to spare for it.
 
         None if all were timed, or plain decoding was not.
         """
         if not self._untimed or not self.n_timed:
             return None
-        width = min(self._untimed)
+        n_timings = {
+            width: self.averages[width].n if width in self.averages else 0 for width in self._untimed
+        }
+        width = min(sorted(self._untimed), key=n_timings.__getitem__)
+        if n_timings[width] == 1:
+            return width, AGAIN * (self.seconds(width) - self.seconds(1))
         below = max((known for known in self.averages if 1 < known < width), default=2)
         return width, (width - 1) * (self.seconds(below) - self.seconds(1)) / (below - 1)
 
@@ -204,7 +212,6 @@ class Costs:
             self.averages[knot] = Average(log(self.seconds(knot)) - self._scale, 0)
         average = self.averages[knot]
         self.n_timed += 1
-        self._untimed.discard(width)
         if is_first:  # the machine may be slower than ever before
             self._scale += surprise
             average.n = max(average.n, 1)
@@ -212,6 +219,8 @@ class Costs:
             average.learn(surprise)
         else:
             self._learn(average, surprise)
+        if average.n >= TIMED:
+            self._untimed.discard(width)
         self._usable = np.empty(0)
         while self._early:
             self._early.pop(0)()
@@ -239,7 +248,9 @@ class Costs:
             self._early.append(partial(self.observe_first_step, seconds))
             return
         first = log(seconds) - self._scale
-        if not self.knows_step or first < self._step.log:  # if it seemed too dear, no draft would mend it
+        if (
+            not self.knows_step or first < self._step.log
+        ):  # a step believed too slow is never used, so never corrected
             self._step = Average(first, LASTING)
 
     def observe_reading(self, n: int, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """When the draft model of one completion processes the prompt.
 
-That takes a draft model seconds before its first token. So the target generates the first token alone, and
-the draft model sleeps until it is expected to save more time than the prompt takes. It then processes a short
+Processing a prompt can take the draft model seconds. So the target generates the first token alone, and the
+draft model sleeps until it is expected to save more time than the prompt takes. It then processes a short
 prompt at once, and a long one in chunks beside the target's rounds.
 """
 
@@ -17,7 +17,7 @@ WAIT = 4  # plain decoding comes first, for a fourth of the prompt's time, but a
 
 
 class DraftPrompt:
-    """The prompt of one completion, as far as its draft model has not processed it."""
+    """The part of a prompt that the draft model of one completion has not processed yet."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs

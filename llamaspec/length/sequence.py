@@ -27,7 +27,7 @@ FREE = COPIES | {Source.GRAMMAR}  # sources that need no draft step
 REACH = 4  # maximum positions of an evaluation at first; later 1.5 times the widest that was timed
 SURE = 0.95  # acceptance: if even this would lose, drafts are not explored
 FIRST = 16  # maximum tokens of a copy, until one of that length was accepted
-CAUTION = 0.5  # share of the usual length to count on: for a short answer, the prompt is a loss
+CAUTION = 0.5  # share of the usual length to count on: for a short answer, processing the prompt does not pay
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class AutoSequence:
     def tree(self) -> TreePlan | None:
         """The plan of the next round's tree; None if a chain is as good, or drafts are only explored."""
         policy, plan = self._policy, self._begun()
-        if policy.trees is None or plan.explored is not None:
+        if policy.trees is None or plan.explored is not None or self.reading.n_to_read:
             return None
         usual = self._acceptance[policy.drafting].probability()
         prices = plan.prices[: plan.limits.get(policy.drafting, 0) + 1]
@@ -144,7 +144,7 @@ class AutoSequence:
         )
         n_most = max(n, n_copies) if policy.sources & COPIES else n
         seconds = costs.padded_seconds(n_sequences, n_sequences + n_most * n_drafting, n_drafting)
-        if len(policy.sequences) > 1:  # the others wait while a long copy is verified
+        if len(policy.sequences) > 1:  # others, also those whose prompt is processed, wait for a long copy
             n_short = int((seconds - seconds[0] <= WAIT_SECONDS).sum()) - 1
             seconds = seconds[: max(n_short, CHUNK) + 1]
         plan = RoundPlan(plain=float(seconds[0]) / n_sequences, step=costs.step_seconds / n_drafting)

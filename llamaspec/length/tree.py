@@ -25,7 +25,7 @@ SHARES = (0.45, 0.13, 0.06)  # of positions that the first candidate misses: of 
 LEARNT = 0.02  # weight of one such position in these shares
 DEPTHS = (1, 2, 4, 8)  # draft steps to look ahead
 WIDEST = 8  # tokens that the draft model evaluates in one step
-SUREST = 0.02  # chances of less confident candidates are scaled down; a tenth of it is the least doubt
+SUREST = 0.02  # below this confidence, chances shrink in proportion; no chance exceeds 1 - SUREST / 10
 EDGE = 1.1  # minimum expected speed of a tree, next to the best chain
 
 
@@ -204,7 +204,9 @@ def plan_tree(
     usual = acceptance.usual(chance)
     if len(prices) < 3 or rate * prices[-1] > (len(prices) - 1) * usual[1]:
         return None  # second candidates are not worth their positions
-    widths = costs.padded_seconds(1, WIDEST)  # a guess: a wider draft step costs more as an evaluation does
+    widths = costs.padded_seconds(
+        1, WIDEST
+    )  # a guess: wider draft steps slow down as the target's evaluations do
     steps, best = step * np.concatenate(([0.0], widths / widths[0])), 0.0
     for depth in DEPTHS:
         values = looked_ahead(usual, depth)[: len(prices) - 1]

@@ -112,7 +112,7 @@ class Cells:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moved:
-    """A sequence on the way to lower cells: what was copied out of its old ones."""
+    """A sequence that is being moved to lower cells, with the content of its old ones."""
 
     sequence: CachedSequence
     n: int  # tokens that it had

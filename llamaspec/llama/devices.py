@@ -218,10 +218,12 @@ def _report_abort() -> object:
     def end(message: bytes) -> None:
         reason = printable(message.decode(errors="replace"))
         is_worker = "rpc" in reason.lower()
-        fault = "a worker was lost, or is of another version" if is_worker else "llama.cpp failed"
+        fault, remedy = "llama.cpp failed", "run this again with --verbose"
+        if is_worker:
+            fault, remedy = "a worker was lost, or has another version", "start the worker and run this again"
         with suppress(Exception):  # the process must end here in any case
             sys.stdout.flush()
-            sys.stderr.write(f"\nllamaspec: {fault} ({reason}); start it and run this again\n")
+            sys.stderr.write(f"\nllamaspec: {fault} ({reason}); {remedy}\n")
             sys.stderr.flush()
         os._exit(1)
 

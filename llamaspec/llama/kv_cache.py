@@ -96,7 +96,7 @@ class KVCache:
         """Cut the sequence to its request, add tokens known elsewhere, and reserve cells for the rest."""
         n_before = request.n_before  # the most that the cache can supply
         sequence = self.running.get(number) or self._assign(number, request.tokens[:n_before])
-        n_read = self._trees.resume(sequence, request)
+        n_known = self._trees.resume(sequence, request)
         n = min(sequence.shared(request.tokens), n_before)
         sequence.n_reserved = 0
         if n < request.n_tokens:  # otherwise keep the tokens after these: the next request may want them
@@ -105,12 +105,12 @@ class KVCache:
             least = n + (MIN_SHARED if n and request.n_logits else 1)
             if n_before >= least:
                 self._take_over(sequence, request.tokens[:n_before], least)
-            sequence.n_reserved = request.n_tokens - n_read - sequence.n + n_padding
+            sequence.n_reserved = request.n_tokens - n_known - sequence.n + n_padding
             sequence.n_padding = n_padding
             self._make_room(sequence)
             if self.shares and n_before >= max(least, sequence.n + MIN_COPIED):
                 self._restore(sequence, request.tokens[:n_before])
-            n = sequence.n + n_read
+            n = sequence.n + n_known
         sequence.last_used = next(self._clock)
         return n
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,10 +119,12 @@ class Weights:
         """Architecture, number of parameters and quantization, such as "qwen2 1.78B Q4_K - Medium"."""
         buffer = ctypes.create_string_buffer(128)
         lib.llama_model_desc(self.pointer, buffer, len(buffer))
-        architecture, _, quantization = buffer.value.decode("utf-8", errors="replace").split(" ", 2)
+        written = buffer.value.decode("utf-8", errors="replace")
+        architecture, _, rest = written.partition(" ")
+        quantization = re.sub(r"^\S+ (\(\w+\) )?", "", rest)  # without a size such as "17Bx16E (Scout)"
         n = self.facts.n_parameters  # llama.cpp has names for some sizes only, and calls 0.5B "1B"
         size = f"{n / 1e9:.2f}B" if n >= 1e8 else f"{n / 1e6:.2f}M"
-        return f"{architecture} {size} {quantization.removeprefix('(guessed) ')}"
+        return f"{architecture} {size} {quantization}"
 
     def metadata(self, key: str) -> str | None:
         """Return a metadata entry of the file as text; None if there is none."""

@@ -110,7 +110,7 @@ def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
     if machine.system == "darwin" and not machine.can_offload:
         fault, option = "; this build has no Metal", "METAL"
     elif machine.has_nvidia and not machine.can_offload:
-        fault, option = "; an NVIDIA GPU is here, but this build computes on the CPU only", "CUDA"
+        fault, option = "; this machine has an NVIDIA GPU, but this build computes on the CPU only", "CUDA"
     elif not machine.can_offload:
         shown += "; no GPU offload"
     remedy = f"rebuild llama.cpp with CMAKE_ARGS=-DGGML_{option}=on"
@@ -314,7 +314,7 @@ def vocabulary_findings(target: LlamaVocabulary, draft: LlamaVocabulary) -> Iter
         if mine != its
     ]
     text = "; ".join(differing) or f"start {_token(target.bos)}, end {_token(target.eos)} in both"
-    remedy = "choose a draft tuned like the target, both for chat or neither"
+    remedy = "choose a draft tuned like the target: both for chat, or neither"
     yield check("special tokens", text, not differing, ": draft tokens there will be wrong", remedy)
 
 

@@ -206,7 +206,7 @@ class AnswerOptions:
     n: int = 1  # answers to each prompt; answer i uses seed + i
     stops: Sequence[str] = ()
     n_logprobs: int | None = None  # most probable tokens to list with each token; None: no log-probabilities
-    prediction: str | None = None  # text that the answer is expected to repeat mostly
+    prediction: str | None = None  # text that the answer is expected to mostly repeat
     is_interactive: bool = False  # an editor waits for it at the cursor: it goes before others
     max_seconds: float | None = None  # after the first token; the answer then ends once it has a whole line
 

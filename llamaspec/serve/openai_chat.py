@@ -61,7 +61,7 @@ class StreamOptions(Fields):
 
 
 class PredictionFields(Fields):
-    """Text that the answer is expected to repeat mostly."""
+    """Text that the answer is expected to mostly repeat."""
 
     type: Literal["content"]
     content: Content

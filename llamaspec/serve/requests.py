@@ -78,7 +78,7 @@ class Job:
     max_tokens: int
     options: AnswerOptions
     drafting: SpeculativeFields
-    prediction: TokenArray | None = None  # [m] int32, that the answer is expected to repeat mostly
+    prediction: TokenArray | None = None  # [m] int32, that the answer is expected to mostly repeat
 
     def open(self, pair: Pair, policy: LengthPolicy, on_prefill: Progress) -> AnswerStream:
         """Return the stream of its answer; PromptError if the prompt does not fit."""

@@ -23,7 +23,7 @@ def timeline_data(page: Path) -> dict[str, object]:
 def test_explain_tells_choices_costs_and_a_verdict(models: list[Path]) -> None:
     answer = generate("-n", "60", "--seed", "1", "--explain", "hello", models=models)
     assert answer.code == 0
-    for part in ("verified draft tokens per round:", "a token takes "):
+    for part in ("draft tokens verified per round:", "a token takes "):
         assert part in answer.stderr
     assert re.search(r"the completion took .* (less|more) than|nothing was gained", answer.stderr)
 

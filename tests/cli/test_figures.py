@@ -46,7 +46,7 @@ def explained(reasons: Reasons, known: str | None = None) -> list[str]:
 def test_what_explain_says_of_known_reasons() -> None:
     told = explained(REASONS)
     assert told == [
-        "verified draft tokens per round: 0 in 25%, 3 in 75%",
+        "draft tokens verified per round: 0 in 25%, 3 in 75% of the rounds",
         "from the draft model: 6 of 9 verified draft tokens accepted (67%)",
         "copied from earlier text: 4 of 10 verified draft tokens accepted (40%)",
         "draft's confidence accepted",

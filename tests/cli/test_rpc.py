@@ -39,7 +39,7 @@ def test_a_worker_that_dies_leaves_the_text_so_far_and_one_line(models: list[Pat
     assert "Traceback" not in complaints.decode()
     line = complaints.decode().splitlines()[-1]
     assert line.startswith("llamaspec: a worker was lost")
-    assert line.endswith("; start it and run this again")
+    assert line.endswith("; start the worker and run this again")
 
 
 @needs_rpc

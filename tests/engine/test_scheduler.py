@@ -15,6 +15,7 @@ from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.sequence import MAX_UNREAD, RunningSequence
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ContextFullError
+from llamaspec.length.policy import AutoLength
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
 from stepped import Stepped
@@ -251,6 +252,20 @@ def test_prompts_that_are_not_processed_beside_rounds(
     models = both(context_size=900, max_chunked_prefill=max_chunked_prefill)
     talker = talker_and_newcomer(models, Clock(), 25, width)
     assert not [r for r in talker.completion.rounds if r.verified_in.n_prefill]
+
+
+def test_a_prompt_in_several_evaluations_does_not_show_the_cost_of_a_wide_one() -> None:
+    """Their sum was taken for the cost of 512 positions, so long copies looked too expensive."""
+    clock, policy, prompt = Clock(), AutoLength(), (np.arange(513) % V).tolist()
+    models = both(context_size=2048, batch_size=512, max_chunked_prefill=80, seconds=1.0, clock=clock)
+    scheduler = Stepped(models, clock=clock)
+    talker = stream(scheduler, models, seed=1, length=Length(1, lambda n: n), max_tokens=40)
+    next(talker)
+    length = Length(reading=policy.start_sequence().reading)
+    stream(scheduler, models, prompt, seed=2, length=length, drafter=NoDrafter(), max_tokens=3).run()
+    policy.costs.observe_verify(1, 1.0)  # what was learnt before waits for it
+    talker.run()
+    assert policy.costs.widest_timed() < 64
 
 
 def test_the_time_to_prepare_a_batch_is_shared() -> None:

@@ -198,7 +198,7 @@ def test_a_folder_that_is_not_writable(hub: Hub, left: Path, monkeypatch: pytest
         return opened(path, *arguments, **settings)
 
     monkeypatch.setattr(Path, "open", refusing)
-    assert f"cannot store {FILE}: Permission denied; make the folder writable" in refused()
+    assert f"cannot store {FILE}: Permission denied; check the disk, or set HF_HOME" in refused()
 
 
 def test_a_wrong_size_does_not_block_the_next_transfer(hub: Hub, cache: Path) -> None:

@@ -79,7 +79,9 @@ def test_an_address_may_leave_out_the_file(hub: Hub, cache: Path) -> None:
     ):
         with pytest.raises(ModelFileError, match=says):
             resolve_model(address)
-    with pytest.raises(ModelFileError, match="this machine has no model of hf:acme/big-GGUF; name one"):
+    with pytest.raises(
+        ModelFileError, match="hf:acme/big-GGUF is not on this machine; run `llamaspec models pull"
+    ):
         locate_model("hf:acme/big-GGUF")
     path = resolve_model("hf:acme/big-GGUF:Q8_0")
     assert path.read_bytes() == hub.files[BIG]

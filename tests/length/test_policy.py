@@ -218,11 +218,14 @@ def test_copies_that_cannot_win_are_not_verified() -> None:
 @pytest.mark.parametrize("n_sequences", [2, 5])
 def test_several_sequences_share_every_evaluation(curve: str, n_sequences: int) -> None:
     """As they fill the batch, drafts get shorter."""
-    on, texts = machine(curve), [mixed(seed) for seed in range(n_sequences)]
-    shared = play_together(AutoLength(), on, texts)
-    fixed = [play_together(FixedLength(n), on, texts).to_plain for n in (0, 1, 2, 4)]
-    assert shared.to_plain <= 1.03
-    assert shared.to_plain <= 1.05 * min(fixed)
+    on, compared = machine(curve), []
+    for first in range(0, 3 * n_sequences, n_sequences):
+        texts = [mixed(seed) for seed in range(first, first + n_sequences)]
+        shared = play_together(AutoLength(), on, texts).to_plain
+        fixed = [play_together(FixedLength(n), on, texts).to_plain for n in (0, 1, 2, 4)]
+        assert shared <= 1.03
+        compared.append(shared / min(fixed))
+    assert np.mean(compared) <= 1.05
 
 
 def test_sequences_that_come_and_go_leave_nothing() -> None:

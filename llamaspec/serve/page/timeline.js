@@ -48,6 +48,6 @@ export function draw(svg, rounds) {
   for (let ms = 0; ms <= total; ms += step) {
     add(svg, "line", { x1: x(ms), x2: x(ms), y1: TOP + HEIGHT, y2: TOP + HEIGHT + 5 });
     const anchor = ms === 0 ? "start" : x(ms) > width - 30 ? "end" : "middle";
-    add(svg, "text", { x: x(ms), y: TOP + HEIGHT + 17, "text-anchor": anchor }, step < 1000 ? `${Math.round(ms)} ms` : `${ms / 1000} s`);
+    add(svg, "text", { x: x(ms), y: TOP + HEIGHT + 17, "text-anchor": anchor }, total < 1000 ? `${+ms.toFixed(1)} ms` : `${+(ms / 1000).toFixed(1)} s`);
   }
 }
