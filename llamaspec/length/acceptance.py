@@ -25,6 +25,7 @@ MATCH_EDGES = tuple(i / (i + 1) for i in (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 6
 LEVEL, SLOPE, UNDRAWN = 0.2, 0.6, 0.4  # first guesses of log-odds; of tokens that are not drawn yet
 PRIOR, MOST = 4, 200  # weight of a first guess, and longest memory of an average, in tokens
 GAIN = 0.25  # how fast a completion's level moves
+LOSS = 1.0  # how fast it falls after a wrong copy, which costs a wide evaluation for nothing
 FLATTEST = 0.1  # minimum slope of a probability over its log-odds
 
 
@@ -88,7 +89,8 @@ class SequenceAcceptance:
 
     def learn(self, outcome: float, confidence: float) -> None:
         """Learn from one token that was accepted (1) or rejected (0)."""
-        self._level += GAIN * (outcome - self.probability(confidence if self._is_copied else None))
+        surprise = outcome - self.probability(confidence if self._is_copied else None)
+        self._level += (LOSS if self._is_copied and surprise < 0 else GAIN) * surprise
         self._shared.learn(outcome)
         self._shared.learn(outcome, confidence)
 
