@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import numpy as np
 import pytest
 
@@ -67,3 +69,20 @@ def test_nothing_is_learnt_from_tokens_after_a_rejection(
     tree = None if parents is None else np.array(parents, dtype=np.int32)
     draft = Draft(np.arange(3, dtype=np.int32), (), (0.9, 0.8, 0.7), parents=tree)
     assert verified_tokens(Round(draft, path, 0, Evaluation(4))) == found
+
+
+def log_odds(probability: float) -> float:
+    return log(probability / (1.0 - probability))
+
+
+@pytest.mark.parametrize(("outcome", "level"), [(1.0, 0.125), (0.0, -0.5)])
+def test_a_wrong_copy_moves_the_level_of_a_completion_more_than_a_right_one(
+    outcome: float, level: float
+) -> None:
+    """In answers of JSON, wrong copies cost an eighth of the time before the level had fallen."""
+    shared = Acceptance(is_copied=True)
+    assert shared.probability(0.5) == pytest.approx(0.5)
+    completion = SequenceAcceptance(shared, is_copied=True)
+    completion.learn(outcome, 0.5)
+    moved = log_odds(completion.probability(0.5)) - log_odds(shared.probability(0.5))
+    assert moved == pytest.approx(level)
