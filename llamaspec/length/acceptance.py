@@ -25,7 +25,7 @@ MATCH_EDGES = tuple(i / (i + 1) for i in (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 6
 LEVEL, SLOPE, UNDRAWN = 0.2, 0.6, 0.4  # first guesses of log-odds; of tokens that are not drawn yet
 PRIOR, MOST = 4, 200  # weight of a first guess, and longest memory of an average, in tokens
 GAIN = 0.25  # how fast a completion's level moves
-LOSS = 1.0  # how fast it falls after a wrong copy, which costs a wide evaluation for nothing
+LOSS = 0.5  # how fast it falls after a wrong copy, which costs a wide evaluation for nothing
 FLATTEST = 0.1  # minimum slope of a probability over its log-odds
 
 

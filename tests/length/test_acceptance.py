@@ -75,7 +75,7 @@ def log_odds(probability: float) -> float:
     return log(probability / (1.0 - probability))
 
 
-@pytest.mark.parametrize(("outcome", "level"), [(1.0, 0.125), (0.0, -0.5)])
+@pytest.mark.parametrize(("outcome", "level"), [(1.0, 0.125), (0.0, -0.25)])
 def test_a_wrong_copy_moves_the_level_of_a_completion_more_than_a_right_one(
     outcome: float, level: float
 ) -> None:
