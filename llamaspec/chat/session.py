@@ -108,7 +108,7 @@ class Session:
         self._transcript = Transcript(pair.target.vocabulary)
         self._turns: Turns = ()
         self._n_dropped = 0  # oldest messages that prompts leave out
-        self._answer: _Answer | None = None  # the last answer, if it was generated here
+        self._last_answer: _Answer | None = None  # the last answer, if it was generated here
 
     @property
     def messages(self) -> Turns:
@@ -123,7 +123,7 @@ class Session:
             raise PromptError("a conversation has one system prompt, at its beginning; correct the file")
         self._system = messages[0].text if has_system else self._system
         self._turns, self.last = turns, None
-        self._n_dropped, self._answer = 0, None
+        self._n_dropped, self._last_answer = 0, None
 
     def reset(self) -> None:
         """Start over; the system prompt stays."""
@@ -156,7 +156,7 @@ class Session:
         self._require_answer("regenerate")
         if self.settings.sampling.temperature == 0:
             self._on_remark("at temperature 0 the answer is always the same")
-        attempt = 1 if self._answer is None else self._answer.attempt + 1
+        attempt = 1 if self._last_answer is None else self._last_answer.attempt + 1
         return self._generate(self._turns[:-1], on_prefill, attempt)
 
     def _require_answer(self, action: str) -> None:
@@ -174,8 +174,8 @@ class Session:
     ) -> Generator[str, None, None]:
         before = _Answer(attempt=attempt)
         if continues:
-            before = self._answer or self._known_answer(self._turns[-1].text, turns)
-        prompt = self._prompt(turns, before)
+            before = self._last_answer or self._known_answer(self._turns[-1].text, turns)
+        prompt = self._fitting_prompt(turns, before)
         n_turn = sum(message.role == "user" for message in turns) - 1
         seed = self.settings.seed + n_turn + before.attempt * REGENERATION
         parser = AnswerParser(self._template.answer_format, thinking=prompt.is_thinking)
@@ -221,13 +221,13 @@ class Session:
         """Add an answer to the conversation; `prompted` are the messages of its prompt."""
         completion = reply.completion
         self._transcript.wrote(completion.tokens)
-        self._answer = _Answer(
+        self._last_answer = _Answer(
             (*before.tokens, *completion.tokens),
             before.text + completion.text,
             before.content + content,
             before.attempt,
         )
-        self._turns = (*turns, self._as_message(self._answer.content, prompted))
+        self._turns = (*turns, self._as_message(self._last_answer.content, prompted))
         self.last = reply
         self.totals.n_answers += 1
         self.totals.n_prompt_tokens += completion.n_prompt_tokens
@@ -236,7 +236,7 @@ class Session:
     def _system_messages(self) -> Turns:
         return (Message("system", self._system),) if self._system else ()
 
-    def _prompt(self, turns: Turns, answer: _Answer) -> _Prompt:
+    def _fitting_prompt(self, turns: Turns, answer: _Answer) -> _Prompt:
         """Return the prompt, with the answer that is continued.
 
         If an answer no longer fits after it, the oldest turns are dropped until half of the context is free.

@@ -348,13 +348,6 @@ def test_a_call_without_marks_that_was_cut_is_an_incomplete_call(before: str, na
         assert (found.text, calls) == ("", [("now", '{"a": "b {')] if name == "now" else [])
 
 
-def test_a_complete_object_that_is_no_call_is_no_cut_call() -> None:
-    """Its arguments were everything up to the end of the object."""
-    parser = AnswerParser(FORMATS["qwen3"], TOOLS)
-    deltas = parser.feed('{"name": "now", "arguments": {}, "id": 1}')
-    assert not message_of([*deltas, *parser.finish(is_cut=True)]).tool_calls
-
-
 def test_half_a_mark_after_a_call_is_not_content() -> None:
     for mark in ("</tool_c", "\n<tool_ca"):
         parser = AnswerParser(FORMATS["qwen3"], TOOLS)
