@@ -62,6 +62,8 @@ def test_trees_are_off_by_default(trees: bool, curve: CostCurve, grows: bool) ->
             Round(NO_DRAFT, (), 0, Evaluation(width, 1, i), verify_seconds=policy.costs.seconds(width))
         )
     assert (sequence.tree() is not None) == grows
+    sequence.reading.n_to_read = 64
+    assert sequence.tree() is None, "the draft model processes a chunk of the prompt instead"
     assert sequence.n_verified(BRANCHED) == 4  # the tree has chosen
     sequence.observe(replace(Round(BRANCHED, (0,), 0, Evaluation(5)), verify_seconds=0.011, n_draft_steps=2))
     assert policy.costs.step_seconds == pytest.approx(curve.draft_step_seconds, rel=0.2)
