@@ -1,0 +1,5 @@
+#include "vectors512.hpp"
+
+#include "product.hpp"
+
+const llamaspec::Level llamaspec::AVX512 = make_level("avx512");

@@ -1,0 +1,416 @@
+// Takes the place of functions that ggml-cpu calls for every matrix product, and computes those with few columns.
+//
+// ggml-cpu calls its "tiled" functions through the dynamic linker, so those of a library that was loaded before it
+// come first. They compute what they can; llama.cpp's own functions get the rest. No copy of the weights is made.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "ggml.hpp"
+#include "kernels.hpp"
+
+using namespace llamaspec;
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int VERSION = 1;  // changes with results and costs
+
+// llama.cpp's functions
+bool (*mul_mat_tiled)(const ggml_compute_params *, ggml_tensor *);
+bool (*mul_mat_id_tiled)(const ggml_compute_params *, ggml_tensor *, int64_t, int64_t, const int32_t *, char *);
+size_t (*tiled_wdata_size)(int, const ggml_tensor *);
+void (*barrier)(void *);
+void (*chunk_set)(void *, int);
+int (*chunk_add)(void *, int);
+
+const Level *level;          // nullptr = none that this processor has
+std::atomic<bool> is_on;     // changes only while nothing is evaluated
+std::atomic<long long> n_calls;
+
+struct TypeSize { int length, bytes; };
+constexpr TypeSize size_of(int type) {
+    switch (type) {
+        case F32: return {1, 4};
+        case F16: case BF16: return {1, 2};
+        case Q4_0: case IQ4_NL: return {32, 18};
+        case Q4_1: return {32, 20};
+        case Q5_0: return {32, 22};
+        case Q5_1: return {32, 24};
+        case Q8_0: return {32, 34};
+        case MXFP4: return {32, 17};
+        case Q2_K: return {256, 84};
+        case Q3_K: return {256, 110};
+        case Q4_K: return {256, 144};
+        case Q5_K: return {256, 176};
+        case Q6_K: return {256, 210};
+        case IQ4_XS: return {256, 136};
+        default: return {0, 0};
+    }
+}
+bool is_covered(int type) { return level && type >= 0 && type < N_TYPES && level->kernels[type]; }
+bool is_float(int type) { return size_of(type).length == 1; }
+
+size_t padded(size_t n) { return (n + 63) / 64 * 64; }
+
+// A matrix of weights.
+struct Matrix {
+    int type;
+    const uint8_t *data;
+    size_t row_bytes;  // from one row to the next
+    int64_t n_rows, n_inputs;
+
+    size_t bytes_in_row() const { return n_inputs / size_of(type).length * size_of(type).bytes; }
+    bool is_small() const { return !is_float(type) && n_rows < level->lanes; }
+    size_t quantized_bytes(int64_t n_columns) const {
+        return is_float(type) ? 0 : padded(n_inputs / UNIT * n_columns * sizeof(Activations));
+    }
+    size_t scratch_bytes() const {  // of a thread
+        return is_small() ? padded(level->lanes * bytes_in_row()) : 0;
+    }
+};
+
+Matrix matrix_of(const ggml_tensor *t) {
+    return {t->type, static_cast<const uint8_t *>(t->data), t->nb[1], t->ne[1], t->ne[0]};
+}
+
+// Multiply rows of a matrix with up to MAX_COLUMNS columns.
+void multiply(const Matrix &m, const Activations *quantized, const float *const *columns, int n, float *const *out,
+              char *scratch, int64_t first, int64_t end) {
+    Product product{m.data, m.row_bytes, m.n_rows, m.n_inputs, n, quantized, columns, out};
+    float rest[MAX_COLUMNS][MAX_LANES], *rows[MAX_COLUMNS];
+    if (m.is_small()) {  // repeat the last row
+        for (int r = 0; r < level->lanes; r++)
+            std::memcpy(scratch + r * m.bytes_in_row(), m.data + std::min<int64_t>(r, m.n_rows - 1) * m.row_bytes,
+                        m.bytes_in_row());
+        for (int c = 0; c < n; c++) rows[c] = rest[c];
+        product.weights = reinterpret_cast<const uint8_t *>(scratch), product.row_bytes = m.bytes_in_row();
+        product.n_rows = end = level->lanes, product.out = rows;
+    }
+    level->kernels[m.type](product, first, end);
+    if (m.is_small())
+        for (int c = 0; c < n; c++) std::memcpy(out[c], rest[c], m.n_rows * sizeof(float));
+}
+
+// Several products of the same shape: those of a tensor's second and third "batch" dimension.
+struct Batch {
+    Matrix matrix;  // of slice 0
+    const ggml_tensor *weights, *x, *dst;
+    int64_t n_columns, n_slices;
+
+    explicit Batch(const ggml_tensor *t)
+        : matrix(matrix_of(t->src[0])), weights(t->src[0]), x(t->src[1]), dst(t), n_columns(x->ne[1]),
+          n_slices(x->ne[2] * x->ne[3]) {}
+
+    const float *column(int64_t slice, int64_t c) const {
+        return at<const float>(x, c, slice % x->ne[2], slice / x->ne[2]);
+    }
+    float *out(int64_t slice, int64_t c) const { return at<float>(dst, c, slice % x->ne[2], slice / x->ne[2]); }
+    Matrix slice(int64_t i) const {
+        Matrix m = matrix;
+        const int64_t i2 = i % x->ne[2] / (x->ne[2] / weights->ne[2]), i3 = i / x->ne[2] / (x->ne[3] / weights->ne[3]);
+        m.data += i2 * weights->nb[2] + i3 * weights->nb[3];
+        return m;
+    }
+    size_t quantized_bytes() const { return matrix.quantized_bytes(n_columns * n_slices); }
+    size_t work_bytes(int n_threads) const { return 64 + quantized_bytes() + n_threads * matrix.scratch_bytes(); }
+
+    // The activations of up to MAX_COLUMNS columns lie together.
+    Activations *quantized(char *work, int64_t slice, int64_t c) const {
+        return reinterpret_cast<Activations *>(work) + (slice * n_columns + c) * (matrix.n_inputs / UNIT);
+    }
+    int group(int64_t c) const { return static_cast<int>(std::min<int64_t>(MAX_COLUMNS, n_columns - c)); }
+
+    // Quantize this thread's part of all columns.
+    void quantize(char *work, int64_t ith, int64_t nth) const {
+        if (is_float(matrix.type)) return;
+        const int64_t units = matrix.n_inputs / UNIT, total = units * n_columns * n_slices;
+        const int64_t end = total * (ith + 1) / nth;
+        for (int64_t i = total * ith / nth; i < end;) {
+            const int64_t column = i / units, unit = i % units, n = std::min(units - unit, end - i);
+            const int64_t s = column / n_columns, c = column % n_columns, first = c / MAX_COLUMNS * MAX_COLUMNS;
+            const size_t stride = group(first);
+            level->quantize(this->column(s, c) + unit * UNIT, n, level->aux[matrix.type],
+                            quantized(work, s, first) + unit * stride + (c - first), stride);
+            i += n;
+        }
+    }
+
+    void multiply_rows(char *work, char *scratch, int64_t s, int64_t first, int64_t end) const {
+        const Matrix m = slice(s);
+        const float *columns[MAX_COLUMNS];
+        float *outputs[MAX_COLUMNS];
+        for (int64_t c = 0; c < n_columns; c += MAX_COLUMNS) {
+            const int n = group(c);
+            for (int i = 0; i < n; i++) columns[i] = column(s, c + i), outputs[i] = out(s, c + i);
+            multiply(m, quantized(work, s, c), columns, n, outputs, scratch, first, end);
+        }
+    }
+
+    template <class T> static T *at(const ggml_tensor *t, int64_t i1, int64_t i2, int64_t i3) {
+        return reinterpret_cast<T *>(static_cast<char *>(t->data) + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3]);
+    }
+};
+
+// Rows of a chunk: enough chunks that a thread on a busy core leaves its work to others.
+int64_t rows_of_chunk(int64_t n_rows, int n_threads) {
+    const int64_t n = n_rows / (8 * n_threads);
+    return std::max<int64_t>(MAX_LANES, (n + MAX_LANES - 1) / MAX_LANES * MAX_LANES);
+}
+
+// Whether the kernels can compute this product; anything unusual is llama.cpp's.
+bool fits(const ggml_tensor *dst) {
+    const ggml_tensor *w = dst->src[0], *x = dst->src[1];
+    if (!is_covered(w->type) || x->type != F32 || dst->type != F32) return false;
+    const TypeSize size = size_of(w->type);
+    const int64_t multiple = is_float(w->type) ? 16 : size.length;
+    return w->ne[0] % multiple == 0 && w->nb[0] == static_cast<size_t>(size.bytes) &&
+           w->nb[1] >= w->ne[0] / size.length * static_cast<size_t>(size.bytes) && x->nb[0] == sizeof(float) &&
+           dst->nb[0] == sizeof(float) && x->nb[1] % sizeof(float) == 0 && x->ne[0] == w->ne[0] && w->ne[1] > 0;
+}
+
+bool covers_batches(const ggml_tensor *w, const ggml_tensor *x) {
+    return w->ne[2] > 0 && w->ne[3] > 0 && x->ne[2] % w->ne[2] == 0 && x->ne[3] % w->ne[3] == 0;
+}
+
+// Of a thread, for one expert: activations of MAX_COLUMNS columns, and scratch.
+size_t expert_bytes(const Matrix &m) { return m.quantized_bytes(MAX_COLUMNS) + m.scratch_bytes(); }
+
+char *aligned(void *p) { return reinterpret_cast<char *>(padded(reinterpret_cast<size_t>(p))); }
+
+}  // namespace
+
+EXPORTED bool ggml_compute_forward_mul_mat_tiled(const ggml_compute_params *params, ggml_tensor *dst) {
+    if (is_on.load(std::memory_order_relaxed) && !params->use_ref && fits(dst) &&
+        covers_batches(dst->src[0], dst->src[1])) {
+        const Batch batch(dst);
+        const int ith = params->ith, nth = params->nth;
+        if (params->wsize >= batch.work_bytes(nth)) {
+            char *work = aligned(params->wdata);
+            char *scratch = work + batch.quantized_bytes() + ith * batch.matrix.scratch_bytes();
+            batch.quantize(work, ith, nth);
+            if (ith == 0) {
+                chunk_set(params->threadpool, nth);
+                n_calls.fetch_add(1, std::memory_order_relaxed);
+            }
+            barrier(params->threadpool);
+            const int64_t n_rows = batch.matrix.n_rows, n = rows_of_chunk(n_rows, nth), n_chunks = (n_rows + n - 1) / n;
+            for (int64_t i = ith; i < n_chunks * batch.n_slices; i = chunk_add(params->threadpool, 1)) {
+                const int64_t first = i % n_chunks * n;
+                batch.multiply_rows(work, scratch, i / n_chunks, first, std::min(n_rows, first + n));
+            }
+            return true;
+        }
+    }
+    return mul_mat_tiled && mul_mat_tiled(params, dst);
+}
+
+// One expert: `rows` has pairs (index of the expert in a token's list, token) for each of its n columns.
+EXPORTED bool ggml_compute_forward_mul_mat_id_tiled(const ggml_compute_params *params, ggml_tensor *dst, int64_t expert,
+                                                    int64_t n, const int32_t *rows, char *scratch) {
+    const ggml_tensor *w = dst->src[0], *x = dst->src[1];
+    if (is_on.load(std::memory_order_relaxed) && !params->use_ref && fits(dst)) {
+        Matrix m = matrix_of(w);
+        m.data += expert * w->nb[2];
+        const int64_t ith = params->ith, nth = params->nth, units = m.n_inputs / UNIT;
+        const char *end_of_work = static_cast<char *>(params->wdata) + params->wsize;
+        if (end_of_work - scratch >= static_cast<ptrdiff_t>(nth * expert_bytes(m))) {
+            scratch += ith * expert_bytes(m);
+            auto *quantized = reinterpret_cast<Activations *>(scratch);
+            const int64_t panels = (m.n_rows + MAX_LANES - 1) / MAX_LANES;
+            const int64_t first = panels * ith / nth * MAX_LANES;
+            const int64_t end = std::min(m.n_rows, panels * (ith + 1) / nth * MAX_LANES);
+            if (ith == 0) n_calls.fetch_add(1, std::memory_order_relaxed);
+            for (int64_t c = 0; c < n && first < end; c += MAX_COLUMNS) {
+                const int group = static_cast<int>(std::min<int64_t>(MAX_COLUMNS, n - c));
+                const float *columns[MAX_COLUMNS];
+                float *out[MAX_COLUMNS];
+                for (int i = 0; i < group; i++) {
+                    const int64_t i1 = rows[2 * (c + i)], i2 = rows[2 * (c + i) + 1];
+                    columns[i] = Batch::at<const float>(x, i1 % x->ne[1], i2, 0);
+                    out[i] = Batch::at<float>(dst, i1, i2, 0);
+                    // Every thread quantizes for itself: there is no barrier between experts.
+                    if (!is_float(m.type))
+                        level->quantize(columns[i], units, level->aux[m.type], quantized + i, group);
+                }
+                multiply(m, quantized, columns, group, out, scratch + m.quantized_bytes(MAX_COLUMNS), first, end);
+            }
+            return true;
+        }
+    }
+    return mul_mat_id_tiled && mul_mat_id_tiled(params, dst, expert, n, rows, scratch);
+}
+
+// llama.cpp asks this for the size of wdata; what it needs for itself comes first.
+EXPORTED size_t ggml_tiled_wdata_size(int n_threads, const ggml_tensor *dst) {
+    size_t n = tiled_wdata_size ? tiled_wdata_size(n_threads, dst) : 0;
+    if (is_on.load(std::memory_order_relaxed) && fits(dst)) {
+        if (dst->src[2]) n = std::max(n, n_threads * expert_bytes(matrix_of(dst->src[0])));
+        else if (covers_batches(dst->src[0], dst->src[1])) n = std::max(n, Batch(dst).work_bytes(n_threads));
+    }
+    return n;
+}
+
+namespace {
+
+bool has(const char *name) {
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (!std::strcmp(name, "avx512"))
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512vnni");
+    if (!std::strcmp(name, "avx-vnni")) {
+        unsigned a = 7, b = 0, c = 1, d = 0;  // GCC 11 knows the flag, but not by name in __builtin_cpu_supports
+        __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+        return avx2 && (a >> 4 & 1);
+    }
+    return avx2;
+}
+
+template <class F> bool find(void *library, const char *name, F *&function) {
+    function = reinterpret_cast<F *>(dlsym(library, name));
+    return function != nullptr;
+}
+
+// Multiply through ggml as llama.cpp does, and compare with the right numbers.
+std::string self_test(void *cpu, void *base) {
+    void *(*init)(ggml_init_params);
+    void (*free_context)(void *);
+    ggml_tensor *(*new_3d)(void *, int, int64_t, int64_t, int64_t);
+    ggml_tensor *(*mul_mat)(void *, ggml_tensor *, ggml_tensor *);
+    ggml_tensor *(*mul_mat_id)(void *, ggml_tensor *, ggml_tensor *, ggml_tensor *);
+    void *(*new_graph)(void *);
+    void (*expand)(void *, ggml_tensor *);
+    int (*compute)(void *, void *, int);
+    if (!find(base, "ggml_init", init) || !find(base, "ggml_free", free_context) ||
+        !find(base, "ggml_new_tensor_3d", new_3d) || !find(base, "ggml_mul_mat", mul_mat) ||
+        !find(base, "ggml_mul_mat_id", mul_mat_id) || !find(base, "ggml_new_graph", new_graph) ||
+        !find(base, "ggml_build_forward_expand", expand) || !find(cpu, "ggml_graph_compute_with_ctx", compute))
+        return "llama.cpp lacks functions for the self-test";
+    constexpr int K = 64, ROWS = 40, COLUMNS = 3, EXPERTS = 4, USED = 2;
+    void *context = init({8u << 20, nullptr, false});
+    if (!context) return "no memory for the self-test";
+    ggml_tensor *w = new_3d(context, Q8_0, K, ROWS, EXPERTS), *first = new_3d(context, Q8_0, K, ROWS, 1);
+    ggml_tensor *x = new_3d(context, F32, K, COLUMNS, 1);
+    ggml_tensor *each = new_3d(context, F32, K, 1, COLUMNS), *ids = new_3d(context, 26, USED, COLUMNS, 1);  // I32
+    if (w->ne[0] != K || w->ne[1] != ROWS || w->ne[2] != EXPERTS || w->nb[1] != K / 32 * 34 || w->type != Q8_0 || !w->data) {
+        free_context(context);
+        return "llama.cpp's tensors have another layout";
+    }
+    for (int r = 0; r < ROWS * EXPERTS; r++)
+        for (int b = 0; b < K / 32; b++) {
+            uint8_t *block = static_cast<uint8_t *>(w->data) + r * w->nb[1] + 34 * b;
+            const uint16_t one = 0x3c00;
+            std::memcpy(block, &one, 2);
+            for (int i = 0; i < 32; i++) block[2 + i] = static_cast<uint8_t>((7 * r + 5 * b + 3 * i) % 11 - 5);
+        }
+    auto weight = [&](int r, int k) { return (7 * r + 5 * (k / 32) + 3 * (k % 32)) % 11 - 5; };
+    auto input = [&](int c, int k) { return k % 32 == c ? 127 : (k + 2 * c) % 5 - 2; };  // integers stay what they are
+    for (int c = 0; c < COLUMNS; c++)
+        for (int k = 0; k < K; k++)
+            static_cast<float *>(x->data)[c * K + k] = static_cast<float *>(each->data)[c * K + k] =
+                static_cast<float>(input(c, k));
+    for (int i = 0; i < USED * COLUMNS; i++) static_cast<int32_t *>(ids->data)[i] = (2 * i + 1) % EXPERTS;
+    first->data = w->data;
+    ggml_tensor *dense = mul_mat(context, first, x), *chosen = mul_mat_id(context, w, each, ids);
+    void *graph = new_graph(context);
+    expand(graph, dense), expand(graph, chosen);
+    const long long before = n_calls;
+    const bool on = is_on.exchange(true);
+    const int status = compute(context, graph, 2);
+    is_on = on;
+    std::string reason;
+    if (status) reason = "llama.cpp cannot evaluate the self-test";
+    else if (n_calls < before + 2) reason = "llama.cpp does not call the kernels (it was loaded before them, or is a static library)";
+    else
+        for (int c = 0; c < COLUMNS; c++)
+            for (int r = 0; r < ROWS; r++) {
+                int right = 0;
+                for (int k = 0; k < K; k++) right += weight(r, k) * input(c, k);
+                bool same = std::fabs(static_cast<float *>(dense->data)[c * ROWS + r] - right) < 1e-2f;
+                for (int u = 0; u < USED; u++) {
+                    const int e = (2 * (c * USED + u) + 1) % EXPERTS;
+                    right = 0;
+                    for (int k = 0; k < K; k++) right += weight(e * ROWS + r, k) * input(c, k);
+                    same &= std::fabs(static_cast<float *>(chosen->data)[(c * USED + u) * ROWS + r] - right) < 1e-2f;
+                }
+                if (!same) reason = "the self-test found wrong numbers";
+            }
+    free_context(context);
+    return reason;
+}
+
+}  // namespace
+
+EXPORTED int llamaspec_kernels_version() { return VERSION; }
+EXPORTED const char *llamaspec_kernels_level() { return level ? level->name : ""; }
+EXPORTED int llamaspec_kernels_covers(int type) { return is_covered(type); }
+EXPORTED long long llamaspec_kernels_calls() { return n_calls; }
+EXPORTED int llamaspec_kernels_is_on() { return is_on; }
+EXPORTED void llamaspec_kernels_enable(int on) { is_on = on && level && barrier; }
+
+// Choose an instruction set by name; returns 0 if this processor lacks it.
+EXPORTED int llamaspec_kernels_set_level(const char *name) {
+    for (const Level *each : {&AVX512, &AVX_VNNI, &AVX2})
+        if (!std::strcmp(each->name, name) && has(name)) return level = each, 1;
+    return 0;
+}
+
+// Take over from the loaded libraries ggml-cpu and ggml-base, given by their handles; returns NULL, or why not.
+EXPORTED const char *llamaspec_kernels_attach(void *cpu, void *base) {
+    static std::string reason;
+    if (barrier) return nullptr;
+    if (!level && !llamaspec_kernels_set_level("avx512") && !llamaspec_kernels_set_level("avx-vnni") &&
+        !llamaspec_kernels_set_level("avx2"))
+        return "the processor lacks AVX2";
+    const char *(*version)();
+    size_t (*overhead)();
+    if (!find(base, "ggml_version", version) || !find(base, "ggml_tensor_overhead", overhead))
+        return "llama.cpp is too old";
+    if (std::strncmp(version(), "0.25.", 5)) {
+        reason = std::string("they were written for ggml 0.25, and this is ") + version();
+        return reason.c_str();
+    }
+    if (overhead() != GGML_OBJECT_BYTES + sizeof(ggml_tensor)) return "llama.cpp's tensors have another size";
+    if (!find(cpu, "ggml_compute_forward_mul_mat_tiled", mul_mat_tiled) ||
+        !find(cpu, "ggml_compute_forward_mul_mat_id_tiled", mul_mat_id_tiled) ||
+        !find(cpu, "ggml_tiled_wdata_size", tiled_wdata_size) ||
+        !find(cpu, "ggml_threadpool_chunk_set", chunk_set) || !find(cpu, "ggml_threadpool_chunk_add", chunk_add) ||
+        !find(cpu, "ggml_barrier", barrier))
+        return barrier = nullptr, "llama.cpp lacks the functions that they take over";
+    reason = self_test(cpu, base);
+    if (!reason.empty()) return barrier = nullptr, reason.c_str();
+    is_on = true;
+    return nullptr;
+}
+
+// For tests: out[c * n_rows + r], computed in chunks of rows in the given order, with the current instruction set.
+// `quantized` receives the activations, [n_inputs / 32, columns] in groups of MAX_COLUMNS. Returns 0 if the type is
+// not covered.
+EXPORTED int llamaspec_kernels_multiply(int type, const void *weights, size_t row_bytes, int64_t n_rows, int64_t n_inputs,
+                                        const float *x, int64_t n_columns, float *out, int n_threads, int64_t chunk_rows,
+                                        void *quantized) {
+    if (!level) llamaspec_kernels_set_level("avx512") || llamaspec_kernels_set_level("avx-vnni") || llamaspec_kernels_set_level("avx2");
+    if (!is_covered(type)) return 0;
+    ggml_tensor w{}, a{}, dst{};
+    w.type = type, w.data = const_cast<void *>(weights), w.nb[0] = size_of(type).bytes, w.nb[1] = row_bytes;
+    w.ne[0] = n_inputs, w.ne[1] = n_rows, w.ne[2] = w.ne[3] = 1;
+    a.data = const_cast<float *>(x), a.ne[0] = n_inputs, a.ne[1] = n_columns, a.ne[2] = a.ne[3] = 1;
+    a.nb[0] = 4, a.nb[1] = 4 * n_inputs;
+    dst.data = out, dst.nb[0] = 4, dst.nb[1] = 4 * n_rows, dst.src[0] = &w, dst.src[1] = &a;
+    if (!fits(&dst)) return 0;
+    const Batch batch(&dst);
+    std::vector<char> memory(batch.work_bytes(n_threads));
+    char *work = aligned(memory.data());
+    for (int i = n_threads - 1; i >= 0; i--) batch.quantize(work, i, n_threads);
+    for (int64_t first = 0; first < n_rows; first += chunk_rows)
+        batch.multiply_rows(work, work + batch.quantized_bytes(), 0, first, std::min(n_rows, first + chunk_rows));
+    if (quantized && !is_float(type)) std::memcpy(quantized, work, n_inputs / UNIT * n_columns * sizeof(Activations));
+    return 1;
+}

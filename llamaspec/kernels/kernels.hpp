@@ -1,0 +1,66 @@
+// What the instruction sets share: the layout of quantized activations, one product, and the table of kernels.
+//
+// Files of an instruction set are compiled with its flags. They must not instantiate templates or inline functions
+// with external linkage (std::min, for example): the linker would keep one copy for all, which may not run here.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace llamaspec {
+
+// Types of weights, numbered as in GGUF files.
+enum Type : int {
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13,
+    Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39, N_TYPES = 40,
+};
+
+constexpr int UNIT = 32;         // activations that have a scale of their own
+constexpr int MAX_COLUMNS = 64;  // of a product; wider ones are computed in parts
+constexpr int MAX_LANES = 16;    // rows that are computed together
+
+// 32 activations of a column: x[i] = scale * q[i]. What follows depends on the type of the weights (`Aux`).
+struct Activations {
+    int8_t q[UNIT];
+    float scale;
+    union {
+        int32_t bias[2];  // -offset times the sum of the q, of each half or (only bias[0]) of all
+        float sum[2];     // scale times the sum of the q, of each half or (only sum[0]) of all
+    };
+};
+static_assert(sizeof(Activations) == 44, "loads of four bytes must not cross cache lines");
+
+typedef int32_t __attribute__((may_alias)) Four;  // four activations that are multiplied at once
+
+// What a type of weights needs besides q and scale.
+struct Aux {
+    int offset;    // stored weights are the true ones plus this
+    bool halves;   // 16 weights share a scale, not 32
+    bool has_min;  // weights have a minimum, which is multiplied by the sum of the activations
+};
+
+// out[c][r] = sum over k of weights[r][k] * column c [k], for a range of rows that begins at a multiple of MAX_LANES.
+struct Product {
+    const uint8_t *weights;         // of row 0
+    size_t row_bytes;               // from one row to the next
+    int64_t n_rows, n_inputs;       // [n_rows, n_inputs]
+    int n_columns;                  // <= MAX_COLUMNS
+    const Activations *quantized;   // [n_inputs / UNIT, n_columns], for quantized weights
+    const float *const *columns;    // [n_columns][n_inputs], for others
+    float *const *out;              // [n_columns][n_rows]
+};
+
+using Kernel = void (*)(const Product &, int64_t first_row, int64_t end_row);
+
+struct Level {
+    const char *name;
+    int lanes;                // rows that are computed together; a product has at least as many
+    Kernel kernels[N_TYPES];  // nullptr = not covered
+    Aux aux[N_TYPES];
+    // Quantize units of one column; unit i goes to out[i * stride].
+    void (*quantize)(const float *x, int64_t n_units, Aux aux, Activations *out, size_t stride);
+};
+
+extern const Level AVX512, AVX_VNNI, AVX2;
+
+}  // namespace llamaspec
