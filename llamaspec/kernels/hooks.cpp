@@ -26,6 +26,7 @@ constexpr int VERSION = 1;  // changes with results and costs
 bool (*mul_mat_tiled)(const ggml_compute_params *, ggml_tensor *);
 bool (*mul_mat_id_tiled)(const ggml_compute_params *, ggml_tensor *, int64_t, int64_t, const int32_t *, char *);
 size_t (*tiled_wdata_size)(int, const ggml_tensor *);
+void (*flash_attention)(const ggml_compute_params *, ggml_tensor *);
 void (*barrier)(void *);
 void (*chunk_set)(void *, int);
 int (*chunk_add)(void *, int);
@@ -33,6 +34,11 @@ int (*chunk_add)(void *, int);
 const Level *level;          // nullptr = none that this processor has
 std::atomic<bool> is_on;     // changes only while nothing is evaluated
 std::atomic<long long> n_calls;
+
+template <class F> bool find(void *library, const char *name, F *&function) {
+    function = reinterpret_cast<F *>(dlsym(library, name));
+    return function != nullptr;
+}
 
 struct TypeSize { int length, bytes; };
 constexpr TypeSize size_of(int type) {
@@ -259,6 +265,95 @@ EXPORTED size_t ggml_tiled_wdata_size(int n_threads, const ggml_tensor *dst) {
 
 namespace {
 
+constexpr int ROWS_OF_ATTENTION = 24;  // that read keys and values together
+constexpr int MAX_HEADS = 1024;
+
+bool is_half(const ggml_tensor *t) { return t->type == F16 || t->type == BF16; }
+
+bool fits_attention(const ggml_tensor *dst) {
+    const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *mask = dst->src[3];
+    return q->ne[2] <= MAX_HEADS && q->type == F32 && is_half(k) && is_half(v) && q->nb[0] == 4 && k->nb[0] == 2 && v->nb[0] == 2 &&
+           dst->type == F32 && dst->nb[0] == 4 && dst->nb[1] == 4 * static_cast<size_t>(v->ne[0]) && q->ne[3] == 1 &&
+           k->ne[3] == 1 && v->ne[3] == 1 && k->ne[2] == v->ne[2] && k->ne[1] == v->ne[1] && q->ne[2] % k->ne[2] == 0 &&
+           q->ne[0] == k->ne[0] && k->ne[0] % 16 == 0 && v->ne[0] % 16 == 0 &&
+           k->ne[1] < INT32_MAX && (!mask || (mask->type == F16 && mask->ne[2] == 1 && mask->ne[3] == 1));
+}
+
+// Memory of a thread that grows with the context; it is freed when the thread ends.
+char *attention_scratch(size_t n) {
+    thread_local std::vector<char> memory;
+    if (memory.size() < n + 64) memory.clear(), memory.resize(n + n / 2 + 64);
+    return aligned(memory.data());
+}
+
+// Items of an attention: some heads that share keys and values, at some positions.
+struct Items {
+    int n_kv, heads_per_kv, n, heads, positions;
+
+    Items(const Attention &a, int n, int n_threads) : n_kv(a.n_heads / a.heads_per_kv), heads_per_kv(a.heads_per_kv), n(n) {
+        heads = std::min(heads_per_kv, ROWS_OF_ATTENTION), positions = std::min(n, ROWS_OF_ATTENTION / heads);
+        while (heads > 1 && count() < n_threads) heads = (heads + 1) / 2;
+    }
+    int groups() const { return (heads_per_kv + heads - 1) / heads; }
+    int count() const { return n_kv * groups() * ((n + positions - 1) / positions); }
+    void compute(const Attention &a, int i, char *scratch) const {
+        const int group = i % groups(), kv = i / groups() % n_kv, position = i / (groups() * n_kv) * positions;
+        level->attend(a, kv * heads_per_kv + group * heads, std::min(heads, heads_per_kv - group * heads), position,
+                      std::min(positions, n - position), scratch);
+    }
+};
+
+void attend(const ggml_compute_params *params, const ggml_tensor *dst) {
+    const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *mask = dst->src[3], *sinks = dst->src[4];
+    float numbers[3];  // scale, greatest bias, softcap
+    std::memcpy(numbers, dst->op_params, sizeof numbers);
+    const int n_heads = static_cast<int>(q->ne[2]);
+    Attention a{};
+    a.n_heads = n_heads, a.heads_per_kv = n_heads / static_cast<int>(k->ne[2]);
+    a.key_length = static_cast<int>(k->ne[0]), a.value_length = static_cast<int>(v->ne[0]), a.n_cells = k->ne[1];
+    a.q = static_cast<const char *>(q->data), a.q_position_bytes = q->nb[1], a.q_head_bytes = q->nb[2];
+    a.keys = static_cast<const uint8_t *>(k->data), a.key_cell_bytes = k->nb[1], a.key_head_bytes = k->nb[2];
+    a.values = static_cast<const uint8_t *>(v->data), a.value_cell_bytes = v->nb[1], a.value_head_bytes = v->nb[2];
+    a.brain_keys = k->type == BF16, a.brain_values = v->type == BF16;
+    a.mask = mask ? static_cast<const char *>(mask->data) : nullptr, a.mask_bytes = mask ? mask->nb[1] : 0;
+    a.sinks = sinks ? static_cast<const float *>(sinks->data) : nullptr;
+    a.softcap = numbers[2], a.scale = numbers[2] != 0.0f ? numbers[0] / numbers[2] : numbers[0];
+    a.out = static_cast<float *>(dst->data);
+    float slopes[MAX_HEADS];
+    if (numbers[1] > 0.0f) {  // ALiBi
+        const int power = 1 << static_cast<int>(std::floor(std::log2(n_heads)));
+        const float m0 = std::pow(2.0f, -numbers[1] / power), m1 = std::pow(2.0f, -numbers[1] / 2.0f / power);
+        for (int h = 0; h < n_heads; h++)
+            slopes[h] = std::pow(h < power ? m0 : m1, static_cast<float>(h < power ? h + 1 : 2 * (h - power) + 1));
+        a.slopes = slopes;
+    }
+    const Items items(a, static_cast<int>(q->ne[1]), params->nth);
+    char *scratch = attention_scratch(a.scratch_bytes(items.heads, items.positions));
+    if (params->ith == 0) {
+        chunk_set(params->threadpool, params->nth);
+        n_calls.fetch_add(1, std::memory_order_relaxed);
+    }
+    barrier(params->threadpool);
+    for (int i = params->ith; i < items.count(); i = chunk_add(params->threadpool, 1)) items.compute(a, i, scratch);
+}
+
+}  // namespace
+
+EXPORTED void ggml_compute_forward_flash_attn_ext(const ggml_compute_params *params, ggml_tensor *dst) {
+    if (is_on.load(std::memory_order_relaxed) && !params->use_ref && fits_attention(dst)) {
+        attend(params, dst);
+        return;
+    }
+    if (!flash_attention) {  // the caller is llama.cpp, and nobody has called `attach`
+        Dl_info caller;
+        if (dladdr(__builtin_return_address(0), &caller))
+            find(dlopen(caller.dli_fname, RTLD_LAZY | RTLD_NOLOAD), "ggml_compute_forward_flash_attn_ext", flash_attention);
+    }
+    flash_attention(params, dst);
+}
+
+namespace {
+
 bool has(const char *name) {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (!std::strcmp(name, "avx512"))
@@ -271,11 +366,6 @@ bool has(const char *name) {
         return avx2 && (a >> 4 & 1);
     }
     return avx2;
-}
-
-template <class F> bool find(void *library, const char *name, F *&function) {
-    function = reinterpret_cast<F *>(dlsym(library, name));
-    return function != nullptr;
 }
 
 // Multiply through ggml as llama.cpp does, and compare with the right numbers.
@@ -381,6 +471,7 @@ EXPORTED const char *llamaspec_kernels_attach(void *cpu, void *base) {
     if (!find(cpu, "ggml_compute_forward_mul_mat_tiled", mul_mat_tiled) ||
         !find(cpu, "ggml_compute_forward_mul_mat_id_tiled", mul_mat_id_tiled) ||
         !find(cpu, "ggml_tiled_wdata_size", tiled_wdata_size) ||
+        !find(cpu, "ggml_compute_forward_flash_attn_ext", flash_attention) ||
         !find(cpu, "ggml_threadpool_chunk_set", chunk_set) || !find(cpu, "ggml_threadpool_chunk_add", chunk_add) ||
         !find(cpu, "ggml_barrier", barrier))
         return barrier = nullptr, "llama.cpp lacks the functions that they take over";
@@ -412,5 +503,27 @@ EXPORTED int llamaspec_kernels_multiply(int type, const void *weights, size_t ro
     for (int64_t first = 0; first < n_rows; first += chunk_rows)
         batch.multiply_rows(work, work + batch.quantized_bytes(), 0, first, std::min(n_rows, first + chunk_rows));
     if (quantized && !is_float(type)) std::memcpy(quantized, work, n_inputs / UNIT * n_columns * sizeof(Activations));
+    return 1;
+}
+
+// For tests: attention over f16 or bf16 keys [n_cells, n_kv, key_length] and values, with q [n, n_heads, key_length] and
+// mask [n, n_cells].
+EXPORTED int llamaspec_kernels_attend(int type_k, int type_v, const float *q, const void *k, const void *v,
+                                      const void *mask, const float *sinks, const float *slopes, float scale,
+                                      float softcap, int n, int n_heads, int n_kv, int key_length, int value_length,
+                                      int64_t n_cells, int n_threads, float *out) {
+    if (!level) return 0;
+    Attention a{};
+    const size_t kl = key_length, vl = value_length;
+    a.n_heads = n_heads, a.heads_per_kv = n_heads / n_kv, a.key_length = key_length, a.value_length = value_length;
+    a.n_cells = n_cells, a.q = reinterpret_cast<const char *>(q), a.q_position_bytes = 4 * n_heads * kl;
+    a.q_head_bytes = 4 * kl, a.keys = static_cast<const uint8_t *>(k), a.values = static_cast<const uint8_t *>(v);
+    a.key_cell_bytes = 2 * n_kv * kl, a.key_head_bytes = 2 * kl, a.value_cell_bytes = 2 * n_kv * vl;
+    a.value_head_bytes = 2 * vl, a.brain_keys = type_k == BF16, a.brain_values = type_v == BF16;
+    a.mask = static_cast<const char *>(mask), a.mask_bytes = 2 * n_cells, a.sinks = sinks, a.slopes = slopes;
+    a.scale = scale, a.softcap = softcap, a.out = out;
+    const Items items(a, n, n_threads);
+    char *scratch = attention_scratch(a.scratch_bytes(items.heads, items.positions));
+    for (int i = 0; i < items.count(); i++) items.compute(a, i, scratch);
     return 1;
 }

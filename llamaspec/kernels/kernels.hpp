@@ -50,6 +50,31 @@ struct Product {
     float *const *out;              // [n_columns][n_rows]
 };
 
+// softmax(scale * q K + mask) V for each row: a head at a position. Strides are in bytes.
+struct Attention {
+    int n_heads, heads_per_kv, key_length, value_length;
+    int64_t n_cells;
+    const char *q;  // float32
+    size_t q_position_bytes, q_head_bytes;
+    const uint8_t *keys, *values;
+    size_t key_cell_bytes, key_head_bytes, value_cell_bytes, value_head_bytes;
+    bool brain_keys, brain_values;  // bf16, otherwise f16
+    const char *mask;               // f16 [positions, n_cells]; nullptr = every position sees every cell
+    size_t mask_bytes;
+    const float *slopes, *sinks;    // of each head; nullptr = none
+    float scale, softcap;           // softcap 0 = none
+    float *out;                     // [positions, n_heads, value_length]
+
+    const uint16_t *mask_at(int position) const {
+        return reinterpret_cast<const uint16_t *>(mask + position * mask_bytes);
+    }
+    size_t scratch_bytes(size_t n_heads, size_t n_positions) const {
+        const size_t n = n_cells + MAX_LANES, n_rows = n_heads * n_positions;
+        return 13 * n + 4 * n * (n_positions + n_rows) + n_rows * (key_length + value_length) * 4 + key_length * 64 +
+               8 * 64;
+    }
+};
+
 using Kernel = void (*)(const Product &, int64_t first_row, int64_t end_row);
 
 struct Level {
@@ -57,6 +82,9 @@ struct Level {
     int lanes;                // rows that are computed together; a product has at least as many
     Kernel kernels[N_TYPES];  // nullptr = not covered
     Aux aux[N_TYPES];
+    // Attention of some heads, which share keys and values, at some positions. Lengths are multiples of 16, and
+    // scratch is aligned to 64.
+    void (*attend)(const Attention &, int head, int n_heads, int position, int n_positions, char *scratch);
     // Quantize units of one column; unit i goes to out[i * stride].
     void (*quantize)(const float *x, int64_t n_units, Aux aux, Activations *out, size_t stride);
 };

@@ -6,6 +6,7 @@
 // on other columns, threads or the instruction set.
 #pragma once
 
+#include "attention.hpp"
 #include "kernels.hpp"
 
 namespace {
@@ -493,7 +494,7 @@ void quantize(const float *x, int64_t n_units, Aux aux, Activations *out, size_t
 }
 
 constexpr Level make_level(const char *name) {
-    Level level{name, LANES, {}, {}, quantize};
+    Level level{name, LANES, {}, {}, attend, quantize};
 #define ADD(TYPE, BLOCK) level.kernels[TYPE] = quantized_product<BLOCK>, level.aux[TYPE] = BLOCK::aux
     ADD(Q4_0, BlockQ40), ADD(Q4_1, BlockQ41), ADD(Q5_0, BlockQ50), ADD(Q5_1, BlockQ51), ADD(Q8_0, BlockQ80);
     ADD(Q2_K, BlockQ2K), ADD(Q3_K, BlockQ3K), ADD(Q4_K, BlockQ4K), ADD(Q5_K, BlockQ5K), ADD(Q6_K, BlockQ6K);

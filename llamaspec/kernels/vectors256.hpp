@@ -62,14 +62,17 @@ inline I two_rows(const uint8_t *p, size_t row_bytes) {  // 16 bytes of rows 0 a
     return _mm256_inserti128_si256(x, _mm_loadu_si128((const __m128i *)(p + 4 * row_bytes)), 1);
 }
 
-// Load 16 bytes of each row; out[g] has bytes 4 g to 4 g + 3 of row r in lane r.
-inline void load_rows(const uint8_t *p, size_t row_bytes, I *out) {
-    const I a = two_rows(p, row_bytes), b = two_rows(p + row_bytes, row_bytes);
-    const I c = two_rows(p + 2 * row_bytes, row_bytes), d = two_rows(p + 3 * row_bytes, row_bytes);
+inline void transpose(I a, I b, I c, I d, I *out) {
     const I ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
     const I ab2 = _mm256_unpackhi_epi32(a, b), cd2 = _mm256_unpackhi_epi32(c, d);
     out[0] = _mm256_unpacklo_epi64(ab, cd), out[1] = _mm256_unpackhi_epi64(ab, cd);
     out[2] = _mm256_unpacklo_epi64(ab2, cd2), out[3] = _mm256_unpackhi_epi64(ab2, cd2);
+}
+
+// Load 16 bytes of each row; out[g] has bytes 4 g to 4 g + 3 of row r in lane r.
+inline void load_rows(const uint8_t *p, size_t row_bytes, I *out) {
+    transpose(two_rows(p, row_bytes), two_rows(p + row_bytes, row_bytes), two_rows(p + 2 * row_bytes, row_bytes),
+              two_rows(p + 3 * row_bytes, row_bytes), out);
 }
 
 inline H packed_halves(I x) {  // each lane has 16 bits
@@ -110,20 +113,49 @@ template <int MAX, int N> inline I dots(I p, const I *w, const int8_t *q) {
 template <int MAX> inline I dot(I p, const I *w, const int8_t *q) { return dots<MAX, 8>(p, w, q); }
 template <int MAX> inline I half_dot(I p, const I *w, const int8_t *q) { return dots<MAX, 4>(p, w, q); }
 
+// The same as `load_rows` for rows anywhere.
+inline I two_cells(const uint8_t *const *p, size_t offset) {
+    const I x = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(p[0] + offset)));
+    return _mm256_inserti128_si256(x, _mm_loadu_si128((const __m128i *)(p[4] + offset)), 1);
+}
+inline void load_cells(const uint8_t *const *p, size_t offset, I *out) {
+    transpose(two_cells(p, offset), two_cells(p + 1, offset), two_cells(p + 2, offset), two_cells(p + 3, offset), out);
+}
+
+inline F at_least(F x, F least) { return _mm256_max_ps(least, x); }  // NaN stays NaN
+inline F nearest(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline F power_of_two(F n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline F subtract_floats(F x, F y) { return _mm256_sub_ps(x, y); }
+inline F divide(F x, F y) { return _mm256_div_ps(x, y); }
+inline F absolute(F x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
+inline F with_sign_of(F x, F sign) { return _mm256_or_ps(x, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f))); }
+inline F is_none(F x) { return _mm256_cmp_ps(x, _mm256_set1_ps(-__builtin_inff()), _CMP_EQ_OQ); }
+inline F none_where_none(F mask, F x) {  // minus infinity where the mask is
+    return _mm256_blendv_ps(x, _mm256_set1_ps(-__builtin_inff()), is_none(mask));
+}
+inline F zero_where_none(F score, F x) { return _mm256_andnot_ps(is_none(score), x); }
+inline float greatest_lane(F x) {
+    __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+inline float first_lane(F x) { return _mm256_cvtss_f32(x); }
+inline float half_to_float_scalar(uint16_t x) { return _cvtsh_ss(x); }
+inline F load_half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+inline F load_brain(const uint16_t *p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
+}
+
 // 16 partial sums of a product of floats, of which each has every 16th input.
 struct Sums {
     F x, y;
     void clear() { x = y = _mm256_setzero_ps(); }
     void add(Sums w, Sums a) { x = _mm256_fmadd_ps(w.x, a.x, x), y = _mm256_fmadd_ps(w.y, a.y, y); }
     static Sums load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-    static Sums load_half(const uint16_t *p) {
-        return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
-                _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
-    }
-    static F brain(const uint16_t *p) {
-        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
-    }
-    static Sums load_brain(const uint16_t *p) { return {brain(p), brain(p + 8)}; }
+    static Sums load_half(const uint16_t *p) { return {::load_half(p), ::load_half(p + 8)}; }
+    static Sums load_brain(const uint16_t *p) { return {::load_brain(p), ::load_brain(p + 8)}; }
     void save(float *p) const { _mm256_storeu_ps(p, x), _mm256_storeu_ps(p + 8, y); }
     F folded() const { return _mm256_add_ps(x, y); }
 };

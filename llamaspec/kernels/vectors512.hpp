@@ -58,14 +58,17 @@ inline I four_rows(const uint8_t *p, size_t row_bytes) {  // 16 bytes of rows 0,
     return _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(p + 12 * row_bytes)), 3);
 }
 
-// Load 16 bytes of each row; out[g] has bytes 4 g to 4 g + 3 of row r in lane r.
-inline void load_rows(const uint8_t *p, size_t row_bytes, I *out) {
-    const I a = four_rows(p, row_bytes), b = four_rows(p + row_bytes, row_bytes);
-    const I c = four_rows(p + 2 * row_bytes, row_bytes), d = four_rows(p + 3 * row_bytes, row_bytes);
+inline void transpose(I a, I b, I c, I d, I *out) {
     const I ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
     const I ab2 = _mm512_unpackhi_epi32(a, b), cd2 = _mm512_unpackhi_epi32(c, d);
     out[0] = _mm512_unpacklo_epi64(ab, cd), out[1] = _mm512_unpackhi_epi64(ab, cd);
     out[2] = _mm512_unpacklo_epi64(ab2, cd2), out[3] = _mm512_unpackhi_epi64(ab2, cd2);
+}
+
+// Load 16 bytes of each row; out[g] has bytes 4 g to 4 g + 3 of row r in lane r.
+inline void load_rows(const uint8_t *p, size_t row_bytes, I *out) {
+    transpose(four_rows(p, row_bytes), four_rows(p + row_bytes, row_bytes), four_rows(p + 2 * row_bytes, row_bytes),
+              four_rows(p + 3 * row_bytes, row_bytes), out);
 }
 
 inline H low_halves(I x) { return _mm512_cvtepi32_epi16(x); }    // of each lane
@@ -83,17 +86,47 @@ template <int MAX> inline I half_dot(I p, const I *w, const int8_t *q) {
     return p;
 }
 
+// The same as `load_rows` for rows anywhere.
+inline I four_cells(const uint8_t *const *p, size_t offset) {
+    I x = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(p[0] + offset)));
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(p[4] + offset)), 1);
+    x = _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(p[8] + offset)), 2);
+    return _mm512_inserti32x4(x, _mm_loadu_si128((const __m128i *)(p[12] + offset)), 3);
+}
+inline void load_cells(const uint8_t *const *p, size_t offset, I *out) {
+    transpose(four_cells(p, offset), four_cells(p + 1, offset), four_cells(p + 2, offset), four_cells(p + 3, offset), out);
+}
+
+inline F at_least(F x, F least) { return _mm512_max_ps(least, x); }  // NaN stays NaN
+inline F nearest(F x) { return _mm512_roundscale_ps(x, 0); }
+inline F power_of_two(F n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
+inline F subtract_floats(F x, F y) { return _mm512_sub_ps(x, y); }
+inline F divide(F x, F y) { return _mm512_div_ps(x, y); }
+inline F absolute(F x) { return _mm512_abs_ps(x); }
+inline F with_sign_of(F x, F sign) { return _mm512_or_ps(x, _mm512_and_ps(sign, _mm512_set1_ps(-0.0f))); }
+inline __mmask16 is_none(F x) { return _mm512_cmp_ps_mask(x, _mm512_set1_ps(-__builtin_inff()), _CMP_EQ_OQ); }
+inline F none_where_none(F mask, F x) {  // minus infinity where the mask is
+    return _mm512_mask_mov_ps(x, is_none(mask), _mm512_set1_ps(-__builtin_inff()));
+}
+inline F zero_where_none(F score, F x) { return _mm512_mask_mov_ps(x, is_none(score), _mm512_setzero_ps()); }
+inline float greatest_lane(F x) { return _mm512_reduce_max_ps(x); }
+inline float first_lane(F x) { return _mm512_cvtss_f32(x); }
+inline float half_to_float_scalar(uint16_t x) { return _cvtsh_ss(x); }
+inline F load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+inline F load_brain(const uint16_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+
 // 16 partial sums of a product of floats, of which each has every 16th input.
 struct Sums {
     F x;
     void clear() { x = _mm512_setzero_ps(); }
     void add(Sums w, Sums a) { x = _mm512_fmadd_ps(w.x, a.x, x); }
     static Sums load(const float *p) { return {_mm512_loadu_ps(p)}; }
-    static Sums load_half(const uint16_t *p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))}; }
-    static Sums load_brain(const uint16_t *p) {
-        return {_mm512_castsi512_ps(
-            _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16))};
-    }
+    static Sums load_half(const uint16_t *p) { return {::load_half(p)}; }
+    static Sums load_brain(const uint16_t *p) { return {::load_brain(p)}; }
     void save(float *p) const { _mm512_storeu_ps(p, x); }
     __m256 folded() const { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
 };
