@@ -36,7 +36,7 @@ help:
 	@echo "make check   style, types, layers, and whether the docs match the commands"
 	@echo "make bench   whole requests, with drafts and without (ARGS='--help')"
 	@echo "make demo    is drafting faster here? three quantisations of a target of real cost"
-	@echo "make docs    write docs/commands.md and the results in docs/benchmarks.md, and a site into build/site"
+	@echo "make docs    write docs/commands.md, the results in docs/benchmarks.md with pictures, and a site into build/site"
 	@echo "make format  format the code"
 	@echo "make clean   remove the virtual environment and all caches"
 
@@ -74,6 +74,7 @@ demo: $(PROJECT_READY)
 docs: $(PROJECT_READY)
 	$(BIN)/python scripts/write_command_docs.py
 	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/python scripts/draw_benchmarks.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: $(PROJECT_READY)

@@ -113,8 +113,7 @@ def make_plan(
     if heads is not None:
         own = draft_options or options
         return DraftPlan(ModelFile(path, replace(options, heads=True)), (), ModelFile(heads, own), copying)
-    # A second context for prompts would save a small draft model little time.
-    last = replace(draft_options or ModelOptions(max_scored=DRAFT_SCORED), prompt_context=False)
+    last = draft_options or ModelOptions(max_scored=DRAFT_SCORED)
     others = replace(last, max_scored=MAX_DRAFT + 1)  # each verifies the drafts of the next
     drafts = [ModelFile(file, last if file is files[-1] else others) for file in files]
     return DraftPlan(ModelFile(path, options), tuple(drafts), None, copying)

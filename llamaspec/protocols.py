@@ -62,6 +62,10 @@ class Model(Protocol):
         """Size of the KV cache that all sequences share, in tokens; None if each has its own memory."""
 
     @property
+    def can_share(self) -> bool:
+        """Whether an evaluation may include several sequences, and padding."""
+
+    @property
     def max_chunked_prefill(self) -> int:
         """Maximum width of an evaluation of rounds together with a prompt chunk; 0 = never together."""
 
@@ -85,9 +89,6 @@ class Model(Protocol):
         EvaluationError
             llama.cpp failed.
         """
-
-    def can_share(self, number: int) -> bool:
-        """Whether the next evaluation of a prepared sequence may include other sequences, and padding."""
 
     def release(self, number: int) -> None:
         """Release a sequence that has ended or is swapped out. Any sequence may reuse its cached tokens."""

@@ -1,7 +1,8 @@
 """Generate docs/commands.md from the commands' help, and the results in docs/benchmarks.md.
 
 The results come from benchmarks/*.json, written by `llamaspec bench --share`, in the order of their names.
-Each has a plot in docs/benchmarks. `--check`, a part of `make check`, compares the pages and writes nothing.
+`scripts/draw_benchmarks.py` draws their pictures. `--check`, a part of `make check`, compares the pages and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import click
 from click.testing import CliRunner
 
 from llamaspec.cli.main import main as llamaspec
-from llamaspec.cli.plots import draw_report
 from llamaspec.errors import LlamaspecError
 from llamaspec.measure.report import markdown, read_report
 
@@ -37,7 +37,7 @@ HEAD = """\
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a page is out of date.")
 def write_command_docs(check: bool) -> None:
-    """Write docs/commands.md, and the results in docs/benchmarks.md with their plots."""
+    """Write docs/commands.md, and the results in docs/benchmarks.md."""
     try:
         pages = {COMMANDS: page(), BENCHMARKS: with_results(BENCHMARKS.read_text(encoding="utf-8"))}
     except LlamaspecError as error:
@@ -52,16 +52,7 @@ def write_command_docs(check: bool) -> None:
             lines = old.splitlines(keepends=True), new.splitlines(keepends=True)
             sys.stderr.writelines(difflib.unified_diff(*lines, str(path), "generated"))
             click.echo(f"{path.name} is out of date; run: make docs", err=True)
-    if not check:
-        draw_results()
     sys.exit(not is_current)
-
-
-def draw_results(folder: Path = RESULTS, pictures: Path = ROOT / "docs" / "benchmarks") -> None:
-    """Draw a plot of every result."""
-    pictures.mkdir(exist_ok=True)
-    for path in sorted(folder.glob("*.json")):
-        draw_report(read_report(path), pictures / f"{path.stem}.svg")
 
 
 def with_results(text: str, folder: Path = RESULTS) -> str:

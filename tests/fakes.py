@@ -70,6 +70,7 @@ class FakeModel:
     batch_size: int = 64
     prompt_chunk: int = 512
     max_scored: int = 64
+    can_share: bool = True
     max_chunked_prefill: int = 0
     n_cells: int | None = None
     spread: float = 1.5
@@ -88,10 +89,6 @@ class FakeModel:
     _latest: list[Logits] = field(default_factory=list)
     _known: dict[bytes, Logits] = field(default_factory=dict)
     _busy: threading.Lock = field(default_factory=threading.Lock)
-
-    def can_share(self, row: int) -> bool:
-        """Return True: all rows may share an evaluation."""
-        return True
 
     def after(self, tokens: TokenArray) -> Logits:
         """Return the logits after the last of some tokens, float32 [V]."""

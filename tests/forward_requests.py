@@ -77,11 +77,9 @@ def evaluate(model: LlamaModel, batch: Batch, n_padding: int = 0) -> dict[int, L
         n_positions = n_scored = n_padding
         for row, wanted in batch:
             n_new = wanted.n_tokens - new[row][1]
-            is_apart = not model.can_share(row)
-            if is_apart and together:
+            if together and not model.can_share:
                 break
-            reads = is_apart and not model.keeps_states
-            if reads or (n_new > model.prompt_chunk and not together):
+            if n_new > model.prompt_chunk and not together:
                 n_next = min(new[row][1] + model.prompt_chunk, len(wanted.tokens) - wanted.n_logits)
                 model.evaluate([(row, ForwardRequest(TARGET, wanted.tokens[:n_next], n_logits=0))])
                 break
@@ -89,11 +87,8 @@ def evaluate(model: LlamaModel, batch: Batch, n_padding: int = 0) -> dict[int, L
             if n_positions > model.batch_size or n_scored > model.max_scored:
                 break
             together.append((row, wanted))
-            if is_apart:
-                break
         if together:
-            last, wanted = together[-1]
-            is_padded = wanted.n_scored and model.can_share(last)
+            is_padded = together[-1][1].n_scored and model.can_share
             logits = model.evaluate(together, n_padding if is_padded else 0)
             answers |= {row: view.copy() for (row, _), view in zip(together, logits, strict=True)}
         batch = [entry for entry in batch if entry[0] not in answers]

@@ -53,7 +53,6 @@ def test_a_draft_of_a_draft_verifies(files: dict[str, Path]) -> None:
     plan = plan_of(files, "big", "small", "tiny")
     assert [model.path for model in plan.drafts] == [files["small"], files["tiny"]]
     assert [model.options.max_scored for model in plan.drafts] == [MAX_DRAFT + 1, OPTIONS.max_scored]
-    assert not any(model.options.prompt_context for model in plan.drafts)
 
 
 def test_only_copies(files: dict[str, Path]) -> None:

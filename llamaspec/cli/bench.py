@@ -22,7 +22,6 @@ from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, op
 from llamaspec.cli.model_options import ModelChoice, check_files, find_plan, model_options
 from llamaspec.cli.options import JSON_OPTION, Drafting, drafting_options
 from llamaspec.cli.output import SlowProgress, check_writable, print_table, say
-from llamaspec.cli.plots import check_plot, draw_report
 from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError
@@ -79,8 +78,6 @@ _OPTIONS: tuple[Decorator, ...] = (
                  help="Also measure llamaspec serve with these additional options, such as '-k 4'; may be "
                  "repeated."),
     click.option("--markdown", is_flag=True, help="Print the tables in Markdown."),
-    click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
-                 help="Draw the speed-ups as .png or .svg (needs matplotlib)."),
     click.option("--share", type=click.Path(path_type=Path), metavar="FILE",
                  help="Write what --json prints to a file that you can share. It has the machine, versions, "
                  "hashes of models, costs and results, but no texts, paths or names of yours."),
@@ -103,7 +100,6 @@ class BenchOptions:
     against: Path | None
     also: tuple[str, ...]
     markdown: bool
-    plot: Path | None
     share: Path | None
     as_json: bool
 
@@ -113,7 +109,7 @@ class BenchOptions:
     epilog="""\b
 Examples:
   llamaspec bench --target big-instruct.gguf --draft small-instruct.gguf --quick
-  llamaspec bench --pair qwen3-14b --llama-server llama.cpp/build/bin/llama-server --plot bench.png
+  llamaspec bench --pair qwen3-14b --llama-server llama.cpp/build/bin/llama-server
   llamaspec bench --target big.gguf --draft small.gguf --task edits --task chat -n 1000 --share edits.json
 """,
 )
@@ -177,8 +173,6 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
 def _check(bench: BenchOptions) -> None:
     """Raise, before anything is fetched or started, if an option would fail at the end."""
     check_installed()
-    if bench.plot is not None:
-        check_plot(bench.plot)
     if bench.quick and (bench.names or bench.tasks != TASKS or bench.share is not None):
         raise click.UsageError(
             "--quick chooses the tasks, and its results are too few to share; drop --task, --tasks or --share"
@@ -267,8 +261,6 @@ def _show(report: Report, options: BenchOptions) -> None:
     if not options.markdown:
         _show_bars(report, console)
         console.print(f"\n{in_short(report)}")
-    if options.plot is not None:
-        draw_report(report, options.plot)
     if options.as_json:
         click.echo(json.dumps(report.as_json()))
 

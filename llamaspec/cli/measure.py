@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -27,8 +25,7 @@ from llamaspec.cli.model_options import (
     model_options,
     open_models,
 )
-from llamaspec.cli.plots import check_plot, draw_probe
-from llamaspec.errors import LlamaspecError, PairError, printable
+from llamaspec.errors import LlamaspecError, PairError
 from llamaspec.measure import store
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread, Task, run_compare
 from llamaspec.measure.exactness import AUDITED, Audit, run_audit
@@ -210,9 +207,6 @@ _PROBE_OUTPUT: tuple[Decorator, ...] = (
                  "attention: takes seconds instead of a minute or two."),
     click.option("--show", is_flag=True, help="Show the stored result of an earlier probe."),
     click.option("--forget", is_flag=True, help="Delete the stored result."),
-    click.option("--plot", type=click.Path(path_type=Path), metavar="FILE",
-                 help="Draw the curve as .png or .svg (needs matplotlib)."),
-    click.option("--csv", "as_csv", is_flag=True, help="Print one CSV line per batch size on stdout."),
     shared.JSON_OPTION,
 )  # fmt: skip
 
@@ -223,25 +217,12 @@ _PROBE_OUTPUT: tuple[Decorator, ...] = (
 Examples:
   llamaspec probe --target big.gguf --draft small.gguf
   llamaspec probe --target big.gguf --draft small.gguf --quick --json | jq .break_even_acceptance
-  llamaspec probe --target big.gguf --draft small.gguf --plot curve.png
 """,
 )
 @model_options
 @section("Output", _PROBE_OUTPUT)
-def probe(
-    models: ModelChoice,
-    quick: bool,
-    show: bool,
-    forget: bool,
-    plot: Path | None,
-    as_csv: bool,
-    as_json: bool,
-) -> None:
+def probe(models: ModelChoice, quick: bool, show: bool, forget: bool, as_json: bool) -> None:
     """Measure the cost of evaluating several tokens at once, and store it."""
-    if as_csv and as_json:
-        raise click.UsageError("--json and --csv both write to stdout; choose one")
-    if plot is not None:
-        check_plot(plot)
     if forget:
         dropped = store.forget(find_plan_here(models))
         out.say("deleted the stored result" if dropped else "there is no stored result for this pair")
@@ -256,17 +237,8 @@ def probe(
         plan = find_plan(models)
         with open_models(plan, models) as pair:
             found = _measured(pair, quick=quick)
-    if plot is not None:
-        draw_probe(found, plot, printable(plan.target.path.stem))
     if as_json:
         click.echo(json.dumps(conclusions(found)))
-    elif as_csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        columns = ("width", "depth", "median_seconds", "low_seconds", "high_seconds", "logit_difference")
-        writer.writerow(columns)
-        for row in found.widths:
-            for depth, t in zip(found.depths, row.timings, strict=True):
-                writer.writerow([row.width, depth, t.median, t.low, t.high, row.logit_difference])
     else:
         _show_probe(found)
 

@@ -22,7 +22,7 @@ from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact
 from llamaspec.measure.doctor import OK, option_findings
 from llamaspec.measure.reasons import pair_verdict
-from llamaspec.measure.store import keep_learnt, restore_prompt_gain, stored
+from llamaspec.measure.store import keep_learnt, stored
 from llamaspec.pair import Pair, demo_draft, demo_target, open_plan
 from llamaspec.plan import AUTO, NGRAM, DraftPlan, Find, known_draft, make_plan
 from llamaspec.protocols import LengthPolicy
@@ -243,7 +243,6 @@ def learning(
     with open_models(plan, choice, cache_ram) as pair:
         with SlowProgress("measuring the speed of the pair"):
             policy = make_policy(pair, drafting)
-        restore_prompt_gain(pair)
         drafts = isinstance(policy, AutoLength) and Source.MODEL in pair.sources
         reports = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
         is_first = stored(pair, LearnedPrior) is None

@@ -103,11 +103,8 @@ def serve(
     cache_ram = None if cache_ram_mib is None else cache_ram_mib << 20
     opened = open_socket(settings)
     with opened, learning(plan, models, drafting, cache_ram) as (pair, policy), _prefixes(folder, pair):
-        with SlowProgress("preparing the server"):
-            if pair.target.prompt_processor is not None:
-                pair.target.prompt_processor.open_if_faster()
-            with suppress(ConstraintError):
-                pair.json_schema({})  # prepares the vocabulary now, not at the first request with a schema
+        with SlowProgress("preparing the server"), suppress(ConstraintError):
+            pair.json_schema({})  # prepares the vocabulary now, not at the first request with a schema
         template = _template(pair, chat_template)
         with serving(pair, policy, template, settings, tell) as (app, service):
             url = url_of(opened)

@@ -112,9 +112,7 @@ class Batching:
         Several sequences allow a little more than their policies want, so that they stay together if one more
         position should be cheaper: apart they would never measure it.
         """
-        if request.model != TARGET or not request.n_scored:
-            return 0
-        if not self._models[TARGET].can_share(slot.sequence.number):
+        if request.model != TARGET or not request.n_scored or not self._models[TARGET].can_share:
             return 0
         n = (slot.padded(request.n_scored) or request.n_scored) - request.n_scored
         n = max(n, SPARE) if n_sequences > 1 else n
@@ -140,13 +138,9 @@ class Batching:
         part, target = slot.part, self._models[TARGET]
         if part is None or part.model != TARGET or part.n_scored:
             return group
-        if not all(target.can_share(each.sequence.number) for each in (*group.slots, slot)):
-            return group
         n_new = sum(each.n_new for each in group.slots)
         n_part, room = part.n_tokens - slot.n_cached, target.max_chunked_prefill - n_new
-        if 2 * room < min(
-            slot.n_new, target.batch_size
-        ):  # a separate evaluation would process more than twice as many
+        if 2 * room < min(slot.n_new, target.batch_size):  # apart, more than twice as many would be processed
             return group
         n_prefill = min(n_part, room)
         width = n_new + n_prefill
@@ -159,9 +153,8 @@ class Batching:
     def _together(self, name: str, slots: list[Slot]) -> Group:
         """Return as many sequences as fit one evaluation; those that have waited longest come first."""
         model = self._models[name]
-        if not model.can_share(slots[0].sequence.number):
+        if not model.can_share:
             return Group(name, slots[:1], slots[0].n_new)
-        slots = [each for each in slots if model.can_share(each.sequence.number)]
         for n in range(len(slots), 1, -1):  # each n, as policies may refuse a width and accept a wider one
             together = slots[:n]
             n_scored = sum(each.request.n_scored for each in together if each.request is not None)

@@ -176,6 +176,7 @@ class PredictionHeads:
     """
 
     max_scored = DRAFT_SCORED
+    can_share = True
     max_chunked_prefill = 0
     n_cells = None
 
@@ -249,10 +250,6 @@ class PredictionHeads:
                 if len(rows):
                     self._keep(inputs[n], rows[-1:])
         return logits
-
-    def can_share(self, number: int) -> bool:
-        """Return True: sequences are always evaluated together."""
-        return True
 
     def release(self, number: int) -> None:
         """End a sequence. Its tokens in the heads' KV caches may serve others."""

@@ -67,11 +67,6 @@ class KVCache:
         """Number of full cells."""
         return self._table.top
 
-    @property
-    def can_store(self) -> bool:
-        """Whether sequences can go to the store."""
-        return bool(self._store.limit and self._table.cells.block)
-
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare several requests; return for each its number of cached tokens, or why it has no room."""
         self._start_change()
@@ -214,10 +209,6 @@ class KVCache:
                 self._has_left = True
         self._is_changing = False
 
-    def store_running(self, number: int) -> None:
-        """Copy a running sequence to the store."""
-        self._put(self.running[number])
-
     def store_finished(self) -> None:
         """Move all finished sequences to the store."""
         self._start_change()
@@ -249,18 +240,14 @@ class KVCache:
 
     def _move_to_store(self, sequence: CachedSequence, n_known: int = 0) -> None:
         """Empty a finished sequence; store it if it has enough tokens beyond the first `n_known`."""
-        if sequence.n >= n_known + MIN_COPIED:
-            self._put(sequence)
-        self._table.cut(sequence, 0)
-
-    def _put(self, sequence: CachedSequence) -> None:
         cells = self._table.cells
 
         def copy(start: int, end: int) -> Bytes | None:
             return cells.copy_out(sequence.seq_id, start, end)
 
-        if cells.block and self.shares:
+        if sequence.n >= n_known + MIN_COPIED and cells.block and self.shares:
             self._store.put(sequence.tokens[: sequence.n], cells.block, copy)
+        self._table.cut(sequence, 0)
 
     def _has_much_garbage(self) -> bool:
         """Whether a compaction saves time: never for less than a block, unless one sequence is left alone."""

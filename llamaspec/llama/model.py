@@ -1,8 +1,7 @@
 """A GGUF model computed by llama.cpp: the engine's `Model`.
 
-If the model caches keys and values, all sequences share one context; a second one may process long prompts.
-If layers keep recurrent states, each sequence has its own context, because llama.cpp cannot roll them back
-independently in one.
+If the model caches keys and values, all sequences share one context. If layers keep recurrent states, each
+sequence has its own context, because llama.cpp cannot roll them back independently in one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.prompt_processor import make_processor
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
@@ -106,7 +104,6 @@ class LlamaModel:
                 self.weights.close()
             raise
         self._contexts = [context]  # one for each sequence if layers keep states, otherwise one
-        self.prompt_processor = make_processor(self.weights, self.options, context, self._open)
         self.max_chunked_prefill = (
             0 if self.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
         )
@@ -148,8 +145,7 @@ class LlamaModel:
     @property
     def prompt_chunk(self) -> int:
         """Number of prompt positions to evaluate at once if no other sequence waits."""
-        chunk = self.prompt_processor and self.prompt_processor.chunk
-        return chunk or (self.batch_size if self._contexts[0].cache.shares else min(CHUNK, self.batch_size))
+        return self.batch_size if self._contexts[0].cache.shares else min(CHUNK, self.batch_size)
 
     def isolate_sequences(self) -> None:
         """Compute each sequence as if it were alone, because this model rounds differently at other widths.
@@ -160,10 +156,10 @@ class LlamaModel:
         for context in self._contexts:
             context.cache.shares = False
 
-    def can_share(self, number: int) -> bool:
-        """Whether the next evaluation of a sequence may include other sequences and padding."""
-        processor = self.prompt_processor
-        return not (self.keeps_states or (processor is not None and processor.is_processing(number)))
+    @property
+    def can_share(self) -> bool:
+        """Whether an evaluation may include several sequences, and padding."""
+        return not self.keeps_states
 
     @property
     def description(self) -> str:
@@ -187,10 +183,7 @@ class LlamaModel:
             self.check(request)
         if self.keeps_states:
             return [self._prepare_alone(entry) for entry in batch]
-        answers = self._contexts[0].cache.prepare_all(batch)
-        if self.prompt_processor is None:
-            return answers
-        return [self.prompt_processor.prepare(*each) for each in zip(batch, answers, strict=True)]
+        return self._contexts[0].cache.prepare_all(batch)
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests; return a view of the logits of each, valid until the next call.
@@ -199,8 +192,6 @@ class LlamaModel:
         EvaluationError, MemoryFullError or ScoresError if llama.cpp failed or the logits are not finite; in
         the latter case the KV cache is empty.
         """
-        if self.prompt_processor is not None and len(batch) == 1 and not batch[0][1].n_scored:
-            return self.prompt_processor.evaluate(*batch[0])
         context = self._context(batch[0][0])
         assert context is not None  # prepared
         return context.evaluate(batch, n_padding)
@@ -218,8 +209,6 @@ class LlamaModel:
     def release(self, number: int) -> None:
         """End a sequence. Its cached tokens may serve others until their room is needed."""
         context = self._context(number)
-        if self.prompt_processor is not None:
-            self.prompt_processor.release(number)
         if context is not None:
             context.cache.release(number)
 
@@ -227,8 +216,6 @@ class LlamaModel:
         """Empty the KV cache and the store, as if nothing had been evaluated."""
         for context in self._contexts:
             context.clear()
-        if self.prompt_processor is not None:
-            self.prompt_processor.forget()
 
     def store_finished(self) -> None:
         """Move or copy all finished sequences to the store."""
@@ -291,8 +278,6 @@ class LlamaModel:
         """Free everything. Later calls do nothing."""
         for context in self._contexts:
             context.close()
-        if self.prompt_processor is not None:
-            self.prompt_processor.close()
         if self._owns_weights:
             self.weights.close()
 

@@ -48,7 +48,6 @@ class ModelOptions:
     n_cells: int | None = None  # size of the KV cache that all sequences share, in tokens; None = n_ctx
     max_scored: int = BATCH  # maximum number of positions in one evaluation that have logits
     repack: bool = True  # let llama.cpp repack weights for faster kernels
-    prompt_context: bool = True  # process long prompts with the original weights, if that is faster
     devices: tuple[str, ...] | None = None  # llama.cpp's names; None = workers and all GPUs, () = none
     tensor_split: tuple[float, ...] = ()  # shares of the layers for each device; () = by free memory
     workers: tuple[str, ...] = ()  # HOST:PORT of RPC workers, whose devices are RPC0, RPC1, ...
@@ -124,7 +123,6 @@ def exact(options: ModelOptions, *, chooses_values: bool = True) -> ModelOptions
     They fix the kernels of attention; those of the weights may still depend on the width. ValueError if the
     caller's own options rule this out.
     """
-    options = replace(options, prompt_context=False)  # it has other kernels
     if options.has_one_attention or (options.offloads and (options.workers or runtime.can_offload())):
         return options
     if options.flash_attention == "off":

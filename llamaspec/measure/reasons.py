@@ -101,12 +101,6 @@ def round_seconds(curve: CostCurve) -> list[float]:
     return rounds
 
 
-def break_even_seconds(curve: CostCurve) -> list[float]:
-    """Return the seconds of each measured width at which drafting breaks even if every token is accepted."""
-    single, step = curve.verify_seconds[0], curve.draft_step_seconds
-    return [width * single - (width - 1) * step for width in curve.widths]
-
-
 def dips(curve: CostCurve) -> dict[int, int]:
     """Map each width to the cheapest wider one, if the length policy would pad to it."""
     found = {}

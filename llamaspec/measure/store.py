@@ -39,13 +39,6 @@ Notify: TypeAlias = Callable[[str], None]  # receives one line
 
 
 @dataclass(frozen=True, slots=True)
-class PromptGain:
-    """Speed-up of processing long prompts with the weights as they are in the file."""
-
-    gain: float
-
-
-@dataclass(frozen=True, slots=True)
 class BenchGains:
     """Speed-ups of a pair over plain decoding, from its latest benchmarks; ValueError if there are none."""
 
@@ -59,7 +52,6 @@ class BenchGains:
 _SUFFIXES: dict[type[object], str] = {
     Probe: "",
     LearnedPrior: ".runs",
-    PromptGain: ".reading",
     Exactness: ".exact",
     BenchGains: ".bench",
 }
@@ -145,18 +137,8 @@ def known_exactness(pair: Pair, notify: Notify = _ignore) -> Exactness:
     return known
 
 
-def restore_prompt_gain(pair: Pair) -> None:
-    """Give a pair the kept measurement of how fast it processes long prompts, if there is one."""
-    kept, processor = stored(pair, PromptGain), pair.target.prompt_processor
-    if kept is not None and processor is not None:
-        processor.gain = kept.gain
-
-
 def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
     """Keep what a run has learned about a pair and its stages, if the run was long enough."""
-    processor = pair.target.prompt_processor
-    if processor is not None and processor.gain is not None:
-        keep(pair, PromptGain(processor.gain))
     learners: list[tuple[Pair | Stage, LengthPolicy]] = [(pair, policy)]
     learners += [(stage, stage.length) for stage in pair.stages]
     for models, learned in learners:
@@ -167,10 +149,10 @@ def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
 def _path(pair: Models, kind: type[object]) -> Path:
     """Return the file of a measurement.
 
-    A `PromptGain` concerns the target alone. Probes and exactness also depend on the kind of attention and
-    the types of the KV cache; a prior serves all of them.
+    Probes and exactness also depend on the kind of attention and the types of the KV cache; a prior serves
+    all of them.
     """
-    models = pair.models[:1] if kind is PromptGain else pair.models
+    models = pair.models
     key: list[object] = [FORMAT, *(_model_key(model) for model in models), models[0].options.heads]
     if kind in (Probe, Exactness):
         options = [model.options for model in models]

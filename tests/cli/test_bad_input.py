@@ -218,7 +218,6 @@ NAMING_FILES = [
     ("serve", "--api-key-file", "key file"),
     ("bench", "--tasks", "tasks"),
     ("bench", "--share", "report"),
-    ("probe", "--plot", "a .png or .svg file"),
 ]
 
 

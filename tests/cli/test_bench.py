@@ -38,14 +38,12 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(
 ) -> None:
     peer = write_program(tmp_path / "llama-server", ["one ", "two ", "three"])
     against = write_checkout(tmp_path / "before", ["other"])
-    picture, shared = tmp_path / "bench.svg", tmp_path / "shared.json"
+    shared = tmp_path / "shared.json"
     more = (
         "--llama-server",
         peer,
         "--against",
         against,
-        "--plot",
-        picture,
         "-k",
         "3",
         "-r",
@@ -98,9 +96,6 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(
     ]
     assert table[7][-1].strip() == "4/4"
     assert "before: auto: text differs from llama-server, none in ask 1 at character 1" in done.stdout
-    drawn = picture.read_text()
-    assert all(name in drawn for name in (">llamaspec<", ">llamaspec, plain<", ">before: auto<"))
-    assert drawn.count("(best type)") == (found["best_type"] != "llama-server, none")
     assert "4/4 ask 2, plain: " in done.stderr
 
 
@@ -160,7 +155,6 @@ def test_what_was_measured_is_shown_after_an_interrupt(tmp_path: Path, number: s
         (("--tasks", "missing.yaml"), "cannot read the tasks missing.yaml"),
         (("--against", "nowhere"), "nowhere has no llamaspec; name the root of a checkout"),
         (("--llama-server", "nowhere"), "nowhere is not a program; name its file"),
-        (("--plot", "x.pdf"), "name a .png or .svg file"),
         (("--share", "no folder/x.json"), "cannot write the report no folder/x.json"),
         (("--share", "x.json", "--tasks", "own.yaml"), "--share needs the built-in tasks; drop --tasks"),
         (("--target", "missing.gguf"), "no such model file"),

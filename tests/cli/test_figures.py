@@ -17,7 +17,6 @@ from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
 from llamaspec.cli.generate import completion_json, print_reasons, write_timeline
 from llamaspec.cli.output import statistics_lines
-from llamaspec.cli.plots import draw_probe
 from llamaspec.length.costs import CostCurve
 from llamaspec.measure.compare import Arm, Comparison, Spread
 from llamaspec.measure.probe import AttentionTiming, Probe, WidthTiming
@@ -326,41 +325,6 @@ def test_a_probe_on_a_busy_machine_says_so(models: list[Path]) -> None:
     noisy = replace(PROBE.widths[0], timings=(Spread(0.005, 0.010, 0.013), PROBE.widths[0].timings[1]))
     keep_probe(DraftPlan(target, (draft,)), replace(PROBE, widths=(noisy, *PROBE.widths[1:])))
     assert "the machine was busy" in invoke("probe", *naming(models), "--show").stdout
-
-
-@pytest.mark.usefixtures("probed")
-def test_the_rows_of_a_probe(models: list[Path]) -> None:
-    rows = invoke("probe", *naming(models), "--show", "--csv").stdout.splitlines()
-    assert rows[1:3] == ["1,64,0.01,0.009,0.013,0.0", "1,1024,0.02,0.018,0.022,0.0"]
-    assert rows[5] == "4,64,0.03,0.024,0.036,0.125"
-    assert len(rows) == 9
-
-
-def test_the_picture_of_a_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plot shows medians at each depth, their quartiles and the break-even line, in milliseconds."""
-    figure = pytest.importorskip("matplotlib.figure")
-    drawn: list[Any] = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path, **_: drawn.append(self))
-    draw_probe(PROBE, tmp_path / "curve.svg", "big")
-    (axes,) = drawn[0].axes
-    lines = {line.get_label().partition(":")[0]: line.get_xydata().round(6).tolist() for line in axes.lines}
-    assert lines == {
-        "64 cached tokens": [[1, 10], [2, 11], [4, 30], [5, 24]],
-        "1024 cached tokens": [[1, 20], [2, 21], [4, 40], [5, 34]],
-        "break-even": [[1, 10], [2, 18], [4, 34], [5, 42]],  # width * 10 ms, less 2 ms a draft token
-    }
-    bands = [band.get_paths()[0].vertices.round(6).tolist() for band in axes.collections]
-    assert [1, 9] in bands[0]
-    assert [1, 13] in bands[0]
-    assert [4, 50] in bands[1]
-    assert axes.get_ylim() == (0, pytest.approx(60))
-    assert (axes.get_title(), axes.get_ylabel()) == ("big", "milliseconds")
-
-
-def test_a_dollar_in_a_name_begins_no_formula(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw_probe(PROBE, tmp_path / "curve.svg", "a$\\frac$")
-    assert "a$\\frac$" in (tmp_path / "curve.svg").read_text()
 
 
 @pytest.mark.usefixtures("probed")

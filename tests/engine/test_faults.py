@@ -357,7 +357,7 @@ def test_such_a_fault_ends_only_its_own_sequence(place: str, raised: BaseExcepti
 
 
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
-@pytest.mark.parametrize("method", ["prepare", "evaluate", "release", "can_share"])
+@pytest.mark.parametrize("method", ["prepare", "evaluate", "release"])
 @pytest.mark.parametrize("name", [TARGET, DRAFT])
 def test_such_a_fault_of_a_model_does_not_end_the_thread(
     name: str, method: str, raised: BaseException

@@ -115,8 +115,7 @@ def test_room_for_a_common_beginning_is_counted_once() -> None:
 
 def test_sequences_that_cannot_share_are_evaluated_one_by_one() -> None:
     """If layers keep states, there is no padding either; the width once counted it."""
-    models = {TARGET: target()}
-    models[TARGET].can_share = lambda row: False  # type: ignore[method-assign]
+    models = {TARGET: target(can_share=False)}
     scheduler = Stepped(models)
     streams = [
         stream(scheduler, models, seed=i, length=Length(2, widths=lambda n: n + 3), drafter=CountingUp(V))

@@ -22,7 +22,7 @@ def test_integrated_gpus_are_used_if_there_are_no_others() -> None:
 def test_exact_options_leave_cpus_one_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "can_offload", lambda: False)
     usual = exact(ModelOptions())
-    assert (usual.cache_type_k, usual.cache_type_v, usual.prompt_context) == ("f16", "bf16", False)
+    assert (usual.cache_type_k, usual.cache_type_v) == ("f16", "bf16")
     for types in (("q8_0", "f16"), ("q8_0", "q8_0"), ("f32", "bf16")):
         kept = ModelOptions(cache_type_k=types[0], cache_type_v=types[1])
         assert exact(kept, chooses_values=False).cache_type_v == types[1]

@@ -54,12 +54,10 @@ class SlowModel:
     batch_size: int = 64
     prompt_chunk: int = 64
     max_scored: int = 65
+    can_share: bool = True
     max_chunked_prefill: int = 0
     held: TokenArray = field(default_factory=lambda: NO_TOKENS)
     known: int = 0
-
-    def can_share(self, row: int) -> bool:
-        return True
 
     def clock(self) -> float:
         return self.now

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import draw_benchmarks
 import write_command_docs
 from llamaspec.errors import LlamaspecError
 from llamaspec.length.costs import CostCurve
@@ -244,12 +245,13 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: str) -> No
 def test_a_picture_shows_the_texts_of_a_stranger_literally(report: Report, tmp_path: Path) -> None:
     named = replace(report, target=replace(report.target, name="a $x_{$ & b"))
     (tmp_path / "a.json").write_text(json.dumps(named.as_json()))
-    write_command_docs.draw_results(tmp_path, tmp_path / "pictures")
+    pytest.importorskip("matplotlib", reason="the dependency group `docs` is not installed")
+    draw_benchmarks.draw_results(tmp_path, tmp_path / "pictures")
     drawn = (tmp_path / "pictures" / "a.svg").read_text()
     assert "a $x_{$ &amp; b" in drawn
     assert ">3.00<" in drawn, "speed-up over plain"
     assert "speed-up over plain decoding" in drawn
-    write_command_docs.draw_results(tmp_path, tmp_path / "again")
+    draw_benchmarks.draw_results(tmp_path, tmp_path / "again")
     assert (tmp_path / "again" / "a.svg").read_text() == drawn
 
 
@@ -272,15 +274,20 @@ def test_the_page_is_made_from_the_files(report: Report, tmp_path: Path) -> None
         write_command_docs.with_results(once, tmp_path)
 
 
+def test_the_page_shows_a_picture_of_each_file(beside_the_peer: Report, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(beside_the_peer.as_json()))
+    page = f"{write_command_docs.BEGIN}{write_command_docs.END}"
+    shown = write_command_docs.with_results(page, tmp_path)
+    assert "![Times as fast as llama-server without a draft, by task](benchmarks/a.svg)" in shown
+
+
 def test_a_picture_with_llama_server_shows_its_best_type(beside_the_peer: Report, tmp_path: Path) -> None:
     """The best of each prompt was drawn, which is known only afterwards."""
+    pytest.importorskip("matplotlib", reason="the dependency group `docs` is not installed")
     (tmp_path / "a.json").write_text(json.dumps(beside_the_peer.as_json()))
-    write_command_docs.draw_results(tmp_path, tmp_path)
+    draw_benchmarks.draw_results(tmp_path, tmp_path)
     drawn = (tmp_path / "a.svg").read_text()
     assert "whole request, speed-up over llama-server without a draft" in drawn
     assert all(f">{name}<" in drawn for name in ("llamaspec", "llamaspec, plain", f"{MOD} (best type)"))
     assert SIMPLE not in drawn
     assert PEER_BEST not in drawn
-    page = f"{write_command_docs.BEGIN}{write_command_docs.END}"
-    shown = write_command_docs.with_results(page, tmp_path)
-    assert "![Times as fast as llama-server without a draft, by task](benchmarks/a.svg)" in shown
