@@ -29,6 +29,7 @@ from llamaspec.cli.model_options import (
 )
 from llamaspec.cli.plots import check_plot, draw_probe
 from llamaspec.errors import LlamaspecError, PairError, printable
+from llamaspec.llama import runtime
 from llamaspec.measure import store
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread, Task, run_compare
 from llamaspec.measure.exactness import AUDITED, Audit, run_audit
@@ -242,6 +243,7 @@ def probe(
         raise click.UsageError("--json and --csv both write to stdout; choose one")
     if plot is not None:
         check_plot(plot)
+    runtime.choose_kernels(models.target_options.kernels)  # the kept results of both choices differ
     if forget:
         dropped = store.forget(find_plan_here(models))
         out.say("deleted the stored result" if dropped else "there is no stored result for this pair")
@@ -259,7 +261,7 @@ def probe(
     if plot is not None:
         draw_probe(found, plot, printable(plan.target.path.stem))
     if as_json:
-        click.echo(json.dumps(conclusions(found)))
+        click.echo(json.dumps({**conclusions(found), "kernels": runtime.kernels().level}))
     elif as_csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         columns = ("width", "depth", "median_seconds", "low_seconds", "high_seconds", "logit_difference")
@@ -301,6 +303,7 @@ def _show_probe(found: Probe) -> None:
     columns = ("batch size", *depths, "relative", "differs by", "<")
     out.print_table(columns, rows, console)
     console.print(_PROBE_LEGEND)
+    console.print(f"computed with {runtime.kernels().describe()}")
     for depth in found.left_out_depths:
         console.print(f"a context of {depth} tokens was left out: processing it would take too long here")
     if found.identical_widths == {1}:

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError
-from llamaspec.llama import resources, runtime
+from llamaspec.llama import resources
 from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import KVCache, Prepared
 from llamaspec.llama.options import ModelOptions
@@ -185,7 +185,7 @@ def make_processor(
 ) -> PromptProcessor | None:
     """Return a processor for a model; None if its weights are not repacked, or other devices hold layers."""
     if (
-        not (options.prompt_context and options.repack and runtime.repacking_is_safe())
+        not (options.prompt_context and weights.may_be_repacked)
         or options.heads
         or not isinstance(main.cache, KVCache)
         or not main.cache.can_store

@@ -16,6 +16,7 @@ import pytest
 from command import Answer, invoke, naming
 from llamaspec import LlamaModel, ModelOptions
 from llamaspec.errors import EvaluationError
+from llamaspec.kernels import Kernels
 from llamaspec.llama.devices import Device, find_devices
 from llamaspec.llama.gguf_file import GgufFile, active_parameters
 from llamaspec.llama.model import MemoryFacts
@@ -44,7 +45,8 @@ from vocabularies import FakeVocabulary
 
 CPU = Device("CPU", "a processor", "CPU", 0, 0)
 GPU = Device("CUDA0", "a card", "GPU", 2**30, 2**31)
-MACHINE = MachineFacts("linux", "llama.cpp", (CPU,), False, False, True, 2**30, 4, 8)
+OUR_KERNELS = Kernels(reason="LLAMASPEC_KERNELS is off")
+MACHINE = MachineFacts("linux", "llama.cpp", (CPU,), False, False, True, OUR_KERNELS, 2**30, 4, 8)
 FACTS = ModelFacts("llama", 7 * 10**9, None, 2**29, None, False, True)
 MEMORY = MemoryFacts(bytes_per_token=1024.0, fixed_bytes=0, n_right=18, n_kept=18)
 
@@ -271,6 +273,9 @@ def test_devices() -> None:
         ({"has_nvidia": True, "can_offload": True, "devices": (GPU, CPU)}, "devices", None),
         ({}, "backend", None),
         ({"repacking_is_safe": False}, "backend", "-mno-amx-tile"),
+        ({}, "kernels", None),
+        ({"kernels": Kernels("avx2", 1)}, "kernels", None),
+        ({"kernels": Kernels(reason="they were not built; install a compiler")}, "kernels", "install a comp"),
     ],
 )
 def test_machines(changes: dict[str, Any], topic: str, remedy: str | None) -> None:
@@ -287,7 +292,7 @@ def test_threads(asked: int | None, level: str) -> None:
 @pytest.mark.parametrize(("n_taken", "is_busy"), [(0.0, False), (4.2, False), (4.6, True)])
 def test_other_programs(n_taken: float, is_busy: bool) -> None:
     """Four cores of eight hardware threads."""
-    found = list(machine_findings(replace(MACHINE, n_taken=n_taken)))[2:]
+    found = list(machine_findings(replace(MACHINE, n_taken=n_taken)))[3:]
     assert bool(found) == is_busy
     assert not is_busy or "4.6 of 8" in found[0].text
 
@@ -382,7 +387,7 @@ def test_sizes(n: int, told: str) -> None:
 
 def test_the_figures_of_a_machine() -> None:
     machine = replace(MACHINE, can_offload=True, devices=(GPU, CPU), n_taken=5.25)
-    assert said(machine_findings(machine))[1] == "CUDA0 (a card, 1.0 GiB free), CPU (a processor)"
+    assert said(machine_findings(machine))[2] == "CUDA0 (a card, 1.0 GiB free), CPU (a processor)"
     assert said(machine_findings(MACHINE))[1] == "CPU (a processor); no GPU offload"
     assert said(machine_findings(machine))[2].startswith("other programs use 5.2 of 8 hardware threads;")
     assert said([thread_finding(MACHINE, "draft", None), thread_finding(MACHINE, "draft", 6)]) == [
