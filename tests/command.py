@@ -54,9 +54,7 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment without the variables that change llamaspec's output."""
     unwanted = ("LLAMASPEC_", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING", "COLUMNS")
     kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name == VARIABLE or not name.startswith(unwanted)
+        name: value for name, value in os.environ.items() if name == VARIABLE or not name.startswith(unwanted)
     }
     return {**kept, "PYTHONUTF8": "1", **FIXED, **(changes or {})}
 

@@ -68,7 +68,7 @@ def start() -> None:
     """
     lib.llama_log_set(log.callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
-    library.attach(_loaded("ggml-cpu"), _loaded("ggml-base"))
+    library.attach(loaded("ggml-cpu"), loaded("ggml-base"))
 
 
 def kernels() -> Kernels:
@@ -83,7 +83,7 @@ def choose_kernels(choice: str) -> None:
         library.turn_off("an option switched llamaspec's off")
 
 
-def _loaded(name: str) -> ctypes.CDLL | None:
+def loaded(name: str) -> ctypes.CDLL | None:
     """Return a library that llama.cpp has loaded; None if its build has no such library.
 
     The folder may hold several copies, of which one is loaded.
