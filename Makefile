@@ -82,7 +82,7 @@ format: $(PROJECT_READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf llamaspec/kernels/*.so $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # pip learnt dependency groups in 25.1.
 $(PYTHON_READY):

@@ -389,7 +389,7 @@ def test_the_figures_of_a_machine() -> None:
     machine = replace(MACHINE, can_offload=True, devices=(GPU, CPU), n_taken=5.25)
     assert said(machine_findings(machine))[2] == "CUDA0 (a card, 1.0 GiB free), CPU (a processor)"
     assert said(machine_findings(MACHINE))[2] == "CPU (a processor); no GPU offload"
-    assert said(machine_findings(machine))[2].startswith("other programs use 5.2 of 8 hardware threads;")
+    assert said(machine_findings(machine))[3].startswith("other programs use 5.2 of 8 hardware threads;")
     assert said([thread_finding(MACHINE, "draft", None), thread_finding(MACHINE, "draft", 6)]) == [
         "4 of 4 full-speed cores, 8 hardware threads (default)",
         "6 of 4 full-speed cores, 8 hardware threads: more threads than cores slow each other down; use 4 "

@@ -12,6 +12,7 @@ from hub_server import Hub
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
 from llamaspec.cli.options import Drafting, make_policy
 from llamaspec.length.costs import CostCurve
+from llamaspec.llama import runtime
 from llamaspec.measure.exactness import Exactness, find_exactness, prompts_are_exact
 from llamaspec.measure.probe import Effort, measure
 from llamaspec.measure.reasons import dips, saturation_width, verdict
@@ -45,6 +46,7 @@ def test_json_has_the_widths_the_conclusions_and_the_verdict(models: list[Path])
     assert found["widths"][0]["logit_difference"] == 0
     assert found["identical_widths"][0] == 1
     assert found["draft_step"]["median"] > 0
+    assert found["kernels"] == runtime.kernels().level
     assert set(found["best_fixed_length"]) == {"0.5", "0.6", "0.7", "0.8", "0.9", "0.95"}
     widths, costs = zip(
         *((row["width"], row["timings"][0]["median"]) for row in found["widths"]), strict=True

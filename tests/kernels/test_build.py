@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,7 @@ import hatch_build
 from hatch_build import FOLDER, LIBRARY, PLATFORM, NotBuiltError, build, is_current
 
 ROOT = Path(hatch_build.__file__).parent
-here = pytest.mark.skipif(
-    hatch_build.sysconfig.get_platform() != PLATFORM, reason="the kernels are for another platform"
-)
+here = pytest.mark.skipif(sysconfig.get_platform() != PLATFORM, reason="the kernels are for another platform")
 PART = """
 #ifndef {wanted}
 #error {wanted} is missing
@@ -104,7 +103,7 @@ def test_without_a_compiler_that_works_no_library_is_left(
 def test_other_platforms_have_no_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str
 ) -> None:
-    monkeypatch.setattr(hatch_build.sysconfig, "get_platform", lambda: platform)
+    monkeypatch.setattr(sysconfig, "get_platform", lambda: platform)
     with pytest.raises(NotBuiltError, match=f"they are for linux-x86_64, and this is {platform}"):
         build(write_parts(tmp_path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_a_library_that_was_not_built(tmp_path: Path, monkeypatch: pytest.Monkey
     library.load()
     attach(library)
     is_possible = "not built; install a C++ compiler" in library.facts.describe()
-    assert is_possible == (runtime.os.uname().machine == "x86_64")
+    assert is_possible == (os.uname().machine == "x86_64")
     monkeypatch.setattr(sys, "platform", "darwin")
     library.load()
     assert library.facts.describe() == (

@@ -65,6 +65,7 @@ def test_props_models_and_the_page(demo: Pair) -> None:
         assert (props["model_alias"], props["total_slots"]) == ("mine", 4)
         assert props["default_generation_settings"]["n_ctx"] == CONTEXT
         assert "/" not in props["model_path"]
+        assert props["kernels"] == demo.target.weights.kernels
         listed = server.client.get("/v1/models").json()
         (model,) = listed["data"]
         assert (model["id"], listed["models"]) == ("mine", [])
