@@ -25,6 +25,7 @@ LLAMA_CPP = "llama.cpp's kernels"
 _NOT_BUILT = (
     "llamaspec's were not built; install a C++ compiler, then llamaspec again (pip install -v shows faults)"
 )
+_NOT_STARTED = "llama.cpp has not been started"
 _TOO_LATE = (
     "llama_cpp was imported before llamaspec; write `from llamaspec import ...` above `import llama_cpp`"
 )
@@ -132,7 +133,7 @@ class KernelLibrary:
         except (OSError, AttributeError) as error:  # AttributeError: it lacks a function
             self._reason = f"llamaspec's cannot be loaded ({error}); install llamaspec again"
         else:
-            self._reason = "llama.cpp has not been started"
+            self._reason = _NOT_STARTED
 
     def attach(self, ggml_cpu: ctypes.CDLL | None, ggml_base: ctypes.CDLL | None) -> None:
         """Turn the kernels on if they suit the two libraries of llama.cpp; None = there is no such library.
@@ -153,14 +154,14 @@ class KernelLibrary:
         self._is_attached = refusal is None
         if refusal is not None:
             self._reason = refusal.decode(errors="replace")
-        else:
+        elif self._reason == _NOT_STARTED:  # otherwise they were turned off before
             self.turn_on()
 
     def turn_off(self, reason: str) -> None:
         """Let llama.cpp compute everything itself from now on."""
         if self._library is not None:
             self._library.llamaspec_kernels_enable(0)
-        if self._reason is None:
+        if self._reason in (None, _NOT_STARTED):
             self._reason = reason
 
     def turn_on(self) -> None:

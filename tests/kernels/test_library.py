@@ -121,6 +121,15 @@ def test_they_are_on_only_after_they_were_attached(loaded: KernelLibrary) -> Non
     assert (is_on(), loaded.covers(Q4_0), loaded.facts.key) == (1, True, ["avx512", 7])
 
 
+def test_they_may_be_turned_off_before_llama_cpp_starts(loaded: KernelLibrary) -> None:
+    """`doctor --kernels off` once showed them as on."""
+    loaded.turn_off("of a test")
+    attach(loaded)
+    assert loaded.facts == Kernels(reason="of a test")
+    loaded.turn_on()
+    assert loaded.facts == Kernels("avx512", 7)
+
+
 def test_another_llama_cpp(loaded: KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAND_IN_REFUSES", "1")
     attach(loaded)
