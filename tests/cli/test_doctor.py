@@ -13,10 +13,11 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from command import Answer, invoke, naming
+from command import Answer, invoke, naming, run
 from llamaspec import LlamaModel, ModelOptions
 from llamaspec.errors import EvaluationError
 from llamaspec.kernels import Kernels
+from llamaspec.llama import runtime
 from llamaspec.llama.devices import Device, find_devices
 from llamaspec.llama.gguf_file import GgufFile, active_parameters
 from llamaspec.llama.model import MemoryFacts
@@ -253,6 +254,32 @@ def test_options_that_surprise(target_file: Path, draft_file: Path) -> None:
 def test_options_that_are_wrong(target_file: Path) -> None:
     answer = invoke("doctor", "--target", target_file, "--threads", "0")
     assert (answer.code, answer.stdout) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("variable", "options", "says"),
+    [
+        ("0", [], "llama.cpp's kernels only: LLAMASPEC_KERNELS is off"),
+        ("off", ["--kernels", "auto"], "llama.cpp's kernels only: LLAMASPEC_KERNELS is off"),
+        ("", ["--kernels", "off"], "llama.cpp's kernels only: an option switched llamaspec's off"),
+    ],
+)
+def test_kernels_that_are_switched_off(
+    target_file: Path, variable: str, options: list[str], says: str
+) -> None:
+    command = ["doctor", *naming([target_file]), *options, "--json"]
+    found = listed(run(*command, env={"LLAMASPEC_KERNELS": variable}))
+    if runtime.kernels().level is not None:
+        assert (found["kernels"]["text"], found["kernels"]["remedy"]) == (says, None)
+    assert found["kernels"]["text"].startswith("llama.cpp's kernels only: ")
+
+
+def test_a_model_that_the_kernels_do_not_take(opened: OpenModel) -> None:
+    machine = replace(MACHINE, kernels=Kernels("avx2", 1))
+    model = opened("llama")  # f32
+    found = list(model_findings(machine, Examined("draft", model, MEMORY, None)))
+    text = "llama.cpp's kernels: llamaspec's do not take all types of its weights"
+    assert only(found, "draft kernels") == Finding("ok", "draft kernels", text)
 
 
 def test_devices() -> None:

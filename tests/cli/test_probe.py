@@ -66,6 +66,7 @@ def test_both_ways_of_attention_are_measured_unless_it_has_to_be_quick(
     assert all(t[way]["low"] > 0 for t in found["attention"] for way in ("on", "off"))
     assert invoke("probe", *naming(models), "--show", "--json").json == found
     told = " ".join(invoke("probe", *naming(models), "--show").stdout.split())
+    assert f"computed with {runtime.kernels().describe()}" in told
     assert "with 16 tokens in the KV cache, --flash-attn off" in told
     assert "with 300 tokens in the KV cache, --flash-attn off" in told
     monkeypatch.setattr("llamaspec.cli.measure.QUICK", effort)
