@@ -279,7 +279,7 @@ def learning(
 
 
 def _warn(pair: Pair) -> None:
-    if not runtime.repacking_is_safe():
+    if not (runtime.repacking_is_safe() or all(model.weights.suits_kernels for model in pair.models)):
         say(
             "warning: this build of llama.cpp uses AMX, which crashes; its fast kernels stay off; "
             "build it with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`"

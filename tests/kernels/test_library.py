@@ -69,7 +69,7 @@ def test_llama_cpp_calls_a_library_that_was_loaded_first(called_stand_in: Path) 
 
 def test_too_late_after_llama_cpp(called_stand_in: Path) -> None:
     code = FACTS.format(first="import llama_cpp", options="{}")
-    answer = python(code, called_stand_in)
+    answer = python(code, called_stand_in, env={VARIABLE: ""})
     assert "False" in answer.stdout.splitlines()[1]
     assert answer.stderr.count("RuntimeWarning: llamaspec's kernels stay off: llama_cpp was imported") == 1
     quiet = "import llama_cpp, warnings; warnings.filterwarnings('ignore', message='llamaspec.s kernels')"
