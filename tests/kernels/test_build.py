@@ -137,6 +137,15 @@ def test_ctrl_c_leaves_the_earlier_library(
 
 
 @here
+def test_a_process_that_uses_the_earlier_library_keeps_it(tmp_path: Path) -> None:
+    root = write_parts(tmp_path)
+    (root / LIBRARY).write_text("earlier")
+    with (root / LIBRARY).open() as earlier:
+        build(root)
+        assert earlier.read() == "earlier"
+
+
+@here
 def test_the_program_builds_if_a_source_is_newer(tmp_path: Path) -> None:
     root = write_parts(tmp_path)
     program = root / "hatch_build.py"

@@ -137,6 +137,17 @@ def test_another_llama_cpp(loaded: KernelLibrary, monkeypatch: pytest.MonkeyPatc
     assert ctypes.CDLL(str(loaded.path)).llamaspec_kernels_is_on() == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_loaded_copy_of_a_library_is_found() -> None:
+    """llama-cpp-python's folder may have three copies of each, and only one computes."""
+    found = runtime.loaded("ggml-cpu")
+    assert found is not None
+    mapped = {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "ggml-cpu" in line
+    }
+    assert mapped == {str(Path(found._name).resolve())}
+
+
 def test_a_build_of_llama_cpp_without_such_libraries(loaded: KernelLibrary) -> None:
     assert runtime.loaded("ggml-cpu") is not None
     assert runtime.loaded("ggml-nothing") is None
