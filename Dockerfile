@@ -3,7 +3,7 @@ FROM python:3.12-slim-bookworm AS build
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git make && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE models.yaml ./
+COPY pyproject.toml hatch_build.py README.md LICENSE models.yaml ./
 COPY scripts/llama_cpp_build.cmake scripts/
 COPY llamaspec llamaspec
 ARG CMAKE_ARGS=

@@ -24,6 +24,7 @@ FROM_SOURCE := --no-binary llama-cpp-python
 PYTHON_READY := $(VENV)/.python-ready
 LLAMA_CPP_READY := $(VENV)/.llama-cpp-ready
 PROJECT_READY := $(VENV)/.project-ready
+KERNELS_READY := $(VENV)/.kernels-ready
 
 .PHONY: help run test test-fresh coverage check bench demo docs format clean rebuild
 .DEFAULT_GOAL := help
@@ -40,19 +41,19 @@ help:
 	@echo "make format  format the code"
 	@echo "make clean   remove the virtual environment and all caches"
 
-run: $(PROJECT_READY)
+run: $(KERNELS_READY)
 	$(BIN)/llamaspec generate -p "$$PROMPT" $(or $(ARGS),$(RUN_ARGS))
 
-test: $(PROJECT_READY)
+test: $(KERNELS_READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 # Part of a release. The first line of the output is the seed that repeats the run.
-test-fresh: $(PROJECT_READY)
+test-fresh: $(KERNELS_READY)
 	seed=$${SEED:-$$($(BIN)/python -c 'import secrets; print(secrets.randbits(31))')}; echo "SEED=$$seed"; \
 	$(BIN)/python -m pytest -n 2 --randomly-seed=$$seed --hypothesis-profile=fresh --hypothesis-seed=$$seed $(ARGS)
 
 # Slower than `make test`, and not part of .ci/run.
-coverage: $(PROJECT_READY)
+coverage: $(KERNELS_READY)
 	rm -rf build/coverage
 	$(BIN)/python -m coverage run -m pytest $(ARGS); \
 	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report --skip-covered --sort=cover
@@ -64,11 +65,11 @@ check: $(PROJECT_READY)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python scripts/write_command_docs.py --check
 
-bench: $(PROJECT_READY)
+bench: $(KERNELS_READY)
 	$(BIN)/llamaspec bench $(ARGS)
 
 # The target is the embedded one, widened to 0.55 billion parameters.
-demo: $(PROJECT_READY)
+demo: $(KERNELS_READY)
 	$(BIN)/python scripts/demo.py $(ARGS)
 
 docs: $(PROJECT_READY)
@@ -82,7 +83,7 @@ format: $(PROJECT_READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf llamaspec/kernels/*.so $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 # pip learnt dependency groups in 25.1.
 $(PYTHON_READY):
@@ -110,4 +111,9 @@ rebuild:
 $(PROJECT_READY): pyproject.toml $(LLAMA_CPP_READY)
 	CMAKE_ARGS="$(BUILD_OPTIONS) $$CMAKE_ARGS" $(BIN)/python -m pip install --quiet $(FROM_SOURCE) \
 	    --editable '.[serve]' --group dev
+	@touch $@
+
+# pip has built the kernels, so this does nothing unless a source is newer, or there is no compiler: then it says so.
+$(KERNELS_READY): hatch_build.py $(wildcard llamaspec/kernels/*.[ch]pp) $(PROJECT_READY)
+	$(BIN)/python hatch_build.py
 	@touch $@

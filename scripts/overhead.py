@@ -31,9 +31,10 @@ PROMPT = "def read(path):\n    with open(path) as file:\n"
 def work(folder: str, n_tokens: int) -> None:
     """Read names of arms from stdin; print microseconds, calls and evaluations per round of each."""
     sys.path.insert(0, folder)
-    from llama_cpp import llama_cpp as lib
+    import llamaspec.llama  # loads our kernels, which is too late after llama_cpp
 
-    import llamaspec
+    # isort: split
+    from llama_cpp import llama_cpp as lib
 
     answers, sys.stdout = sys.stdout, sys.stderr
     apart = _Apart(lib.llama_decode)

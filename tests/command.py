@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from llamaspec import Completion, ModelOptions, open_pair
 from llamaspec.cli.main import main
+from llamaspec.kernels import VARIABLE
 from patience import PATIENCE
 
 ENTRY = [sys.executable, "-c", "from llamaspec.__main__ import main; main()"]
@@ -52,7 +53,9 @@ class Answer:
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return this process's environment without the variables that change llamaspec's output."""
     unwanted = ("LLAMASPEC_", "NO_COLOR", "FORCE_COLOR", "PYTHONIOENCODING", "COLUMNS")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    kept = {
+        name: value for name, value in os.environ.items() if name == VARIABLE or not name.startswith(unwanted)
+    }
     return {**kept, "PYTHONUTF8": "1", **FIXED, **(changes or {})}
 
 

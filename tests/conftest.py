@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import llamaspec.llama  # noqa: F401  # it loads our kernels, which is too late after llama_cpp
+
+# isort: split
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -17,6 +20,7 @@ from forward_requests import Count
 from hub_server import BIG, LARGE, OWN_LIST, SMALL, Hub, serving
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
 from llamaspec.cli import output
+from llamaspec.kernels import VARIABLE
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import CachedSequence, CellTable
 from model_store import ModelStore, OpenModel, demo_pair
@@ -27,9 +31,13 @@ CPU = ModelOptions(threads=1, gpu_layers=0)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the tests independent of the user's environment and of time limits."""
+    """Make the tests independent of the user's environment and of time limits.
+
+    Only `LLAMASPEC_KERNELS=off make test` tests something else.
+    """
     for name in [name for name in os.environ if name.startswith(("HF_", "LLAMASPEC_"))]:
-        del os.environ[name]
+        if name != VARIABLE:
+            del os.environ[name]
     for name in ("http_proxy", "https_proxy", "all_proxy"):  # the tests' hub is on this machine
         os.environ.pop(name, None)
         os.environ.pop(name.upper(), None)

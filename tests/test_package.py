@@ -7,6 +7,7 @@ llama-cpp-python.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -21,10 +22,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from command import Answer, answer_of, environment, invoke, python
+from hatch_build import FOLDER, LIBRARY, NotBuiltError, build
 from patience import PATIENCE
 from serving import process
 
 ROOT = Path(__file__).parent.parent
+SOURCES = (".cpp", ".hpp")  # of the kernels
 FILES = (  # beside modules
     "demo/README.md",
     "demo/target.gguf",
@@ -114,7 +117,7 @@ class Environment:
         """Run a program of this environment."""
         done = subprocess.run(
             [self.folder / "bin" / command[0], *command[1:]],
-            cwd=self.folder, env=environment({"PYTHONDONTWRITEBYTECODE": "1"}),
+            cwd=self.folder, env=environment({"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": ""}),
             capture_output=True, text=True, check=False, timeout=PATIENCE,
         )  # fmt: skip
         return Answer(done.returncode, done.stdout, done.stderr)
@@ -197,14 +200,86 @@ def test_the_wheel_has_every_file_of_the_package_and_the_licence(wheel: Path, un
     ours = {
         path.relative_to(ROOT).as_posix()
         for path in package.rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
+        if path.is_file() and path.suffix not in (".pyc", ".so", *SOURCES)
     }
-    with zipfile.ZipFile(wheel) as content:
-        theirs = {name for name in content.namelist() if name.startswith("llamaspec/")}
-    assert theirs == {*ours, "llamaspec/models.yaml"}
+    assert files_of(wheel) - {LIBRARY} == {*ours, "llamaspec/models.yaml"}
     for name in FILES:
         assert (unpacked / "llamaspec" / name).read_bytes() == (package / name).read_bytes()
     assert next(unpacked.glob("*.dist-info/licenses/LICENSE")).read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def files_of(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as content:
+        return {name for name in content.namelist() if name.startswith("llamaspec/")}
+
+
+@pytest.fixture
+def small(sdist: Path, tmp_path: Path) -> Path:
+    """The source distribution with small kernels, which are built in a second; skipped without a compiler."""
+    root = tmp_path / "small"
+    shutil.copytree(sdist, root)
+    for path in (root / FOLDER).iterdir():
+        if path.suffix in SOURCES:
+            path.unlink()
+    shutil.copy(ROOT / "tests" / "kernels" / "stand_in.cpp", root / FOLDER / "hooks.cpp")
+    try:
+        build(root)
+    except NotBuiltError as reason:
+        pytest.skip(str(reason))
+    (root / LIBRARY).unlink()
+    return root
+
+
+def built(root: Path, folder: Path) -> Path:
+    """Return the wheel of a source distribution."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    return Path(next(iter(WheelBuilder(str(root)).build(directory=str(folder), versions=["standard"]))))
+
+
+def test_a_wheel_with_kernels_is_for_one_platform_and_any_python(small: Path, tmp_path: Path) -> None:
+    made = built(small, tmp_path)
+    assert made.name.endswith("-py3-none-linux_x86_64.whl")
+    assert LIBRARY in files_of(made)
+    assert not [name for name in files_of(made) if name.endswith(SOURCES)]
+    with zipfile.ZipFile(made) as content:
+        metadata = next(name for name in content.namelist() if name.endswith(".dist-info/WHEEL"))
+        assert b"Root-Is-Purelib: false" in content.read(metadata)
+
+
+def test_without_a_compiler_the_wheel_is_for_every_platform(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A library that an earlier build has left is not in the wheel."""
+    (small / LIBRARY).write_text("earlier")
+    monkeypatch.setenv("CXX", "false")
+    made = built(small, tmp_path)
+    assert made.name.endswith("-py3-none-any.whl")
+    assert LIBRARY not in files_of(made)
+    said = [line for line in "".join(capfd.readouterr()).splitlines() if line]
+    assert said == ["llamaspec is installed without kernels of its own: false failed: exit code 1"]
+
+
+@pytest.mark.parametrize("how", [["."], ["--editable", "."]], ids=["installed", "editable"])
+def test_an_installation_has_kernels(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]
+) -> None:
+    there = Environment(tmp_path / "environment")
+    there.link(required(["hatchling"]))
+    with (small / "pyproject.toml").open("a") as project:
+        project.write('[tool.hatch.build]\ndev-mode-dirs = ["."]\n')  # otherwise it needs one more package
+    monkeypatch.chdir(small)
+    there.pip("install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", *how)
+    code = "import llamaspec.kernels as k; k.library.load(); print(k.library.path, k.library.facts.reason)"
+    path, _, reason = there.run("python", "-c", code).stdout.strip().partition(" ")
+    assert Path(path).is_relative_to(small if "--editable" in how else there.packages)
+    assert reason == "llama.cpp has not been started"
+
+
+def test_the_source_distribution_has_the_sources_of_the_kernels_and_nothing_built(sdist: Path) -> None:
+    theirs = {path.name for path in (sdist / FOLDER).iterdir()}
+    ours = {path.name for path in (ROOT / FOLDER).iterdir() if path.suffix in (".py", *SOURCES)}
+    assert theirs == ours
 
 
 def test_the_source_distribution_can_be_tested(sdist: Path) -> None:
@@ -212,7 +287,9 @@ def test_the_source_distribution_can_be_tested(sdist: Path) -> None:
         "Makefile",
         "CHANGELOG.md",
         "pyproject.toml",
+        "hatch_build.py",
         "tests/command.py",
+        "tests/kernels/stand_in.cpp",
         "scripts/llama_cpp_build.cmake",
     ):
         assert (sdist / name).read_bytes() == (ROOT / name).read_bytes()

@@ -59,6 +59,7 @@ def test_the_same_prompt_again(store: ModelStore, kind: str, n_draft: int) -> No
 FORKED = """
 import os, signal, sys, threading
 from pathlib import Path
+import llamaspec.llama
 from llama_cpp import llama_cpp as lib
 freed = []
 free = lib.llama_free, lib.llama_model_free
@@ -190,8 +191,8 @@ INTERRUPTED = """
 import os, signal, sys, threading, time
 from pathlib import Path
 import numpy as np
-from llama_cpp import llama_cpp as lib
 from llamaspec import ModelOptions, open_pair
+from llama_cpp import llama_cpp as lib
 from llamaspec.values import ForwardRequest
 with open_pair(Path(sys.argv[1]), target_options=ModelOptions(threads=1)) as pair:
     model = pair.target

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from llamaspec.cli.grouped import Command, Group, Integer, option_group, refusing_values
-from llamaspec.cli.model_options import fetched_model
+from llamaspec.cli.model_options import KERNELS_OPTION, fetched_model
 from llamaspec.cli.options import JSON_OPTION, read_input
 from llamaspec.cli.output import SlowProgress, print_table, say
 from llamaspec.draft_making.measuring import Trial, TrialSettings
@@ -61,6 +61,7 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
                               "memory."),
             click.option("--gpu-layers", "-ngl", type=int, help="Layers on the GPU; default: all that fit."),
             click.option("--threads", type=int, help="Threads; default: the free physical cores."),
+            KERNELS_OPTION,
         ),
     )  # fmt: skip
 

@@ -26,6 +26,7 @@ from llamaspec.cli.model_options import (
     open_models,
 )
 from llamaspec.errors import LlamaspecError, PairError
+from llamaspec.llama import runtime
 from llamaspec.measure import store
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread, Task, run_compare
 from llamaspec.measure.exactness import AUDITED, Audit, run_audit
@@ -223,6 +224,7 @@ Examples:
 @section("Output", _PROBE_OUTPUT)
 def probe(models: ModelChoice, quick: bool, show: bool, forget: bool, as_json: bool) -> None:
     """Measure the cost of evaluating several tokens at once, and store it."""
+    runtime.choose_kernels(models.target_options.kernels)  # the kept results of both choices differ
     if forget:
         dropped = store.forget(find_plan_here(models))
         out.say("deleted the stored result" if dropped else "there is no stored result for this pair")
@@ -238,7 +240,7 @@ def probe(models: ModelChoice, quick: bool, show: bool, forget: bool, as_json: b
         with open_models(plan, models) as pair:
             found = _measured(pair, quick=quick)
     if as_json:
-        click.echo(json.dumps(conclusions(found)))
+        click.echo(json.dumps({**conclusions(found), "kernels": runtime.kernels().level}))
     else:
         _show_probe(found)
 
@@ -273,6 +275,7 @@ def _show_probe(found: Probe) -> None:
     columns = ("batch size", *depths, "relative", "differs by", "<")
     out.print_table(columns, rows, console)
     console.print(_PROBE_LEGEND)
+    console.print(f"computed with {runtime.kernels().describe()}")
     for depth in found.left_out_depths:
         console.print(f"a context of {depth} tokens was left out: processing it would take too long here")
     if found.identical_widths == {1}:

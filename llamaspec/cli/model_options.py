@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from llamaspec.cli.grouped import Decorator, option_group
 from llamaspec.cli.options import Drafting, make_policy
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import RemoteFile
+from llamaspec.kernels import AUTO as AUTO_KERNELS
+from llamaspec.kernels import OFF, VARIABLE, parse_choice
 from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
@@ -37,7 +39,23 @@ class _DraftName(click.types.StringParamType):
     envvar_list_splitter = "\0"
 
 
+class _KernelsChoice(click.Choice[str]):
+    """auto or off. The environment variable may have other words for off, which llamaspec.kernels knows."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        with suppress(ValueError):  # then the message is click's
+            value = parse_choice(value)
+        return super().convert(value, param, ctx)
+
+
 _CACHE = click.Choice(list(CACHE_TYPES))
+
+KERNELS_OPTION = click.option(
+    "--kernels", type=_KernelsChoice([AUTO_KERNELS, OFF]), default=AUTO_KERNELS, show_default=True,
+    envvar=VARIABLE,
+    help="llamaspec's own CPU kernels for a few tokens at once; auto = if they are built and suit the "
+         "processor and the weights; off = only llama.cpp's.",
+)  # fmt: skip
 
 _NAMES: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
@@ -76,6 +94,7 @@ _COMPUTING: tuple[Decorator, ...] = (
     click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto",
                  envvar="LLAMASPEC_FLASH_ATTN", show_default=True,
                  help="Flash attention; auto = llama.cpp decides. llamaspec probe measures the difference."),
+    KERNELS_OPTION,
     click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Type of keys in the target's KV cache."),
     click.option("--cache-type-v", type=_CACHE, show_default="f16; on CPUs bf16 with --exact",
@@ -130,6 +149,7 @@ def _choice(
         workers=tuple(address for named in given["rpc"] for address in named.split(",")),
         threads=threads,
         flash_attention=given["flash_attn"],
+        kernels=given["kernels"],
         cache_type_k=given["cache_type_k"],
         cache_type_v=given["cache_type_v"] or "f16",
     )
@@ -141,6 +161,7 @@ def _choice(
         devices=device_names(given["draft_device"]),
         threads=threads if given["draft_threads"] is None else given["draft_threads"],
         flash_attention=given["flash_attn"],
+        kernels=given["kernels"],
         cache_type_k=given["draft_cache_type_k"],
         cache_type_v=given["draft_cache_type_v"],
         max_scored=DRAFT_SCORED,
@@ -257,7 +278,7 @@ def learning(
 
 
 def _warn(pair: Pair) -> None:
-    if not runtime.repacking_is_safe():
+    if not (runtime.repacking_is_safe() or all(model.weights.suits_kernels for model in pair.models)):
         say(
             "warning: this build of llama.cpp uses AMX, which crashes; its fast kernels stay off; "
             "build it with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`"

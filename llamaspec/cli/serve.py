@@ -127,7 +127,8 @@ def _in_short(pair: Pair, parallel: int, url: str) -> Sequence[str]:
         drafts = "its own prediction heads"
     what = f"{pair.target.description}, {f'draft: {drafts}' if drafts else 'no draft'}"
     return (
-        f"{what}; {parallel} requests at once, up to {pair.target.context_size} tokens each",
+        f"{what}; {pair.target.weights.kernels}",
+        f"{parallel} requests at once, up to {pair.target.context_size} tokens each",
         f"OpenAI clients: {url}/v1; Anthropic and Ollama clients, and the chat page: {url}",
     )
 

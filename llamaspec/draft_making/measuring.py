@@ -153,7 +153,11 @@ def draft_options(target: LlamaModel) -> ModelOptions:
     """Return options that load a draft model like its target."""
     options = target.options
     return ModelOptions(
-        n_ctx=options.n_ctx, gpu_layers=options.gpu_layers, threads=options.threads, max_scored=DRAFT_SCORED
+        n_ctx=options.n_ctx,
+        gpu_layers=options.gpu_layers,
+        threads=options.threads,
+        kernels=options.kernels,
+        max_scored=DRAFT_SCORED,
     )
 
 

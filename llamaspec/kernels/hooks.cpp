@@ -20,7 +20,8 @@ using namespace llamaspec;
 
 namespace {
 
-constexpr int VERSION = 1;  // changes with results and costs
+constexpr int VERSION = 1;         // changes with results and costs
+constexpr char GGML[] = "0.25.";  // the versions of ggml that have been read and tried
 
 // llama.cpp's functions
 bool (*mul_mat_tiled)(const ggml_compute_params *, ggml_tensor *);
@@ -32,6 +33,7 @@ void (*chunk_set)(void *, int);
 int (*chunk_add)(void *, int);
 
 const Level *level;          // nullptr = none that this processor has
+bool is_attached;
 std::atomic<bool> is_on;     // changes only while nothing is evaluated
 std::atomic<long long> n_calls;
 
@@ -443,7 +445,7 @@ EXPORTED const char *llamaspec_kernels_level() { return level ? level->name : ""
 EXPORTED int llamaspec_kernels_covers(int type) { return is_covered(type); }
 EXPORTED long long llamaspec_kernels_calls() { return n_calls; }
 EXPORTED int llamaspec_kernels_is_on() { return is_on; }
-EXPORTED void llamaspec_kernels_enable(int on) { is_on = on && level && barrier; }
+EXPORTED void llamaspec_kernels_enable(int on) { is_on = on && is_attached; }
 
 // Choose an instruction set by name; returns 0 if this processor lacks it.
 EXPORTED int llamaspec_kernels_set_level(const char *name) {
@@ -452,32 +454,39 @@ EXPORTED int llamaspec_kernels_set_level(const char *name) {
     return 0;
 }
 
-// Take over from the loaded libraries ggml-cpu and ggml-base, given by their handles; returns NULL, or why not.
+namespace {
+bool choose_level() {
+    return level || llamaspec_kernels_set_level("avx512") || llamaspec_kernels_set_level("avx-vnni") ||
+           llamaspec_kernels_set_level("avx2");
+}
+}  // namespace
+
+// Find the functions of the loaded libraries ggml-cpu and ggml-base, given by their handles, and test the kernels;
+// returns NULL, or why they cannot be used.
 EXPORTED const char *llamaspec_kernels_attach(void *cpu, void *base) {
     static std::string reason;
-    if (barrier) return nullptr;
-    if (!level && !llamaspec_kernels_set_level("avx512") && !llamaspec_kernels_set_level("avx-vnni") &&
-        !llamaspec_kernels_set_level("avx2"))
-        return "the processor lacks AVX2";
+    // First llama.cpp's own functions: they compute everything if the kernels stay off.
+    const bool has_all = find(cpu, "ggml_compute_forward_mul_mat_tiled", mul_mat_tiled) &
+                         find(cpu, "ggml_compute_forward_mul_mat_id_tiled", mul_mat_id_tiled) &
+                         find(cpu, "ggml_tiled_wdata_size", tiled_wdata_size) &
+                         find(cpu, "ggml_compute_forward_flash_attn_ext", flash_attention) &
+                         find(cpu, "ggml_threadpool_chunk_set", chunk_set) &
+                         find(cpu, "ggml_threadpool_chunk_add", chunk_add) & find(cpu, "ggml_barrier", barrier);
     const char *(*version)();
     size_t (*overhead)();
+    is_attached = false;
+    if (!choose_level()) return "the processor lacks AVX2";
     if (!find(base, "ggml_version", version) || !find(base, "ggml_tensor_overhead", overhead))
-        return "llama.cpp is too old";
-    if (std::strncmp(version(), "0.25.", 5)) {
-        reason = std::string("they were written for ggml 0.25, and this is ") + version();
+        return "this llama.cpp is too old";
+    if (std::strncmp(version(), GGML, sizeof GGML - 1)) {
+        reason = std::string("they were written for ggml ") + GGML + "x, and this is " + version();
         return reason.c_str();
     }
     if (overhead() != GGML_OBJECT_BYTES + sizeof(ggml_tensor)) return "llama.cpp's tensors have another size";
-    if (!find(cpu, "ggml_compute_forward_mul_mat_tiled", mul_mat_tiled) ||
-        !find(cpu, "ggml_compute_forward_mul_mat_id_tiled", mul_mat_id_tiled) ||
-        !find(cpu, "ggml_tiled_wdata_size", tiled_wdata_size) ||
-        !find(cpu, "ggml_compute_forward_flash_attn_ext", flash_attention) ||
-        !find(cpu, "ggml_threadpool_chunk_set", chunk_set) || !find(cpu, "ggml_threadpool_chunk_add", chunk_add) ||
-        !find(cpu, "ggml_barrier", barrier))
-        return barrier = nullptr, "llama.cpp lacks the functions that they take over";
+    if (!has_all) return "llama.cpp lacks functions that they take over";
     reason = self_test(cpu, base);
-    if (!reason.empty()) return barrier = nullptr, reason.c_str();
-    is_on = true;
+    if (!reason.empty()) return reason.c_str();
+    is_attached = true;
     return nullptr;
 }
 
@@ -487,8 +496,7 @@ EXPORTED const char *llamaspec_kernels_attach(void *cpu, void *base) {
 EXPORTED int llamaspec_kernels_multiply(int type, const void *weights, size_t row_bytes, int64_t n_rows, int64_t n_inputs,
                                         const float *x, int64_t n_columns, float *out, int n_threads, int64_t chunk_rows,
                                         void *quantized) {
-    if (!level) llamaspec_kernels_set_level("avx512") || llamaspec_kernels_set_level("avx-vnni") || llamaspec_kernels_set_level("avx2");
-    if (!is_covered(type)) return 0;
+    if (!choose_level() || !is_covered(type)) return 0;
     ggml_tensor w{}, a{}, dst{};
     w.type = type, w.data = const_cast<void *>(weights), w.nb[0] = size_of(type).bytes, w.nb[1] = row_bytes;
     w.ne[0] = n_inputs, w.ne[1] = n_rows, w.ne[2] = w.ne[3] = 1;
@@ -512,7 +520,7 @@ EXPORTED int llamaspec_kernels_attend(int type_k, int type_v, const float *q, co
                                       const void *mask, const float *sinks, const float *slopes, float scale,
                                       float softcap, int n, int n_heads, int n_kv, int key_length, int value_length,
                                       int64_t n_cells, int n_threads, float *out) {
-    if (!level) return 0;
+    if (!choose_level()) return 0;
     Attention a{};
     const size_t kl = key_length, vl = value_length;
     a.n_heads = n_heads, a.heads_per_kv = n_heads / n_kv, a.key_length = key_length, a.value_length = value_length;

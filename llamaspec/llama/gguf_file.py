@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,10 @@ _SCALARS = {  # by gguf_type
     kind: struct.Struct(f"<{code}") for kind, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
 _MAX_DIMENSIONS = 4
+# Matrices of which an evaluation only takes rows, or that a convolution uses.
+_NOT_MULTIPLIED = re.compile(
+    r"(position_embd|token_types|per_layer_token_embd|blk\.\d+\.(ssm_conv1d(_[qkv])?|shortconv\.conv))\.weight"
+)
 _MAX_STRINGS = 1 << 22  # in an array
 _MAX_LAYERS = 4096
 _INTERVALS = {  # by default, one of this many layers has attention and the others keep states
@@ -39,12 +45,20 @@ _RANGES = {  # of integers
 }
 
 
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """Facts about a tensor."""
+
+    n_dimensions: int
+    kind: int  # a ggml_type
+
+
 @dataclass(slots=True)
 class GgufFile:
     """The content of a file up to its end, or up to the first damage."""
 
     metadata: dict[str, Any] = field(default_factory=dict)  # strings, numbers, and lists of numbers by layer
-    tensors: set[str] = field(default_factory=set)  # names
+    tensors: dict[str, TensorFacts] = field(default_factory=dict)  # by name
     has_all_metadata: bool = False
 
     @property
@@ -125,8 +139,10 @@ def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
             name, (n_dimensions,) = reader.text(), reader.unpack(_U32)
             if n_dimensions > _MAX_DIMENSIONS:
                 raise ValueError(f"no tensor has {n_dimensions} dimensions")
-            reader.skip(8 * n_dimensions + 12)  # sizes, type, offset
-            found.tensors.add(name)
+            reader.skip(8 * n_dimensions)  # sizes
+            (kind,) = reader.unpack(_U32)
+            reader.skip(8)  # offset
+            found.tensors[name] = TensorFacts(n_dimensions, kind)
     return found
 
 
@@ -187,6 +203,21 @@ def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
         (n * key + index, n * value) if i + n_shared < n_layers and not has_state[i] else (0, 0)
         for i, (n, key, value, index) in enumerate(zip(heads_kv, *sizes, indexer, strict=True))
     ]
+
+
+def multiplied_types(parts: Iterable[GgufFile]) -> frozenset[int]:
+    """Return the types (ggml_type) of all matrices that a model multiplies with, from all parts of its file.
+
+    The embedding of the tokens counts only if it is the output matrix, too.
+    """
+    tensors = {name: facts for part in parts for name, facts in part.tensors.items()}
+    if "output.weight" in tensors:
+        tensors.pop("token_embd.weight", None)
+    return frozenset(
+        facts.kind
+        for name, facts in tensors.items()
+        if facts.n_dimensions in (2, 3) and name.endswith(".weight") and not _NOT_MULTIPLIED.fullmatch(name)
+    )
 
 
 def active_parameters(found: GgufFile, n_parameters: int) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from llama_cpp import llama_cpp as lib
 
+from llamaspec.kernels import AUTO, OFF
 from llamaspec.llama import runtime
 from llamaspec.llama.runtime import ggml_function
 
@@ -47,7 +48,8 @@ class ModelOptions:
     cache_type_v: str = "f16"  # type of the values in the KV cache
     n_cells: int | None = None  # size of the KV cache that all sequences share, in tokens; None = n_ctx
     max_scored: int = BATCH  # maximum number of positions in one evaluation that have logits
-    repack: bool = True  # let llama.cpp repack weights for faster kernels
+    repack: bool = True  # let llama.cpp repack weights for faster kernels, if ours do not take them
+    kernels: str = AUTO  # our own; "off" turns them off for the process, also for open models
     devices: tuple[str, ...] | None = None  # llama.cpp's names; None = workers and all GPUs, () = none
     tensor_split: tuple[float, ...] = ()  # shares of the layers for each device; () = by free memory
     workers: tuple[str, ...] = ()  # HOST:PORT of RPC workers, whose devices are RPC0, RPC1, ...
@@ -68,6 +70,8 @@ class ModelOptions:
             raise ValueError(f"cache-type-v {self.cache_type_v} needs flash attention; drop --flash-attn off")
         if self.n_cells is not None and not 2 <= self.n_cells < 2**31:
             raise ValueError(f"n_cells must be from 2 to {2**31 - 1}, got {self.n_cells}")
+        if self.kernels not in (AUTO, OFF):
+            raise ValueError(f"kernels must be auto or off, got {self.kernels!r}")
         if self.max_scored < 1:
             raise ValueError(f"max_scored must be >= 1, got {self.max_scored}")
         self._check_placement()
@@ -94,9 +98,10 @@ class ModelOptions:
 
     @property
     def placement(self) -> list[object]:
-        """Devices and workers, for a cache key; empty if llama.cpp chooses the devices."""
+        """What computes, for a cache key: devices and workers unless llama.cpp chooses them, our kernels."""
         is_chosen = self.devices is not None or self.tensor_split or self.workers
-        return [self.devices, self.tensor_split, self.workers] if is_chosen else []
+        devices = [self.devices, self.tensor_split, self.workers] if is_chosen else []
+        return [*devices, *([] if self.kernels == OFF else runtime.kernels().key)]
 
     def _check_placement(self) -> None:
         for address in self.workers:

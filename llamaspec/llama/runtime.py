@@ -13,14 +13,16 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from llama_cpp import llama_cpp as lib
 from llama_cpp._ggml import libggml
 
 from llamaspec.errors import ClosedError, printable
+from llamaspec.kernels import OFF, Kernels, library
 
 _LONGEST_REASON = 500  # characters; names in a damaged file may have any length
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
@@ -60,9 +62,36 @@ log = Log()
 
 @functools.cache
 def start() -> None:
-    """Start llama.cpp; later calls do nothing."""
+    """Start llama.cpp and attach our kernels; later calls do nothing.
+
+    LlamaspecError if the environment variable of the kernels has an impossible value.
+    """
     lib.llama_log_set(log.callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
+    library.attach(loaded("ggml-cpu"), loaded("ggml-base"))
+
+
+def kernels() -> Kernels:
+    """Return our own kernels in this process, or why they are off."""
+    start()
+    return library.facts
+
+
+def choose_kernels(choice: str) -> None:
+    """Turn our own kernels off for the whole process if the choice is "off"."""
+    if choice == OFF:
+        library.turn_off("an option switched llamaspec's off")
+
+
+def loaded(name: str) -> ctypes.CDLL | None:
+    """Return a library that llama.cpp has loaded; None if its build has no such library.
+
+    The folder may hold several copies, of which one is loaded.
+    """
+    for path in sorted(Path(libggml._name).parent.glob(f"lib{name}.so*")):
+        with suppress(OSError):  # it is another copy
+            return ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD)
+    return None
 
 
 @contextmanager

@@ -27,6 +27,7 @@ import numpy as np
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError, PromptError, ScoresError
 from llamaspec.files import cache_folder, file_identity, write_file
+from llamaspec.kernels import AUTO, OFF, VARIABLE, library
 from llamaspec.llama.child import (
     Outcome,
     end_with_answer,
@@ -107,6 +108,7 @@ def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
         TRUST: "1",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
+        VARIABLE: OFF if library.facts.level is None else AUTO,  # an option may have switched them off
         # The limit of memory would include GPU buffers, and the trial needs no GPU.
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,19 @@ from typing import Any
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ClosedError, MemoryFullError, ModelFileError
+from llamaspec.kernels import LLAMA_CPP, library
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import chosen_devices
-from llamaspec.llama.gguf_file import active_parameters, check_gguf, check_parts, kv_row_sizes, read_gguf
+from llamaspec.llama.gguf_file import (
+    GgufFile,
+    active_parameters,
+    check_gguf,
+    check_parts,
+    file_parts,
+    kv_row_sizes,
+    multiplied_types,
+    read_gguf,
+)
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
 from llamaspec.llama.trial import ensure_tried
@@ -45,11 +55,17 @@ class ModelFacts:
         return self.n_active_parameters or self.n_parameters
 
 
+def suits_kernels(parts: Iterable[GgufFile]) -> bool:
+    """Whether our kernels are on and take every matrix that a model multiplies with."""
+    kinds = multiplied_types(parts)
+    return bool(kinds) and all(map(library.covers, kinds))
+
+
 class Weights:
     """Loaded weights and their vocabulary.
 
-    Only these `options` matter: `gpu_layers`, `repack`, `heads`, `devices`, `tensor_split`, `workers`. With
-    `vocabulary_only`, no tensors are loaded, so contexts cannot be opened.
+    Only these `options` matter: `gpu_layers`, `repack`, `kernels`, `heads`, `devices`, `tensor_split`,
+    `workers`. With `vocabulary_only`, no tensors are loaded, so contexts cannot be opened.
 
     Raises
     ------
@@ -73,10 +89,16 @@ class Weights:
     ) -> None:
         self.path = path
         runtime.start()
+        runtime.choose_kernels(options.kernels)
         self.devices = chosen_devices(options)
         check_gguf(path)
         check_parts(path)
         ensure_tried(path, options.n_ctx, on_load)
+        file = read_gguf(path)
+        others = (read_gguf(part) for part in file_parts(path)[1:])
+        self.suits_kernels = suits_kernels([file, *others])
+        # Our kernels take weights as they are in the file. llama.cpp repacks all that it can, or none.
+        self.may_be_repacked = options.repack and not self.suits_kernels and runtime.repacking_is_safe()
         self._handle: Handle | None = Handle(
             self._load(options, on_load, vocabulary_only=vocabulary_only), lib.llama_model_free
         )
@@ -88,7 +110,7 @@ class Weights:
         self.vocabulary = LlamaVocabulary(self.handle)
         self.trained_context_size: int = lib.llama_model_n_ctx_train(self.pointer)
         self.hidden_size: int = lib.llama_model_n_embd_out(self.pointer)  # E
-        file, n_parameters = read_gguf(path), int(lib.llama_model_n_params(self.pointer))
+        n_parameters = int(lib.llama_model_n_params(self.pointer))
         is_recurrent = bool(lib.llama_model_is_recurrent(self.pointer))  # all layers keep a state
         self.facts = ModelFacts(
             architecture=file.architecture,
@@ -126,6 +148,11 @@ class Weights:
         size = f"{n / 1e9:.2f}B" if n >= 1e8 else f"{n / 1e6:.2f}M"
         return f"{architecture} {size} {quantization}"
 
+    @property
+    def kernels(self) -> str:
+        """The name of the kernels that multiply with the weights on this machine's CPU."""
+        return library.facts.name if self.suits_kernels else LLAMA_CPP
+
     def metadata(self, key: str) -> str | None:
         """Return a metadata entry of the file as text; None if there is none."""
         size = 1 << 12
@@ -159,7 +186,7 @@ class Weights:
         parameters = lib.llama_model_default_params()
         if options.gpu_layers is not None:
             parameters.n_gpu_layers = options.gpu_layers
-        parameters.use_extra_bufts = options.repack and runtime.repacking_is_safe()
+        parameters.use_extra_bufts = self.may_be_repacked
         if self.devices is not None:
             devices = (ctypes.c_void_p * (len(self.devices) + 1))(*self.devices)  # its end is NULL
             parameters.devices = ctypes.cast(devices, ctypes.c_void_p)

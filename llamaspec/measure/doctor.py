@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from llamaspec.errors import LlamaspecError
+from llamaspec.kernels import Kernels
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import Device
@@ -70,6 +71,7 @@ class Examined:
 
 def examine(plan: DraftPlan, working: Working) -> Iterator[Finding]:
     """Yield all findings, the machine's first."""
+    runtime.choose_kernels(plan.target.options.kernels)
     machine = look_at_machine()
     yield from machine_findings(machine)
     if plan.heads is not None and not plan.has_own_heads:  # it cannot be loaded without its target
@@ -106,6 +108,7 @@ def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
     fault = ": this build uses AMX, which crashes, so its fast kernels stay off"
     remedy = "build llama.cpp with CMAKE_ARGS=-DCMAKE_CXX_FLAGS=-mno-amx-tile, or by `make run`"
     yield check("backend", machine.backend, machine.repacking_is_safe, fault, remedy)
+    yield _kernels_finding(machine.kernels)
     shown, fault, option = ", ".join(_device(device) for device in machine.devices), "", ""
     if machine.system == "darwin" and not machine.can_offload:
         fault, option = "; this build has no Metal", "METAL"
@@ -119,6 +122,12 @@ def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
         text = f"other programs use {machine.n_taken:.1f} of {machine.n_logical} hardware threads"
         fault = "; until they stop, llamaspec uses fewer threads and is slower"
         yield Finding(WARNING, "load", text + fault, "stop other CPU-heavy programs")
+
+
+def _kernels_finding(kernels: Kernels) -> Finding:
+    """Return which kernels compute; a warning if something can be done to get our own."""
+    text, _, remedy = kernels.describe().rpartition("; ")
+    return Finding(WARNING, "kernels", text, remedy) if text else Finding(OK, "kernels", remedy)
 
 
 def _device(device: Device) -> str:
@@ -178,6 +187,9 @@ def model_findings(machine: MachineFacts, examined: Examined) -> Iterator[Findin
     if facts.n_active_parameters is not None:
         text += f", about {facts.n_active_parameters / 1e9:.2f}B parameters used for each token"
     yield Finding(OK, role, text)
+    if machine.kernels.level is not None and not model.weights.suits_kernels:
+        text = f"{model.weights.kernels}: llamaspec's do not take all types of its weights"
+        yield Finding(OK, f"{role} kernels", text)
     yield from option_findings(role, model)
     yield _rollback_finding(examined)
     yield _flash_finding(examined, on_gpu=machine.offloads(options) or options.workers != ())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from llamaspec.catalog import Catalog, Entry
 from llamaspec.errors import ModelFileError
+from llamaspec.kernels import Kernels
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.devices import Device, find_devices
 from llamaspec.llama.options import ModelOptions
@@ -34,6 +35,7 @@ class MachineFacts:
     can_offload: bool  # this build can compute on GPUs
     has_nvidia: bool  # the machine has an NVIDIA GPU
     repacking_is_safe: bool  # False if the build uses AMX, which crashes
+    kernels: Kernels  # our own
     free_bytes: int | None  # of main memory, before any model is loaded; None if unknown
     n_physical: int  # cores at full speed
     n_logical: int  # hardware threads
@@ -58,6 +60,7 @@ def look_at_machine() -> MachineFacts:
         can_offload=runtime.can_offload(),
         has_nvidia=shutil.which("nvidia-smi") is not None,
         repacking_is_safe=runtime.repacking_is_safe(),
+        kernels=runtime.kernels(),
         free_bytes=resources.available_bytes(),
         n_physical=resources.default_threads(),
         n_logical=resources.n_hardware_threads(),

@@ -233,6 +233,7 @@ async def _props(service: Service, _: Request) -> Response:
         "model_alias": service.model_name,
         "model_path": pair.target.path.name,
         "model_description": pair.target.description,
+        "kernels": pair.target.weights.kernels,
         "drafts": [model.description for model in pair.draft_models],
         "total_slots": service.settings.parallel,
         "default_generation_settings": {"n_ctx": pair.target.context_size},

@@ -189,6 +189,7 @@ VALUES = [
     (["--rule", "other"], "Invalid value for '--rule'", 2),
     (["--cache-type-k", "q3"], "Invalid value for '--cache-type-k'", 2),
     (["--flash-attn", "maybe"], "Invalid value for '--flash-attn'", 2),
+    (["--kernels", "avx2"], "Invalid value for '--kernels'", 2),
     (["--no-such-option"], "No such option", 2),
     (["--temperature"], "requires an argument", 2),
 ]

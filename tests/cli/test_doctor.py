@@ -13,9 +13,11 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from command import Answer, invoke, naming
+from command import Answer, invoke, naming, run
 from llamaspec import LlamaModel, ModelOptions
 from llamaspec.errors import EvaluationError
+from llamaspec.kernels import Kernels
+from llamaspec.llama import runtime
 from llamaspec.llama.devices import Device, find_devices
 from llamaspec.llama.gguf_file import GgufFile, active_parameters
 from llamaspec.llama.model import MemoryFacts
@@ -44,7 +46,8 @@ from vocabularies import FakeVocabulary
 
 CPU = Device("CPU", "a processor", "CPU", 0, 0)
 GPU = Device("CUDA0", "a card", "GPU", 2**30, 2**31)
-MACHINE = MachineFacts("linux", "llama.cpp", (CPU,), False, False, True, 2**30, 4, 8)
+OUR_KERNELS = Kernels(reason="LLAMASPEC_KERNELS is off")
+MACHINE = MachineFacts("linux", "llama.cpp", (CPU,), False, False, True, OUR_KERNELS, 2**30, 4, 8)
 FACTS = ModelFacts("llama", 7 * 10**9, None, 2**29, None, False, True)
 MEMORY = MemoryFacts(bytes_per_token=1024.0, fixed_bytes=0, n_right=18, n_kept=18)
 
@@ -253,6 +256,32 @@ def test_options_that_are_wrong(target_file: Path) -> None:
     assert (answer.code, answer.stdout) == (2, "")
 
 
+@pytest.mark.parametrize(
+    ("variable", "options", "says"),
+    [
+        ("0", [], "llama.cpp's kernels only: LLAMASPEC_KERNELS is off"),
+        ("off", ["--kernels", "auto"], "llama.cpp's kernels only: LLAMASPEC_KERNELS is off"),
+        ("", ["--kernels", "off"], "llama.cpp's kernels only: an option switched llamaspec's off"),
+    ],
+)
+def test_kernels_that_are_switched_off(
+    target_file: Path, variable: str, options: list[str], says: str
+) -> None:
+    command = ["doctor", *naming([target_file]), *options, "--json"]
+    found = listed(run(*command, env={"LLAMASPEC_KERNELS": variable}))
+    if runtime.kernels().level is not None:
+        assert (found["kernels"]["text"], found["kernels"]["remedy"]) == (says, None)
+    assert found["kernels"]["text"].startswith("llama.cpp's kernels only: ")
+
+
+def test_a_model_that_the_kernels_do_not_take(opened: OpenModel) -> None:
+    machine = replace(MACHINE, kernels=Kernels("avx2", 1))
+    model = opened("llama")  # f32
+    found = list(model_findings(machine, Examined("draft", model, MEMORY, None)))
+    text = "llama.cpp's kernels: llamaspec's do not take all types of its weights"
+    assert only(found, "draft kernels") == Finding("ok", "draft kernels", text)
+
+
 def test_devices() -> None:
     devices = find_devices()
     assert any(device.kind == "CPU" for device in devices)
@@ -271,6 +300,9 @@ def test_devices() -> None:
         ({"has_nvidia": True, "can_offload": True, "devices": (GPU, CPU)}, "devices", None),
         ({}, "backend", None),
         ({"repacking_is_safe": False}, "backend", "-mno-amx-tile"),
+        ({}, "kernels", None),
+        ({"kernels": Kernels("avx2", 1)}, "kernels", None),
+        ({"kernels": Kernels(reason="they were not built; install a compiler")}, "kernels", "install a comp"),
     ],
 )
 def test_machines(changes: dict[str, Any], topic: str, remedy: str | None) -> None:
@@ -287,7 +319,7 @@ def test_threads(asked: int | None, level: str) -> None:
 @pytest.mark.parametrize(("n_taken", "is_busy"), [(0.0, False), (4.2, False), (4.6, True)])
 def test_other_programs(n_taken: float, is_busy: bool) -> None:
     """Four cores of eight hardware threads."""
-    found = list(machine_findings(replace(MACHINE, n_taken=n_taken)))[2:]
+    found = list(machine_findings(replace(MACHINE, n_taken=n_taken)))[3:]
     assert bool(found) == is_busy
     assert not is_busy or "4.6 of 8" in found[0].text
 
@@ -382,9 +414,9 @@ def test_sizes(n: int, told: str) -> None:
 
 def test_the_figures_of_a_machine() -> None:
     machine = replace(MACHINE, can_offload=True, devices=(GPU, CPU), n_taken=5.25)
-    assert said(machine_findings(machine))[1] == "CUDA0 (a card, 1.0 GiB free), CPU (a processor)"
-    assert said(machine_findings(MACHINE))[1] == "CPU (a processor); no GPU offload"
-    assert said(machine_findings(machine))[2].startswith("other programs use 5.2 of 8 hardware threads;")
+    assert said(machine_findings(machine))[2] == "CUDA0 (a card, 1.0 GiB free), CPU (a processor)"
+    assert said(machine_findings(MACHINE))[2] == "CPU (a processor); no GPU offload"
+    assert said(machine_findings(machine))[3].startswith("other programs use 5.2 of 8 hardware threads;")
     assert said([thread_finding(MACHINE, "draft", None), thread_finding(MACHINE, "draft", 6)]) == [
         "4 of 4 full-speed cores, 8 hardware threads (default)",
         "6 of 4 full-speed cores, 8 hardware threads: more threads than cores slow each other down; use 4 "

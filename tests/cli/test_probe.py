@@ -12,6 +12,7 @@ from hub_server import Hub
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
 from llamaspec.cli.options import Drafting, make_policy
 from llamaspec.length.costs import CostCurve
+from llamaspec.llama import runtime
 from llamaspec.measure.exactness import Exactness, find_exactness, prompts_are_exact
 from llamaspec.measure.probe import Effort, measure
 from llamaspec.measure.reasons import dips, saturation_width, verdict
@@ -45,6 +46,7 @@ def test_json_has_the_widths_the_conclusions_and_the_verdict(models: list[Path])
     assert found["widths"][0]["logit_difference"] == 0
     assert found["identical_widths"][0] == 1
     assert found["draft_step"]["median"] > 0
+    assert found["kernels"] == runtime.kernels().level
     assert set(found["best_fixed_length"]) == {"0.5", "0.6", "0.7", "0.8", "0.9", "0.95"}
     widths, costs = zip(
         *((row["width"], row["timings"][0]["median"]) for row in found["widths"]), strict=True
@@ -64,6 +66,7 @@ def test_both_ways_of_attention_are_measured_unless_it_has_to_be_quick(
     assert all(t[way]["low"] > 0 for t in found["attention"] for way in ("on", "off"))
     assert invoke("probe", *naming(models), "--show", "--json").json == found
     told = " ".join(invoke("probe", *naming(models), "--show").stdout.split())
+    assert f"computed with {runtime.kernels().describe()}" in told
     assert "with 16 tokens in the KV cache, --flash-attn off" in told
     assert "with 300 tokens in the KV cache, --flash-attn off" in told
     monkeypatch.setattr("llamaspec.cli.measure.QUICK", effort)

@@ -11,7 +11,7 @@ import gguf
 import pytest
 
 from llamaspec.errors import ModelFileError
-from llamaspec.llama.gguf_file import GgufFile, check_metadata, kv_row_sizes, read_gguf
+from llamaspec.llama.gguf_file import GgufFile, TensorFacts, check_metadata, kv_row_sizes, read_gguf
 from model_store import ModelStore
 
 UINT8, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, FLOAT64 = 0, 4, 5, 6, 7, 8, 9, 12
@@ -111,7 +111,9 @@ def test_metadata_that_cannot_be_read_is_left_to_llama_cpp(tmp_path: Path, broke
 def test_it_agrees_with_the_gguf_package(store: ModelStore, kind: str) -> None:
     path = store.path(kind)
     found, reader = read_gguf(path), gguf.GGUFReader(path)
-    assert found.tensors == {tensor.name for tensor in reader.tensors}
+    assert found.tensors == {
+        tensor.name: TensorFacts(len(tensor.shape), int(tensor.tensor_type)) for tensor in reader.tensors
+    }
     assert found.architecture == kind
     assert found.number("block_count") == reader.fields[f"{kind}.block_count"].contents()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llamaspec.catalog import Catalog, Entry, Quantization
+from llamaspec.kernels import Kernels
 from llamaspec.llama.devices import Device
 from llamaspec.measure.machine import Choice, MachineFacts, Room, choices, expectation, rooms_of
 
@@ -14,7 +15,7 @@ GB = 10**9
 CPU = Device("CPU", "a processor", "CPU", 3 * GB, 5 * GB)
 CARD = Device("CUDA0", "a card", "GPU", 7 * GB, 11 * GB)
 SHARED = Device("Vulkan0", "on the processor", "integrated GPU", 2 * GB, 13 * GB)
-MACHINE = MachineFacts("linux", "built", (CPU,), False, False, True, 4 * GB, 2, 4)
+MACHINE = MachineFacts("linux", "built", (CPU,), False, False, True, Kernels(), 4 * GB, 2, 4)
 
 
 def entry(

@@ -15,6 +15,7 @@ import pytest
 from command import generate, invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.errors import printable
+from llamaspec.kernels import KernelLibrary, Kernels
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.measure.compare import Spread
@@ -86,6 +87,17 @@ def test_measurements_belong_to_a_placement(pair: DraftPlan) -> None:
         assert stored(other, Probe) is None
         keep_probe(other, PROBE)
         assert stored(other, Probe) == PROBE
+
+
+def test_measurements_belong_to_the_kernels(pair: DraftPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelLibrary, "facts", Kernels("avx2", 1))
+    keep_probe(pair, PROBE)
+    for facts in (Kernels("avx2", 2), Kernels("avx512", 1), Kernels(reason="off")):
+        monkeypatch.setattr(KernelLibrary, "facts", facts)
+        assert (stored(pair, Probe), stored(pair, LearnedPrior)) == (None, None)
+    monkeypatch.setattr(KernelLibrary, "facts", Kernels("avx2", 1))
+    assert stored(pair, Probe) == PROBE
+    assert stored(on_disk(pair.target.path, ModelOptions(threads=1, kernels="off")), Probe) is None
 
 
 def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair: DraftPlan) -> None:

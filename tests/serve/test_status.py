@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from llamaspec import AutoLength, Pair, Sampling
 from llamaspec.measure.store import keep_gains
-from serving import CONTEXT, Served, open_demo, said, served
+from patience import until
+from serving import CONTEXT, Served, open_demo, process, said, served
 
 BODY = {"prompt": "def f(", "max_tokens": 24, "seed": 5}
 
@@ -65,6 +67,7 @@ def test_props_models_and_the_page(demo: Pair) -> None:
         assert (props["model_alias"], props["total_slots"]) == ("mine", 4)
         assert props["default_generation_settings"]["n_ctx"] == CONTEXT
         assert "/" not in props["model_path"]
+        assert props["kernels"] == demo.target.weights.kernels
         listed = server.client.get("/v1/models").json()
         (model,) = listed["data"]
         assert (model["id"], listed["models"]) == ("mine", [])
@@ -74,6 +77,12 @@ def test_props_models_and_the_page(demo: Pair) -> None:
         page = server.client.get("/")
         assert page.headers["content-type"].startswith("text/html")
         assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+
+
+def test_the_start_and_the_properties_name_the_kernels() -> None:
+    with process(env={"LLAMASPEC_KERNELS": "off"}) as server:
+        until(lambda: any(line.endswith("; llama.cpp's kernels") for line in server.lines))
+        assert httpx.get(f"{server.url}/props").json()["kernels"] == "llama.cpp's kernels"
 
 
 def test_the_verdict_of_earlier_runs(demo: Pair, own_cache: None) -> None:

@@ -1,0 +1,219 @@
+"""Kernels for products of few columns: a library in C++ that llama.cpp calls in place of its own functions.
+
+ggml-cpu calls exported functions of its own through the dynamic linker, which takes the first library that
+has them. So `load` comes before the first import of `llama_cpp`, and `attach` after it. If something does not
+fit (no library, another llama.cpp, an old processor), the kernels stay off and `facts` says why. They are on
+or off for the whole process. This module knows nothing of models. tests/kernels/test_library.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamaspec.errors import LlamaspecError
+
+VARIABLE = "LLAMASPEC_KERNELS"  # environment variable
+AUTO, OFF = "auto", "off"
+_OFF_WORDS = (OFF, "0", "no", "false")
+_LEVELS = {"avx512": "AVX-512", "avx-vnni": "AVX-VNNI", "avx2": "AVX2"}  # for people
+LLAMA_CPP = "llama.cpp's kernels"
+_NOT_BUILT = (
+    "llamaspec's were not built; install a C++ compiler, then llamaspec again (pip install -v shows faults)"
+)
+_NOT_STARTED = "llama.cpp has not been started"
+_TOO_LATE = (
+    "llama_cpp was imported before llamaspec; write `from llamaspec import ...` above `import llama_cpp`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of a process."""
+
+    level: str | None = None  # "avx512", "avx-vnni" or "avx2"; None = they are off
+    version: int = 0  # changes with every change of results or costs
+    reason: str | None = None  # why they are off; a remedy follows the last semicolon
+
+    @property
+    def name(self) -> str:
+        """Their name for people, or that of llama.cpp's if they are off."""
+        if self.level is None:
+            return LLAMA_CPP
+        return f"llamaspec's {_LEVELS.get(self.level, self.level)} kernels"
+
+    @property
+    def key(self) -> list[object]:
+        """Their part of a cache key; empty if they are off."""
+        return [] if self.level is None else [self.level, self.version]
+
+    def describe(self) -> str:
+        """Return the name, and the reason if they are off.
+
+        Examples
+        --------
+        >>> Kernels("avx512", 3).describe()
+        "llamaspec's AVX-512 kernels"
+        >>> Kernels(reason="LLAMASPEC_KERNELS is off").describe()
+        "llama.cpp's kernels only: LLAMASPEC_KERNELS is off"
+        """
+        return self.name if self.level is not None else f"{self.name} only: {self.reason}"
+
+
+def parse_choice(text: str) -> str:
+    """Return "auto" or "off" for the value of an option or of the environment variable.
+
+    Raises
+    ------
+    ValueError
+        The value means neither.
+
+    Examples
+    --------
+    >>> parse_choice("No")
+    'off'
+    """
+    word = text.strip().lower() or AUTO
+    if word in _OFF_WORDS:
+        return OFF
+    if word != AUTO:
+        raise ValueError(f"kernels must be auto or off, got {text!r}")
+    return AUTO
+
+
+class KernelLibrary:
+    """The library in this process, first not loaded, then loaded, then attached to llama.cpp.
+
+    Only an attached library computes. A model that llama.cpp has not repacked works with the kernels on or
+    off, with other costs and other rounding.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._library: ctypes.CDLL | None = None
+        self._fault: str | None = None  # of the environment variable
+        self._reason: str | None = "llamaspec's are not loaded"  # why they are off; None = on
+        self._is_attached = False
+
+    @property
+    def facts(self) -> Kernels:
+        """The kernels that compute now, or why there are none."""
+        active = self._active
+        if active is None:
+            return Kernels(reason=self._reason)
+        level: bytes = active.llamaspec_kernels_level()
+        return Kernels(level.decode(), active.llamaspec_kernels_version())
+
+    @property
+    def n_products(self) -> int:
+        """Number of products that the kernels have computed."""
+        return 0 if self._library is None else int(self._library.llamaspec_kernels_calls())
+
+    def load(self) -> None:
+        """Load the library, so that llama.cpp will find it.
+
+        Warns
+        -----
+        RuntimeWarning
+            `llama_cpp` was imported before, so the kernels stay off.
+        """
+        self._reason = self._obstacle()
+        if self._reason is not None:
+            return
+        if "llama_cpp" in sys.modules:
+            self._reason = _TOO_LATE
+            warnings.warn(f"llamaspec's kernels stay off: {_TOO_LATE}", RuntimeWarning, stacklevel=2)
+            return
+        try:
+            self._library = _open(self.path)
+        except (OSError, AttributeError) as error:  # AttributeError: it lacks a function
+            self._reason = f"llamaspec's cannot be loaded ({error}); install llamaspec again"
+        else:
+            self._reason = _NOT_STARTED
+
+    def attach(self, ggml_cpu: ctypes.CDLL | None, ggml_base: ctypes.CDLL | None) -> None:
+        """Turn the kernels on if they suit the two libraries of llama.cpp; None = there is no such library.
+
+        Raises
+        ------
+        LlamaspecError
+            The environment variable has an impossible value.
+        """
+        if self._fault is not None:
+            raise LlamaspecError(self._fault)
+        if self._library is None or self._is_attached:
+            return
+        if ggml_cpu is None or ggml_base is None:
+            self._reason = "this build of llama.cpp has no libggml-cpu; install another llama-cpp-python"
+            return
+        refusal: bytes | None = self._library.llamaspec_kernels_attach(ggml_cpu._handle, ggml_base._handle)
+        self._is_attached = refusal is None
+        if refusal is not None:
+            self._reason = refusal.decode(errors="replace")
+        elif self._reason == _NOT_STARTED:  # otherwise they were turned off before
+            self.turn_on()
+
+    def turn_off(self, reason: str) -> None:
+        """Let llama.cpp compute everything itself from now on."""
+        if self._library is not None:
+            self._library.llamaspec_kernels_enable(0)
+        if self._reason in (None, _NOT_STARTED):
+            self._reason = reason
+
+    def turn_on(self) -> None:
+        """Let the kernels compute, again or for the first time; nothing happens unless they are attached."""
+        if self._library is not None and self._is_attached:
+            self._library.llamaspec_kernels_enable(1)
+            self._reason = None
+
+    def covers(self, ggml_type: int) -> bool:
+        """Whether the kernels are on and take weights of a type of ggml."""
+        active = self._active
+        return active is not None and bool(active.llamaspec_kernels_covers(ggml_type))
+
+    @property
+    def _active(self) -> ctypes.CDLL | None:
+        """The library, if the kernels are on."""
+        return self._library if self._reason is None else None
+
+    def _obstacle(self) -> str | None:
+        """Return why the library is not to be loaded, if anything."""
+        try:
+            choice = parse_choice(os.environ.get(VARIABLE, ""))
+        except ValueError as error:
+            self._fault = f"the environment variable {VARIABLE} cannot be used: {error}"
+            return self._fault
+        if choice == OFF:
+            return f"{VARIABLE} is off"
+        if self.path.is_file():
+            return None
+        is_served = sys.platform == "linux" and os.uname().machine == "x86_64"
+        return _NOT_BUILT if is_served else "llamaspec's are for Linux on x86-64 processors"
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Open the library and declare its functions; OSError or AttributeError if that fails."""
+    # Local symbols would be invisible to llama.cpp.
+    opened = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
+    for name, result, arguments in (
+        ("version", number, []),
+        ("attach", text, [pointer, pointer]),
+        ("enable", None, [number]),
+        ("is_on", number, []),
+        ("level", text, []),
+        ("set_level", number, [text]),
+        ("covers", number, [number]),
+        ("calls", ctypes.c_longlong, []),
+    ):
+        function = opened[f"llamaspec_kernels_{name}"]
+        function.restype, function.argtypes = result, arguments
+        setattr(opened, f"llamaspec_kernels_{name}", function)
+    return opened
+
+
+library = KernelLibrary(Path(__file__).with_name("libllamaspec_kernels.so"))  # built by hatch_build.py

@@ -1,0 +1,161 @@
+"""Attention of every instruction set, against softmax in double precision."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernels.library import Float32, Float64, Type, at_level, brain, levels_here, open_library
+
+TOLERANCE = 4e-6
+
+
+@dataclass(frozen=True)
+class Case:
+    q: Float32  # [n, heads, key length]
+    k: npt.NDArray[Any]  # [cells, kv heads, key length], f16 or bf16
+    v: npt.NDArray[Any]  # [cells, kv heads, value length]
+    mask: npt.NDArray[np.float16] | None = None  # [n, cells]
+    sinks: Float32 | None = None  # [heads]
+    slopes: Float32 | None = None  # [heads]
+    scale: float = 0.1
+    softcap: float = 0.0
+
+    def found(self, library: ctypes.CDLL, n_threads: int = 1) -> Float32:
+        (n, n_heads, length), (n_cells, n_kv, value_length) = self.q.shape, self.v.shape
+        out = np.full((n, n_heads, value_length), np.nan, np.float32)
+        kinds = [int(Type.F16 if x.dtype == np.float16 else Type.BF16) for x in (self.k, self.v)]
+        arrays = [None if x is None else x.ctypes.data for x in (self.q, self.k, self.v, self.mask, self.sinks, self.slopes)]
+        assert library.llamaspec_kernels_attend(
+            *kinds, *arrays, self.scale, self.softcap, n, n_heads, n_kv, length, value_length, n_cells, n_threads,
+            out.ctypes.data,
+        )  # fmt: skip
+        return out
+
+    def right(self) -> Float64:
+        group = self.q.shape[1] // self.k.shape[1]
+        k, v = (np.repeat(numbers(x), group, axis=1) for x in (self.k, self.v))
+        scores = np.einsum("nhd,chd->nhc", self.q.astype(np.float64), k) * self.scale
+        if self.softcap:
+            scores = self.softcap * np.tanh(scores / self.softcap)
+        if self.mask is not None:
+            slopes = 1.0 if self.slopes is None else self.slopes.astype(np.float64)[None, :, None]
+            scores = scores + slopes * self.mask.astype(np.float64)[:, None]
+        weights = np.exp(scores)
+        total = weights.sum(-1)
+        if self.sinks is not None:
+            total = total + np.exp(self.sinks.astype(np.float64))
+        with np.errstate(invalid="ignore"):
+            return np.nan_to_num(np.einsum("nhc,chd->nhd", weights / total[..., None], v))
+
+
+def numbers(x: npt.NDArray[Any]) -> Float64:
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return x.astype(np.float64)
+
+
+def random_case(
+    shape: tuple[int, int, int, int, int, int], *, kinds: str = "hh", seed: int = 0, sees: float = 0.6
+) -> Case:
+    n, n_heads, n_kv, length, value_length, n_cells = shape
+    rng = np.random.default_rng(seed)
+    k, v = (
+        x.astype(np.float16) if kind == "h" else brain(x)
+        for kind, x in zip(kinds, (rng.normal(size=(n_cells, n_kv, size)) for size in (length, value_length)), strict=True)
+    )
+    visible = rng.random((n, n_cells)) < sees
+    visible[:, 0] = True
+    q = rng.normal(size=(n, n_heads, length)).astype(np.float32)
+    return Case(q, k, v, np.where(visible, 0, -np.inf).astype(np.float16))
+
+
+SHAPES = ((1, 12, 2, 128, 128, 700), (5, 4, 4, 64, 80, 33), (9, 14, 2, 64, 64, 300), (30, 6, 1, 32, 48, 500), (2, 48, 1, 16, 16, 20))
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return open_library()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kinds", ["hh", "hb", "bh", "bb"])
+@pytest.mark.parametrize("feature", ["plain", "sinks", "slopes", "softcap", "no mask"])
+def test_attention(library: ctypes.CDLL, shape: tuple[int, ...], kinds: str, feature: str) -> None:
+    case, rng = random_case(shape, kinds=kinds), np.random.default_rng(1)  # type: ignore[arg-type]
+    n_heads = shape[1]
+    if feature == "sinks":
+        case = replace(case, sinks=(4 * rng.normal(size=n_heads)).astype(np.float32))
+    elif feature == "slopes":
+        assert case.mask is not None
+        biased = case.mask + rng.normal(size=case.mask.shape).astype(np.float16)
+        case = replace(case, mask=biased, slopes=rng.random(n_heads).astype(np.float32))
+    elif feature == "softcap":
+        case = replace(case, softcap=0.5)
+    elif feature == "no mask":
+        case = replace(case, mask=None)
+    found = {}
+    for level in levels_here(library):
+        with at_level(library, level):
+            # The library takes the scale that llama.cpp has divided by the softcap.
+            given = replace(case, scale=case.scale / (case.softcap or 1.0))
+            found[level] = given.found(library)
+            alone = [
+                replace(given, q=given.q[i : i + 1], mask=None if given.mask is None else given.mask[i : i + 1])
+                for i in range(len(given.q))
+            ]
+            one_by_one = np.concatenate([each.found(library, n_threads=3) for each in alone])
+        assert np.abs(found[level] - case.right()).max() < TOLERANCE
+        assert np.array_equal(one_by_one.view(np.int32), found[level].view(np.int32))
+    first, *others = found.values()
+    for other in others:
+        assert np.array_equal(first.view(np.int32), other.view(np.int32))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_does_not_matter_where_cells_lie(library: ctypes.CDLL, shape: tuple[int, ...]) -> None:
+    """Cells of other sequences between, even with values that are not numbers, change no bit."""
+    case, rng = random_case(shape), np.random.default_rng(2)  # type: ignore[arg-type]
+    assert case.mask is not None
+    (n, n_cells), places = case.mask.shape, np.sort(rng.permutation(2 * case.mask.shape[1])[: case.mask.shape[1]])
+    k, v = (np.full((2 * n_cells, *x.shape[1:]), np.nan, x.dtype) for x in (case.k, case.v))
+    mask = np.full((n, 2 * n_cells), -np.inf, np.float16)
+    k[places], v[places], mask[:, places] = case.k, case.v, case.mask
+    for level in levels_here(library):
+        with at_level(library, level):
+            assert np.array_equal(case.found(library), replace(case, k=k, v=v, mask=mask).found(library))
+
+
+def test_another_sequence_that_is_not_a_number_is_no_concern(library: ctypes.CDLL) -> None:
+    """Two sequences in one evaluation; the cells of one are NaN."""
+    case = random_case((2, 4, 2, 32, 32, 64), sees=1.0)
+    assert case.mask is not None
+    mask = case.mask.copy()
+    mask[0, 32:], mask[1, :32] = -np.inf, -np.inf
+    k, v = case.k.copy(), case.v.copy()
+    k[32:], v[32:] = np.nan, np.nan
+    for level in levels_here(library):
+        with at_level(library, level):
+            found = replace(case, k=k, v=v, mask=mask).found(library)
+            alone = replace(case, q=case.q[:1], k=case.k[:32], v=case.v[:32], mask=mask[:1, :32].copy()).found(library)
+        assert np.array_equal(found[:1], alone)
+        assert np.isnan(found[1]).all()
+
+
+def test_a_position_that_sees_nothing(library: ctypes.CDLL) -> None:
+    case = random_case((3, 4, 2, 32, 32, 40))
+    assert case.mask is not None
+    case.mask[1] = -np.inf
+    assert not case.found(library)[1].any()
+    case.mask[:] = -np.inf
+    assert not case.found(library).any()
+
+
+def test_scores_that_differ_much(library: ctypes.CDLL) -> None:
+    case = replace(random_case((4, 4, 2, 32, 32, 100)), scale=20.0)
+    scores = case.found(library)
+    assert np.isfinite(scores).all()

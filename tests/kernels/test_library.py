@@ -1,0 +1,201 @@
+"""Loading the kernels: in time or too late, switched off, refused, missing; and who is told."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from command import python
+from llamaspec.errors import LlamaspecError
+from llamaspec.kernels import OFF, VARIABLE, KernelLibrary, Kernels, parse_choice
+from llamaspec.llama import runtime
+
+Q4_0, Q8_0 = 2, 8
+FACTS = """
+import sys
+from pathlib import Path
+import llamaspec.kernels as kernels  # `from llamaspec import` would import everything
+kernels.library.path = Path(sys.argv[1])
+{first}
+from llamaspec import ModelOptions, open_pair, demo_target
+with open_pair(demo_target(), ngram=False, target_options=ModelOptions(threads=1, **{options})) as pair:
+    completion = pair.stream("import os", seed=3, max_tokens=8).run()
+print(kernels.library.facts)
+print(kernels.library.n_products > 0)
+print(repr(completion.text))
+"""
+
+
+def facts(
+    library: Path, *, first: str = "", options: str = "{}", variable: str = ""
+) -> tuple[str, bool, str]:
+    """Return, from a process of its own: the kernels, whether llama.cpp called them, and a text."""
+    code = FACTS.format(first=first, options=options)
+    answer = python(code, library, env={VARIABLE: variable})
+    assert answer.code == 0, answer
+    found, is_called, text = answer.stdout.splitlines()
+    assert answer.stderr == ""
+    return found, is_called == "True", text
+
+
+@pytest.fixture
+def loaded(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> KernelLibrary:
+    """The library, loaded as in a process without llama.cpp."""
+    monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    library = KernelLibrary(stand_in)
+    library.load()
+    ctypes.CDLL(str(stand_in)).llamaspec_kernels_enable(0)  # as in the beginning
+    return library
+
+
+def attach(library: KernelLibrary) -> None:
+    library.attach(runtime.loaded("ggml-cpu"), runtime.loaded("ggml-base"))
+
+
+def test_llama_cpp_calls_a_library_that_was_loaded_first(called_stand_in: Path) -> None:
+    found, is_called, text = facts(called_stand_in)
+    assert (found, is_called) == (str(Kernels("avx512", 7)), True)
+    off = str(Kernels(reason=f"{VARIABLE} is off"))
+    assert facts(called_stand_in, variable="0") == (off, False, text)
+    off = str(Kernels(reason="an option switched llamaspec's off"))
+    assert facts(called_stand_in, options="{'kernels': 'off'}") == (off, False, text)
+
+
+def test_too_late_after_llama_cpp(called_stand_in: Path) -> None:
+    code = FACTS.format(first="import llama_cpp", options="{}")
+    answer = python(code, called_stand_in, env={VARIABLE: ""})
+    assert "False" in answer.stdout.splitlines()[1]
+    assert answer.stderr.count("RuntimeWarning: llamaspec's kernels stay off: llama_cpp was imported") == 1
+    quiet = "import llama_cpp, warnings; warnings.filterwarnings('ignore', message='llamaspec.s kernels')"
+    found, is_called, _ = facts(called_stand_in, first=quiet)
+    assert "llama_cpp was imported before llamaspec; write `from llamaspec import ...`" in found
+    assert not is_called
+
+
+@pytest.mark.parametrize("first", ["model", "quantize", "gguf_file", "trial", "options"])
+def test_every_module_loads_the_library_before_llama_cpp(stand_in: Path, first: str) -> None:
+    code = f"""
+import sys
+import llamaspec.kernels as kernels
+load, early = kernels.KernelLibrary.load, []
+kernels.KernelLibrary.load = lambda self: (early.append("llama_cpp" not in sys.modules), load(self))
+import llamaspec.llama.{first}
+print(early)
+"""
+    assert python(code, stand_in).stdout == "[True]\n"
+
+
+def test_who_does_not_want_them_is_not_warned(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = KernelLibrary(stand_in)
+    monkeypatch.setitem(sys.modules, "llama_cpp", sys)
+    monkeypatch.setenv(VARIABLE, OFF)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        library.load()
+        KernelLibrary(stand_in.with_name("missing.so")).load()
+    assert library.facts == Kernels(reason=f"{VARIABLE} is off")
+
+
+def test_they_are_on_only_after_they_were_attached(loaded: KernelLibrary) -> None:
+    assert loaded.facts == Kernels(reason="llama.cpp has not been started")
+    assert not loaded.covers(Q4_0)
+    loaded.turn_on()
+    assert loaded.facts.level is None
+    attach(loaded)
+    assert loaded.facts == Kernels("avx512", 7)
+    assert (loaded.covers(Q4_0), loaded.covers(Q8_0)) == (True, False)
+    is_on = ctypes.CDLL(str(loaded.path)).llamaspec_kernels_is_on
+    assert is_on() == 1
+    loaded.turn_off("of a test")
+    loaded.turn_off("of another test")
+    attach(loaded)
+    assert loaded.facts == Kernels(reason="of a test")
+    assert (is_on(), loaded.covers(Q4_0), loaded.facts.key) == (0, False, [])
+    loaded.turn_on()
+    assert (is_on(), loaded.covers(Q4_0), loaded.facts.key) == (1, True, ["avx512", 7])
+
+
+def test_they_may_be_turned_off_before_llama_cpp_starts(loaded: KernelLibrary) -> None:
+    """`doctor --kernels off` once showed them as on."""
+    loaded.turn_off("of a test")
+    attach(loaded)
+    assert loaded.facts == Kernels(reason="of a test")
+    loaded.turn_on()
+    assert loaded.facts == Kernels("avx512", 7)
+
+
+def test_another_llama_cpp(loaded: KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAND_IN_REFUSES", "1")
+    attach(loaded)
+    assert loaded.facts == Kernels(reason="llama.cpp is another one; install an older one")
+    assert ctypes.CDLL(str(loaded.path)).llamaspec_kernels_is_on() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_loaded_copy_of_a_library_is_found() -> None:
+    """llama-cpp-python's folder may have three copies of each, and only one computes."""
+    found = runtime.loaded("ggml-cpu")
+    assert found is not None
+    mapped = {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "ggml-cpu" in line
+    }
+    assert mapped == {str(Path(found._name).resolve())}
+
+
+def test_a_build_of_llama_cpp_without_such_libraries(loaded: KernelLibrary) -> None:
+    assert runtime.loaded("ggml-cpu") is not None
+    assert runtime.loaded("ggml-nothing") is None
+    loaded.attach(None, runtime.loaded("ggml-base"))
+    assert "this build of llama.cpp has no libggml-cpu" in loaded.facts.describe()
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    path = tmp_path / "damaged.so"
+    for content in (b"", Path(ctypes.__file__).read_bytes()):
+        path.write_bytes(content)
+        library = KernelLibrary(path)
+        library.load()
+        attach(library)
+        assert "cannot be loaded" in library.facts.describe()
+        assert library.facts.describe().endswith("; install llamaspec again")
+
+
+def test_a_library_that_was_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    library = KernelLibrary(tmp_path / "missing.so")
+    monkeypatch.setattr(sys, "platform", "linux")
+    library.load()
+    attach(library)
+    is_possible = "not built; install a C++ compiler" in library.facts.describe()
+    assert is_possible == (os.uname().machine == "x86_64")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    library.load()
+    assert library.facts.describe() == (
+        "llama.cpp's kernels only: llamaspec's are for Linux on x86-64 processors"
+    )
+
+
+@pytest.mark.parametrize("text", ["off", "OFF", "0", "no", "false", " off "])
+def test_words_for_off(text: str) -> None:
+    assert parse_choice(text) == "off"
+
+
+@pytest.mark.parametrize("text", ["on", "1", "yes", "avx2", "\x1b"])
+def test_a_wrong_word_in_the_environment(stand_in: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """A program is told when it starts llama.cpp, and not when it imports llamaspec."""
+    monkeypatch.setenv(VARIABLE, text)
+    library = KernelLibrary(stand_in)
+    library.load()
+    with pytest.raises(LlamaspecError) as caught:
+        attach(library)
+    assert str(caught.value) == (
+        f"the environment variable {VARIABLE} cannot be used: kernels must be auto or off, got {text!r}"
+    )
