@@ -110,8 +110,16 @@ class KernelLibrary:
 
     @property
     def n_products(self) -> int:
-        """Number of products that the kernels have computed."""
+        """Number of products and attentions that the kernels have computed."""
         return 0 if self._library is None else int(self._library.llamaspec_kernels_calls())
+
+    @property
+    def n_missed(self) -> int:
+        """Number of products and attentions that the kernels have left to llama.cpp.
+
+        If an evaluation leaves none, its results depend on nothing that is evaluated beside them.
+        """
+        return 0 if self._library is None else int(self._library.llamaspec_kernels_missed())
 
     def load(self) -> None:
         """Load the library, so that llama.cpp will find it.
@@ -209,6 +217,7 @@ def _open(path: Path) -> ctypes.CDLL:
         ("set_level", number, [text]),
         ("covers", number, [number]),
         ("calls", ctypes.c_longlong, []),
+        ("missed", ctypes.c_longlong, []),
     ):
         function = opened[f"llamaspec_kernels_{name}"]
         function.restype, function.argtypes = result, arguments

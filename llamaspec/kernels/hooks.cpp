@@ -35,7 +35,11 @@ int (*chunk_add)(void *, int);
 const Level *level;          // nullptr = none that this processor has
 bool is_attached;
 std::atomic<bool> is_on;     // changes only while nothing is evaluated
-std::atomic<long long> n_calls;
+std::atomic<long long> n_calls, n_missed;  // operations that were computed, and left to llama.cpp while on
+
+void count(std::atomic<long long> &n, const ggml_compute_params *params) {
+    if (params->ith == 0) n.fetch_add(1, std::memory_order_relaxed);
+}
 
 template <class F> bool find(void *library, const char *name, F *&function) {
     function = reinterpret_cast<F *>(dlsym(library, name));
@@ -203,10 +207,8 @@ EXPORTED bool ggml_compute_forward_mul_mat_tiled(const ggml_compute_params *para
             char *work = aligned(params->wdata);
             char *scratch = work + batch.quantized_bytes() + ith * batch.matrix.scratch_bytes();
             batch.quantize(work, ith, nth);
-            if (ith == 0) {
-                chunk_set(params->threadpool, nth);
-                n_calls.fetch_add(1, std::memory_order_relaxed);
-            }
+            if (ith == 0) chunk_set(params->threadpool, nth);
+            count(n_calls, params);
             barrier(params->threadpool);
             const int64_t n_rows = batch.matrix.n_rows, n = rows_of_chunk(n_rows, nth), n_chunks = (n_rows + n - 1) / n;
             for (int64_t i = ith; i < n_chunks * batch.n_slices; i = chunk_add(params->threadpool, 1)) {
@@ -216,6 +218,7 @@ EXPORTED bool ggml_compute_forward_mul_mat_tiled(const ggml_compute_params *para
             return true;
         }
     }
+    count(n_missed, params);
     return mul_mat_tiled && mul_mat_tiled(params, dst);
 }
 
@@ -234,7 +237,7 @@ EXPORTED bool ggml_compute_forward_mul_mat_id_tiled(const ggml_compute_params *p
             const int64_t panels = (m.n_rows + MAX_LANES - 1) / MAX_LANES;
             const int64_t first = panels * ith / nth * MAX_LANES;
             const int64_t end = std::min(m.n_rows, panels * (ith + 1) / nth * MAX_LANES);
-            if (ith == 0) n_calls.fetch_add(1, std::memory_order_relaxed);
+            count(n_calls, params);
             for (int64_t c = 0; c < n && first < end; c += MAX_COLUMNS) {
                 const int group = static_cast<int>(std::min<int64_t>(MAX_COLUMNS, n - c));
                 const float *columns[MAX_COLUMNS];
@@ -252,6 +255,7 @@ EXPORTED bool ggml_compute_forward_mul_mat_id_tiled(const ggml_compute_params *p
             return true;
         }
     }
+    count(n_missed, params);
     return mul_mat_id_tiled && mul_mat_id_tiled(params, dst, expert, n, rows, scratch);
 }
 
@@ -331,10 +335,8 @@ void attend(const ggml_compute_params *params, const ggml_tensor *dst) {
     }
     const Items items(a, static_cast<int>(q->ne[1]), params->nth);
     char *scratch = attention_scratch(a.scratch_bytes(items.heads, items.positions));
-    if (params->ith == 0) {
-        chunk_set(params->threadpool, params->nth);
-        n_calls.fetch_add(1, std::memory_order_relaxed);
-    }
+    if (params->ith == 0) chunk_set(params->threadpool, params->nth);
+    count(n_calls, params);
     barrier(params->threadpool);
     for (int i = params->ith; i < items.count(); i = chunk_add(params->threadpool, 1)) items.compute(a, i, scratch);
 }
@@ -346,6 +348,7 @@ EXPORTED void ggml_compute_forward_flash_attn_ext(const ggml_compute_params *par
         attend(params, dst);
         return;
     }
+    count(n_missed, params);
     if (!flash_attention) {  // the caller is llama.cpp, and nobody has called `attach`
         Dl_info caller;
         if (dladdr(__builtin_return_address(0), &caller))
@@ -444,6 +447,7 @@ EXPORTED int llamaspec_kernels_version() { return VERSION; }
 EXPORTED const char *llamaspec_kernels_level() { return level ? level->name : ""; }
 EXPORTED int llamaspec_kernels_covers(int type) { return is_covered(type); }
 EXPORTED long long llamaspec_kernels_calls() { return n_calls; }
+EXPORTED long long llamaspec_kernels_missed() { return n_missed; }
 EXPORTED int llamaspec_kernels_is_on() { return is_on; }
 EXPORTED void llamaspec_kernels_enable(int on) { is_on = on && is_attached; }
 

@@ -25,6 +25,7 @@ API const char *llamaspec_kernels_level(void) { return level; }
 API int llamaspec_kernels_set_level(const char *name) { return !std::strcmp(name, level); }
 API int llamaspec_kernels_covers(int type) { return type == 2; } // Q4_0
 API long long llamaspec_kernels_calls(void) { return calls; }
+API long long llamaspec_kernels_missed(void) { return 0; }
 
 #ifdef TAKES_PRODUCTS
 API bool ggml_compute_forward_mul_mat_tiled(const void *parameters, void *result) {
