@@ -6,6 +6,7 @@ LlamaspecError
 ├── PromptError               the prompt is empty, too long or unreadable
 │   └── ConstraintError       the JSON schema or grammar cannot be used
 ├── DeviceError               llama.cpp cannot compute on the device
+├── InexactError              bit-identical results were asked for and are impossible
 ├── ClosedError               the pair was closed, or belongs to the process before a fork
 ├── MemoryFullError           the machine has too little memory
 │   └── ContextFullError      the context has no room for a sequence
@@ -49,6 +50,10 @@ class ConstraintError(PromptError):
 
 class DeviceError(LlamaspecError):
     """llama.cpp cannot compute on a device."""
+
+
+class InexactError(LlamaspecError):
+    """Results may depend on what is evaluated beside them."""
 
 
 class ClosedError(LlamaspecError):

@@ -50,10 +50,6 @@ class Model(Protocol):
         """Maximum number of positions in one evaluation."""
 
     @property
-    def prompt_chunk(self) -> int:
-        """Prompt positions to evaluate at once if no other sequence waits."""
-
-    @property
     def max_scored(self) -> int:
         """Maximum number of positions in one evaluation that have logits."""
 
@@ -197,11 +193,8 @@ class SequenceLength(Protocol):
         `drops`, the answer must not depend on the tokens drawn: it is none, or all.
         """
 
-    def width(self, n_positions: int) -> int | None:
-        """Return the width of an evaluation that needs `n_positions` in all; the rest is padding.
-
-        None if no evaluation of that width or wider is allowed.
-        """
+    def timed_width(self) -> int | None:
+        """Return the width to pad a round of a sequence that is alone to, to time it; None = no padding."""
 
     def observe(self, round_: Round) -> None:
         """Learn from the costs and gains of a round of this sequence."""

@@ -68,7 +68,6 @@ class FakeModel:
     vocabulary_size: int = 3
     context_size: int = 64
     batch_size: int = 64
-    prompt_chunk: int = 512
     max_scored: int = 64
     can_share: bool = True
     max_chunked_prefill: int = 0
@@ -208,10 +207,10 @@ def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:
 
 @dataclass
 class Length:
-    """A length policy, and its own share for one sequence: `n_draft` tokens, and any widths."""
+    """A length policy, and its own share for one sequence: `n_draft` tokens, and a width to time."""
 
     n_draft: int = 0
-    widths: Callable[[int], int | None] = lambda n: n
+    timed: Callable[[], int | None] = lambda: None
     rounds: list[Round] = field(default_factory=list)  # observed
     n_closed: int = 0
     reading: PromptReading | None = None
@@ -225,8 +224,8 @@ class Length:
     def n_verified(self, draft: Draft) -> int:
         return len(draft)
 
-    def width(self, n_positions: int) -> int | None:
-        return self.widths(n_positions)
+    def timed_width(self) -> int | None:
+        return self.timed()
 
     def observe(self, round_: Round) -> None:
         self.rounds.append(round_)
@@ -239,7 +238,7 @@ class UntilToken(Length):
     """Drafts until a certain token: a length that depends on the draft tokens."""
 
     def __init__(self, token: int | None, longest: int = 3) -> None:
-        super().__init__(longest, lambda n: n + 1)
+        super().__init__(longest, lambda: longest + 2)
         self.token = token
 
     def wants_more(self, draft: Draft) -> bool:
@@ -253,7 +252,7 @@ class Partly(UntilToken):
         self, n_draft: int, n: Callable[[Draft, Sequence[Round]], int], token: int | None = None
     ) -> None:
         super().__init__(token, n_draft)
-        self.widths, self.n = lambda n: n, n
+        self.timed, self.n = lambda: None, n
         self.made: list[Draft] = []  # the draft of each round
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> Partly:

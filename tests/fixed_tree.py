@@ -58,9 +58,8 @@ class FixedTree:
         """Verify all tokens."""
         return len(draft)
 
-    def width(self, n_positions: int) -> int:
-        """Pad nothing."""
-        return n_positions
+    def timed_width(self) -> None:
+        """Time nothing."""
 
     def observe(self, round_: Round) -> None:
         """Learn nothing."""

@@ -79,8 +79,8 @@ def evaluate(model: LlamaModel, batch: Batch, n_padding: int = 0) -> dict[int, L
             n_new = wanted.n_tokens - new[row][1]
             if together and not model.can_share:
                 break
-            if n_new > model.prompt_chunk and not together:
-                n_next = min(new[row][1] + model.prompt_chunk, len(wanted.tokens) - wanted.n_logits)
+            if n_new > model.batch_size and not together:
+                n_next = min(new[row][1] + model.batch_size, len(wanted.tokens) - wanted.n_logits)
                 model.evaluate([(row, ForwardRequest(TARGET, wanted.tokens[:n_next], n_logits=0))])
                 break
             n_positions, n_scored = n_positions + n_new, n_scored + wanted.n_scored

@@ -121,8 +121,9 @@ def play_together(
         for each in sequences:
             each.settle()
         n_before, n_drafted = n_drafted, sum(len(each.draft) for each in sequences)
-        width = sequences[0].length.width(n_drafted + len(sequences))
-        assert width is not None
+        width = n_drafted + len(sequences)
+        if len(sequences) == 1:
+            width = max(width, sequences[0].length.timed_width() or 0)
         scale = machine.scale(max(each.position for each in sequences))
         lag = max((each.lag for each in sequences if each.n_steps), default=0)
         drafting = machine.draft_seconds * (n_steps + machine.catch_up * lag) if n_steps else 0.0
@@ -270,7 +271,7 @@ def _value_of_round(machine: Machine, rate: float, levels: Array, weights: Array
     It ignores the token that the draft must process after a full acceptance, so it is slightly too high.
     """
     grid = np.linspace(-12.0, 0.0, 241)  # log of the chance that all draft tokens are accepted
-    cost = np.minimum.accumulate(machine.verify_seconds[: longest + 1][::-1])[::-1]  # padding allowed
+    cost = machine.verify_seconds[: longest + 1]
     value = -rate * cost[longest] * np.ones_like(grid)
     for n in range(longest - 1, -1, -1):
         ahead = np.zeros_like(grid)

@@ -34,7 +34,7 @@ class Stepped(ComputeThread):
 
     def next_event(self, sequence: RunningSequence[Event]) -> Event | None:
         while sequence.events.empty() and not sequence.is_done:
-            assert self.step(), "this would wait forever"
+            assert self.step() or sequence.is_done, "this would wait forever"
         return super().next_event(sequence)
 
     def cancel(self, sequence: RunningSequence[Any]) -> None:

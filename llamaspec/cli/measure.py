@@ -28,8 +28,8 @@ from llamaspec.cli.model_options import (
 from llamaspec.errors import LlamaspecError, PairError
 from llamaspec.llama import runtime
 from llamaspec.measure import store
+from llamaspec.measure.audit import AUDITED, Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread, Task, run_compare
-from llamaspec.measure.exactness import AUDITED, Audit, run_audit
 from llamaspec.measure.probe import FULL, QUICK, Probe, compare_attention, measure
 from llamaspec.measure.reasons import attention_verdicts, conclusions, pair_verdict
 from llamaspec.measure.tasks import read_tasks
@@ -39,9 +39,10 @@ from llamaspec.plan import DraftPlan
 AUDIT_PROMPT = "def read_lines(path):\n"
 PREDICTABLE_PROMPT = 8 * "    self.assertEqual(result, expected)\n"
 _ORDINARY = ("ask", "write code", "explain")  # tasks of the benchmark
+_TO_THE_BIT = "llamaspec's kernels compute everything: the same seed gives the same text to the bit"
 _ROUNDING = (
-    "these differences come from rounding; they are normal without --exact and do not fail the audit, "
-    "but the same seed may give another text if the cache or concurrent requests differ"
+    "these differences come from rounding and do not fail the audit, but the same seed may give another text "
+    "if the cache or concurrent requests differ"
 )
 
 
@@ -317,6 +318,9 @@ def audit(
 ) -> None:
     """Check that draft tokens do not change the text. Exit code 1 if they do.
 
+    If llamaspec's kernels compute everything, no log-probability may change either, whatever is cached and
+    whatever runs at the same time.
+
     Rules other than coupled draw another text. For them, the audit checks that plain decoding could have
     drawn every token.
     """
@@ -324,30 +328,20 @@ def audit(
     seed = decoding.seed or 0
     with open_models(plan, models) as pair, out.SlowProgress("auditing") as progress:
         task = task_of(pair, text, decoding, seed)
-        exactness = store.known_exactness(pair, out.say) if decoding.exact else None
-        found = run_audit(pair, task, shared.make_policy(pair, decoding, exactness), progress)
-        options = pair.target.options
-    passed = found.is_exact if decoding.exact else found.is_lossless
+        policy = shared.make_policy(pair, decoding)
+        why_inexact = pair.call(pair.target.why_inexact)
+        found = run_audit(pair, task, policy, progress)
+    passed = found.is_exact if why_inexact is None else found.is_lossless
     if as_json:
-        more = {"passed": passed, "identical_widths": found.identical_widths}
-        shown = {"seed": seed, "rule": task.rule, **asdict(found), **more}
-        if exactness is not None:
-            shown["exact"] = {**asdict(exactness), "cache_type_v": options.cache_type_v}
-        click.echo(json.dumps(shown))
+        more = {"passed": passed, "identical_widths": found.identical_widths, "why_inexact": why_inexact}
+        click.echo(json.dumps({"seed": seed, "rule": task.rule, **asdict(found), **more}))
     else:
-        _show_audit(found, task, is_exact=decoding.exact)
-        if exactness is not None:
-            widths = ", ".join(map(str, exactness.widths))
-            parts = "in chunks of any size" if exactness.reads else "in equal chunks, and no prefix is shared"
-            click.echo(
-                f"--exact here: {options.cache_type_k} keys, {options.cache_type_v} values; "
-                f"batch sizes {widths}; prompts are processed {parts}"
-            )
+        _show_audit(found, task, why_inexact)
     if not passed:
         sys.exit(1)
 
 
-def _show_audit(found: Audit, task: Task, *, is_exact: bool) -> None:
+def _show_audit(found: Audit, task: Task, why_inexact: str | None) -> None:
     if not found.compares_texts:
         click.echo(f"not compared with plain decoding, because the {task.rule} rule draws another text")
     elif found.first_difference is None:
@@ -366,9 +360,12 @@ def _show_audit(found: Audit, task: Task, *, is_exact: bool) -> None:
         click.echo(
             f"log-probabilities {situation}: {f'{n} of {found.n_compared} differ' if n else 'the same'}"
         )
-    if is_exact and not found.is_exact:
-        click.echo("--exact promises identical results, so this is a fault; please report it")
-    elif found.forks or found.first_difference is not None:
-        click.echo("larger batches round differently on this machine; --exact prevents forks")
-    elif any(found.n_changed.values()):
+    if why_inexact is None:
+        fault = "llamaspec's kernels compute everything, so this is a fault; please report it"
+        click.echo(_TO_THE_BIT if found.is_exact else fault)
+        return
+    click.echo(f"the same seed gives the same text up to rounding: {why_inexact}")
+    if not found.is_lossless:
+        click.echo("larger batches round differently here, and the text changed")
+    elif not found.is_exact:
         click.echo(_ROUNDING)

@@ -21,7 +21,7 @@ from llamaspec.kernels import OFF, VARIABLE, parse_choice
 from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
-from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions, exact
+from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.measure.doctor import OK, option_findings
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import keep_learnt, stored
@@ -97,7 +97,7 @@ _COMPUTING: tuple[Decorator, ...] = (
     KERNELS_OPTION,
     click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Type of keys in the target's KV cache."),
-    click.option("--cache-type-v", type=_CACHE, show_default="f16; on CPUs bf16 with --exact",
+    click.option("--cache-type-v", type=_CACHE, default="f16", show_default=True,
                  help="Type of values in the target's KV cache."),
     click.option("--draft-cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Type of keys in the draft's KV cache; below q8_0, acceptance drops."),
@@ -151,10 +151,8 @@ def _choice(
         flash_attention=given["flash_attn"],
         kernels=given["kernels"],
         cache_type_k=given["cache_type_k"],
-        cache_type_v=given["cache_type_v"] or "f16",
+        cache_type_v=given["cache_type_v"],
     )
-    if click.get_current_context().params.get("exact"):
-        target_options = exact(target_options, chooses_values=given["cache_type_v"] is None)
     draft_options = ModelOptions(
         n_ctx=given["draft_ctx"],
         gpu_layers=given["draft_gpu_layers"],

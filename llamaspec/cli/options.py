@@ -15,11 +15,10 @@ from llamaspec.chat.messages import Message
 from llamaspec.chat.template import ChatTemplate, check_template
 from llamaspec.cli.grouped import Command, Decorator, Integer, Number, option_group
 from llamaspec.cli.output import Detail, say
-from llamaspec.errors import PromptError
-from llamaspec.length.fixed import AtMost, FixedLength
+from llamaspec.errors import InexactError, PromptError
+from llamaspec.length.fixed import FixedLength
 from llamaspec.llama.options import MAX_DRAFT
-from llamaspec.measure.exactness import Exactness
-from llamaspec.measure.store import auto_length, known_exactness
+from llamaspec.measure.store import auto_length
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
@@ -182,8 +181,8 @@ _DRAFTING: tuple[Decorator, ...] = (
                  help="Let drafts branch into trees if that is expected to be faster. Trees need cheap large "
                       "batches and the coupled rule."),
     click.option("--exact", is_flag=True,
-                 help="Give bit-identical results for a seed, whatever ran before or runs at the same time; "
-                      "CPUs only."),
+                 help="Refuse to run if the bits of a result could depend on what ran before or runs at the "
+                      "same time."),
 )  # fmt: skip
 _CHAIN: tuple[Decorator, ...] = (
     click.option("--temperature", "-t", type=float, metavar="NUMBER", default=0.8, show_default=True,
@@ -211,15 +210,11 @@ _RULE: tuple[Decorator, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Options for drafting; ValueError for --exact with a fixed draft length."""
+    """Options for drafting."""
 
     draft_length: int | None = None  # None = automatic
-    exact: bool = False
+    exact: bool = False  # refuse to run if results may depend on what is evaluated beside them
     trees: bool = False  # draft tokens may branch
-
-    def __post_init__(self) -> None:
-        if self.exact and self.draft_length:
-            raise ValueError("--exact chooses the number of draft tokens by itself; drop --draft-length")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,21 +276,16 @@ def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
     return {**chain, "seed": decoding.seed, "max_tokens": decoding.max_tokens}
 
 
-def make_policy(pair: Pair, drafting: Drafting, exactness: Exactness | None = None) -> LengthPolicy:
-    """Return a new policy that starts from the stored measurements of this pair."""
-    if not drafting.exact:
-        if drafting.draft_length is not None:
-            return FixedLength(drafting.draft_length)
-        return auto_length(pair, notify=say, trees=drafting.trees)
-    found = exactness or known_exactness(pair, say)
-    if not found.reads:
-        pair.target.isolate_sequences()
-        say(
-            "--exact: batch sizes round differently here, so prompts are processed in equal chunks and "
-            "cached prefixes are not shared; Q8_0 and Q4_0 weights are exact on most CPUs"
-        )
-    policy = auto_length(pair, frozenset(found.widths), say, trees=drafting.trees)
-    return policy if drafting.draft_length is None else AtMost(drafting.draft_length, policy)
+def make_policy(pair: Pair, drafting: Drafting) -> LengthPolicy:
+    """Return a new policy that starts from the stored measurements of this pair.
+
+    InexactError if --exact was given and results may differ.
+    """
+    if drafting.exact and (reason := pair.call(pair.target.why_inexact)) is not None:
+        raise InexactError(f"--exact is impossible: {reason}")
+    if drafting.draft_length is not None:
+        return FixedLength(drafting.draft_length)
+    return auto_length(pair, say, trees=drafting.trees)
 
 
 # Conversations

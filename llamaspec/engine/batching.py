@@ -13,7 +13,6 @@ from llamaspec.protocols import Model
 from llamaspec.values import CHUNK, TARGET, WAIT_SECONDS, ForwardRequest
 
 INTERACTIVE_SECONDS = 3.0  # longest time for which prompts wait for interactive sequences
-SPARE = 2  # positions of padding that each of several sequences allows: two may be padded to 6
 
 
 class Group(NamedTuple):
@@ -83,12 +82,8 @@ class Batching:
             self._held_seconds = 0.0 if has_ended else self._held_seconds + seconds
 
     def _chunk(self, name: str, *, is_alone: bool) -> int:
-        """Return the number of prompt positions to evaluate at once, for which other sequences must wait.
-
-        It is fixed for a sequence that is alone, because the bits of its logits may depend on it.
-        """
-        model = self._models[name]
-        most = min(model.prompt_chunk, model.batch_size)
+        """Return the number of prompt positions to evaluate at once, for which other sequences must wait."""
+        most = self._models[name].batch_size
         if is_alone:
             return most
         n = int(WAIT_SECONDS * self._speeds.get(name, 0.0)) // CHUNK * CHUNK
@@ -97,26 +92,22 @@ class Batching:
     def part(self, request: ForwardRequest, n_cached: int, *, is_alone: bool) -> ForwardRequest:
         """Return a request, or the chunk of its prompt that must be evaluated first.
 
-        The target evaluates a prompt apart from positions with logits, because the length policy may choose
-        the width of their evaluation so that the logits are exact.
+        The target evaluates a prompt apart from the positions of a round, so that the length policy learns
+        what a round costs.
         """
         size, n_before = self._chunk(request.model, is_alone=is_alone), request.n_before
-        is_exact = request.model != TARGET or not request.n_scored or n_cached == n_before
-        if (request.n_tokens - n_cached <= size and is_exact) or n_cached >= n_before:
+        is_round = request.model == TARGET and request.n_scored > 0
+        if n_cached >= n_before or (request.n_tokens - n_cached <= size and not is_round):
             return request
         return request.prefill(min(n_cached + size, n_before))
 
     def padding(self, slot: Slot, request: ForwardRequest, n_sequences: int) -> int:
-        """Return the maximum number of positions of padding for a sequence.
-
-        Several sequences allow a little more than their policies want, so that they stay together if one more
-        position should be cheaper: apart they would never measure it.
-        """
-        if request.model != TARGET or not request.n_scored or not self._models[TARGET].can_share:
+        """Return the number of positions that pad a round of a sequence that is alone, to time its width."""
+        target = self._models[TARGET]
+        if n_sequences > 1 or request.model != TARGET or not request.n_scored or not target.can_share:
             return 0
-        n = (slot.padded(request.n_scored) or request.n_scored) - request.n_scored
-        n = max(n, SPARE) if n_sequences > 1 else n
-        return min(n, self._models[TARGET].context_size - request.n_tokens)
+        most = min(target.context_size - request.n_tokens, target.batch_size - request.n_scored)
+        return max(0, min(slot.timed_width() - request.n_scored, most))
 
     def _prompt_chunk(self, prompts: Sequence[Slot]) -> Group:
         """Return a chunk of one prompt.
@@ -131,7 +122,7 @@ class Batching:
         return Group(slot.part.model, [slot], slot.part.n_tokens - slot.n_cached)
 
     def _with_prompt_chunk(self, group: Group, slot: Slot) -> Group:
-        """Add a prompt chunk to rounds, unless they must not be evaluated at such a width.
+        """Add a prompt chunk to rounds, if the evaluation may be as wide as that.
 
         One evaluation costs less than two (SARATHI, arXiv 2308.16369).
         """
@@ -143,47 +134,23 @@ class Batching:
         if 2 * room < min(slot.n_new, target.batch_size):  # apart, more than twice as many would be processed
             return group
         n_prefill = min(n_part, room)
-        width = n_new + n_prefill
-        if any(each.padded(width) != width for each in group.slots):
-            return group
         if n_prefill < n_part:
             slot.shorten(n_prefill)
-        return Group(TARGET, [*group.slots, slot], width, n_prefill)
+        return Group(TARGET, [*group.slots, slot], n_new + n_prefill, n_prefill)
 
     def _together(self, name: str, slots: list[Slot]) -> Group:
         """Return as many sequences as fit one evaluation; those that have waited longest come first."""
-        model = self._models[name]
-        if not model.can_share:
-            return Group(name, slots[:1], slots[0].n_new)
-        for n in range(len(slots), 1, -1):  # each n, as policies may refuse a width and accept a wider one
-            together = slots[:n]
-            n_scored = sum(each.request.n_scored for each in together if each.request is not None)
-            width = _width(name, together) if n_scored <= model.max_scored else None
-            if width is not None and width <= model.batch_size:
-                return Group(name, together, width)
-        return Group(name, slots[:1], _width(name, slots[:1]) or slots[0].n_new)
+        model, together, width, n_scored = self._models[name], list[Slot](), 0, 0
+        for each in slots if model.can_share else slots[:1]:
+            assert each.request is not None
+            width += each.n_new + each.n_padding
+            n_scored += each.request.n_scored
+            if together and (width > model.batch_size or n_scored > model.max_scored):
+                width -= each.n_new + each.n_padding
+                break
+            together.append(each)
+        return Group(name, together, width)
 
 
 def _is_of_target(slot: Slot) -> bool:
     return slot.part is not None and slot.part.model == TARGET
-
-
-def _width(name: str, slots: Sequence[Slot]) -> int | None:
-    """Return the smallest width that every sequence accepts; None if there is none."""
-    n_new = room = 0
-    for each in slots:
-        n_new += each.n_new
-        room += each.n_padding
-    if name != TARGET:
-        return n_new
-    width = n_new
-    while True:
-        widest = 0
-        for each in slots:
-            wanted = each.padded(width)
-            if wanted is None or wanted > n_new + max(room, 0):
-                return None
-            widest = max(widest, wanted)
-        if widest == width:
-            return width
-        width = widest

@@ -17,7 +17,6 @@ from llamaspec.values import NO_TOKENS, TARGET, Forward, ForwardRequest, Round, 
 
 Event = TypeVar("Event")
 Generating: TypeAlias = Generator[ForwardRequest | Round | Event, Any, Any]
-Width: TypeAlias = Callable[[int], int | None]  # positions needed -> evaluated; None = not allowed
 Clock: TypeAlias = Callable[[], float]  # seconds
 
 MAX_UNREAD = 16  # events; a sequence with this many waits for its reader
@@ -29,7 +28,7 @@ class RunningSequence(Generic[Event]):
     """A completion that is being generated."""
 
     coroutine: Generating[Event]
-    width: Width = lambda n_positions: n_positions  # no padding
+    timed_width: Callable[[], int | None] = lambda: None  # the width to pad the next round to, to time it
     n_prompt: int = 0  # tokens
     limit: int | None = None  # maximum length in tokens, prompt included
     is_interactive: bool = False  # a person waits for it
@@ -151,7 +150,7 @@ class Slot:
     n_cached: int = 0  # tokens of the request that the KV cache holds now
     n_cached_before: int | None = None  # tokens of the request that it held before the first evaluation
     n_new: int = 0  # positions of the request that are not cached
-    n_padding: int = 0  # maximum number of positions of padding
+    n_padding: int = 0  # positions of padding
     fault: Exception | None = None  # of the length policy; ends the sequence at the next step
     has_rounds: bool = False
     last_step: int = 0  # number of the last step that evaluated the sequence; 0 = none
@@ -182,13 +181,13 @@ class Slot:
         """KV cells that the prompt, or the next evaluation, needs."""
         return max(self.sequence.n_prompt, 0 if self.request is None else self.request.n_tokens)
 
-    def padded(self, n_positions: int) -> int | None:
-        """Return the width that the length policy wants; note the error if the policy fails."""
+    def timed_width(self) -> int:
+        """Return the width that the length policy wants to time, or 0; note the error if the policy fails."""
         try:
-            return self.sequence.width(n_positions)
+            return self.sequence.timed_width() or 0
         except BaseException as error:  # noqa: BLE001  # ends this sequence alone
             self.fault = as_exception(error)
-            return n_positions
+            return 0
 
     def shorten(self, n: int) -> None:
         """Evaluate only the first `n` new tokens of the part."""

@@ -29,7 +29,7 @@ from llamaspec.protocols import (
 from llamaspec.sampling.acceptance_rules import round_of
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.sampler import LogitsTarget, Sampler, round_logprobs
-from llamaspec.values import TARGET, Draft, Forward, ForwardRequest, Round, TokenArray
+from llamaspec.values import TARGET, Forward, ForwardRequest, Round, TokenArray
 
 Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round
 NextRound: TypeAlias = Generator[ForwardRequest | Round, Any, Round]
@@ -110,7 +110,6 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
     made = yield from drafting(config.drafter, tokens, SequenceAtMost(n_most, length))
     made = made.first(n_most)  # the drafter may not have asked the policy
     draft = made.first(max(length.n_verified(made), 0))
-    draft = _evaluable(draft, length, config.context_size + 1 - len(tokens))
 
     # Evaluate the draft at once: logits after `tokens` and after each draft token.
     forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, parents=draft.parents)
@@ -126,10 +125,3 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
     )
     length.observe(round_)
     return round_
-
-
-def _evaluable(draft: Draft, length: SequenceLength, room: int) -> Draft:
-    """Cut the draft until the context has room for the width at which the policy evaluates it."""
-    while len(draft) and (length.width(len(draft) + 1) or room + 1) > room:
-        draft = draft.first(len(draft) - 1)
-    return draft

@@ -7,10 +7,10 @@ scale, because a machine gets slower and faster as a whole. Knows no model and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import exp, inf, log, log2
+from math import exp, log, log2
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,8 @@ CALIBRATED = (2, 4, 8, 16)  # widths that are timed by padding plain rounds, `TI
 AGAIN = (
     4.0  # a second timing, in case the first one also compiled kernels, waits for this many times its cost
 )
-TRUSTED = 5  # timings of a width before evaluations of it are padded to another
 TOGETHER = 0.1  # share of a surprise that moves all widths
 OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
-PAD = 0.96  # an evaluation is padded if it then takes less than this share of the time
 LAG = 2  # tokens that a draft model usually has to process before its next step
 READING = 0.1  # first guess of a prompt token of the draft model, in draft steps
 PROMPT = 64  # minimum positions of a prompt chunk whose time is used for its width
@@ -87,10 +85,8 @@ class Costs:
     ----------
     prior : CostCurve, optional
         From a probe or an earlier run.
-    allowed : collection of int, optional
-        The only widths that may be evaluated.
     pads : bool
-        Evaluations may be padded.
+        Plain rounds may be padded to time a width.
     is_settled : bool
         The prior was measured in enough runs. Otherwise the narrow widths are timed again, in case the
         machine was busy.
@@ -99,7 +95,6 @@ class Costs:
     def __init__(
         self,
         prior: CostCurve | None = None,
-        allowed: Collection[int] | None = None,
         *,
         pads: bool = True,
         is_settled: bool = True,
@@ -115,22 +110,15 @@ class Costs:
         self._reading = Average(log(reading), PROBED) if reading else None
         self._early: list[Callable[[], None]] = []  # timings that came before plain decoding set the scale
         self._scale = 0.0  # logarithm
-        self._allowed, self._pads = allowed, pads
-        self._untimed = self._calibrated() - (set(prior.widths) if is_settled else set())
+        self._untimed = set(CALIBRATED if pads else ()) - (set(prior.widths) if is_settled else set())
         self.n_timed = 0  # evaluations of the target in this run
         self.is_surprised = False  # the latest timing was an outlier: a hiccup, or the first sign of a change
-        self._usable: Array = np.empty(0)  # [1 + w] seconds of width w, infinite if not allowed; a cache
-        self._padded: Array = np.empty(0)  # [1 + w] of the cheapest allowed width of at least this one
+        self._every: Array = np.empty(0)  # [1 + w] seconds of width w; a cache
 
     def widest_timed(self, most: int = WIDEST) -> int:
         """Return the widest width up to `most` that was timed."""
         timed = (width for width, average in self.averages.items() if average.n and width <= most)
         return max(timed, default=1)
-
-    @property
-    def widest_allowed(self) -> int:
-        """The widest width that is allowed."""
-        return WIDEST if self._allowed is None else max(self._allowed)
 
     @property
     def knows_plain(self) -> bool:
@@ -159,32 +147,19 @@ class Costs:
         return n_steps * self.step_seconds + n_unread * self.reading_seconds
 
     def seconds(self, width: int) -> float:
-        """Seconds of an evaluation of exactly this width."""
+        """Seconds of an evaluation of this width."""
         return float(np.interp(width, *self._curve()))
 
-    def padded_seconds(self, n: int, last: int, stride: int = 1) -> Array:
-        """Seconds of evaluations of n, n + stride, ... `last` positions, each padded if that is cheaper.
-
-        Infinite if no such width is allowed.
-        """
-        self._fill(last)
-        return self._padded[n : last + 1 : stride]
+    def seconds_of(self, first: int, last: int, stride: int = 1) -> Array:
+        """Seconds of evaluations of `first`, `first` + `stride`, ... `last` positions."""
+        if last >= len(self._every):
+            every = np.arange(1 + max(2 * last, 2 * max(self.averages), 2 * DENSE))
+            self._every = np.interp(every, *self._curve())  # beyond the widest known: as long as that one
+        return self._every[first : last + 1 : stride]
 
     def plain_seconds(self, n_sequences: int) -> float | None:
         """Expected seconds of a round of `n_sequences` without drafts; None before one was timed."""
-        return float(self.padded_seconds(n_sequences, n_sequences)[0]) if self.n_timed else None
-
-    def padded_width(self, n: int) -> int | None:
-        """The cheapest allowed width of at least `n` positions; None if there is none."""
-        if not self._pads:
-            return n if self.allows(n) else None
-        self._fill(n)
-        wider = self._usable[n:]
-        best = int(wider.argmin())
-        if not self.allows(n):
-            return n + best if wider[best] < inf else None
-        doubted = n in self.averages and self.averages[n].n < TRUSTED  # padded, it would never be timed again
-        return n if doubted or wider[best] >= PAD * wider[0] else n + best
+        return float(self.seconds_of(n_sequences, n_sequences)[0]) if self.n_timed else None
 
     def next_untimed(self) -> tuple[int, float] | None:
         """The next width to time by padding a plain round, and the seconds that must be to spare for it.
@@ -221,7 +196,7 @@ class Costs:
             self._learn(average, surprise)
         if average.n >= TIMED:
             self._untimed.discard(width)
-        self._usable = np.empty(0)
+        self._every = np.empty(0)
         while self._early:
             self._early.pop(0)()
 
@@ -238,7 +213,7 @@ class Costs:
         knot = _knot(width)
         if knot not in self.averages or self.averages[knot].n <= 1:
             self.averages[knot] = Average(log(seconds * knot / width) - self._scale, 1)
-            self._usable = np.empty(0)
+            self._every = np.empty(0)
 
     def observe_first_step(self, seconds: float) -> None:
         """Learn from a draft step that was timed before the first completion."""
@@ -292,35 +267,11 @@ class Costs:
         reading = 0.0 if self._reading is None else max(SHORTEST, min(self.reading_seconds, LONGEST))
         return CostCurve(tuple(known), tuple(times), step, reading)
 
-    def allows(self, width: int) -> bool:
-        """Whether exactly this width may be evaluated."""
-        return self._allowed is None or width in self._allowed
-
-    def _calibrated(self) -> set[int]:
-        """Return the widths to time by padding: those of `CALIBRATED`, or the next ones that are allowed."""
-        if not self._pads:
-            return set()
-        if self._allowed is None:
-            return set(CALIBRATED)
-        wider = ([w for w in self._allowed if least <= w <= DENSE] for least in CALIBRATED)
-        return {min(widths) for widths in wider if widths}
-
     def _curve(self) -> tuple[list[int], list[float]]:
         """Return the widths and seconds between which the others are interpolated."""
         known = sorted(self.averages)
         times = [exp(self.averages[w].log + self._scale) for w in known]
         return (known, times) if len(known) > 1 else ([1, 2], [times[0], (1 + POSITION) * times[0]])
-
-    def _fill(self, width: int) -> None:
-        """Compute the seconds of all widths up to `width`, at least."""
-        if width < len(self._usable):
-            return
-        size = max(2 * width, 2 * max(self.averages), 2 * DENSE, *(self._allowed or ()))
-        every = np.arange(size + 1)
-        self._usable = np.interp(every, *self._curve())  # beyond the widest known: as long as that one
-        if self._allowed is not None:
-            self._usable[np.isin(every, list(self._allowed), invert=True)] = inf
-        self._padded = np.minimum.accumulate(self._usable[::-1])[::-1] if self._pads else self._usable
 
 
 def _knot(width: int) -> int:

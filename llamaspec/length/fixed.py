@@ -42,9 +42,8 @@ class FixedLength:
         """All draft tokens."""
         return len(draft)
 
-    def width(self, n_positions: int) -> int:
-        """The number of positions, without padding."""
-        return n_positions
+    def timed_width(self) -> None:
+        """None: nothing is timed."""
 
     def observe(self, round_: Round) -> None:
         """Do nothing: there is nothing to learn."""
@@ -76,9 +75,9 @@ class SequenceAtMost:
         """As the policy decides."""
         return self.sequence.n_verified(draft)
 
-    def width(self, n_positions: int) -> int | None:
+    def timed_width(self) -> int | None:
         """As the policy decides."""
-        return self.sequence.width(n_positions)
+        return self.sequence.timed_width()
 
     def observe(self, round_: Round) -> None:
         """Let the policy learn."""

@@ -78,8 +78,6 @@ class AutoLength:
     ----------
     prior : CostCurve or LearnedPrior, optional
         Results of a probe or of earlier runs.
-    widths : collection of int, optional
-        The only numbers of positions that may be evaluated at once; 1 must be among them.
     longest : int
         Maximum draft tokens of a completion in one round.
     sources : collection of Source
@@ -87,18 +85,17 @@ class AutoLength:
     trees : bool
         Drafts may branch into trees.
     pads : bool
-        Evaluations may be padded.
+        Plain rounds may be padded to time a width.
 
     Raises
     ------
     ValueError
-        Width 1 is not allowed, or `longest` is not positive.
+        `longest` is not positive.
     """
 
     def __init__(
         self,
         prior: CostCurve | LearnedPrior | None = None,
-        widths: Collection[int] | None = None,
         longest: int = 15,
         sources: Collection[Source] = frozenset({Source.MODEL}),
         *,
@@ -107,12 +104,10 @@ class AutoLength:
     ) -> None:
         if longest < 1:
             raise ValueError(f"the longest draft must be >= 1, got {longest}")
-        if widths is not None and 1 not in widths:
-            raise ValueError(f"width 1 must be allowed, got {sorted(widths)}")
         if not isinstance(prior, LearnedPrior):
             prior = LearnedPrior(prior, n_runs=0 if prior is None else SETTLED)
         self._prior = prior
-        self.costs = Costs(prior.curve, widths, pads=pads, is_settled=self.is_settled)
+        self.costs = Costs(prior.curve, pads=pads, is_settled=self.is_settled)
         self.longest, self.sources = longest, frozenset(sources)
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
         self.acceptance[self.drafting] = Acceptance(prior.log_odds)

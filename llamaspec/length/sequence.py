@@ -94,14 +94,9 @@ class AutoSequence:
         prices = plan.prices[: plan.limits.get(policy.drafting, 0) + 1]
         return plan_tree(policy.trees, usual, prices, plan.step, policy.costs, plan.rate, plan.plain)
 
-    def width(self, n_positions: int) -> int | None:
-        """The cheapest allowed width of at least `n_positions`, which all completions need together."""
-        policy, plan = self._policy, self._begun()
-        if plan.timed_width is not None and n_positions <= plan.timed_width:
-            return plan.timed_width
-        if plan.times_plain and n_positions <= len(policy.running()) and policy.costs.allows(n_positions):
-            return n_positions  # not padded
-        return policy.costs.padded_width(n_positions)
+    def timed_width(self) -> int | None:
+        """The width to time in this round; None = no padding."""
+        return self._begun().timed_width
 
     def observe(self, round_: Round) -> None:
         """Learn acceptance and costs."""
@@ -132,8 +127,7 @@ class AutoSequence:
     def _planned(self) -> RoundPlan:
         policy, costs = self._policy, self._policy.costs
         others = [each for each in policy.running() if each is not self]
-        n_sequences = min(1 + len(others), costs.widest_allowed)  # more are not evaluated together
-        n_drafting = min(1 + sum(each.is_drafting for each in others), n_sequences)
+        n_sequences, n_drafting = 1 + len(others), 1 + sum(each.is_drafting for each in others)
         # All drafting sequences get the same length: if the curve has steps, one position alone never pays.
         n, n_copies = (
             min(longest, max((max(REACH, widest * 3 // 2) - n_sequences) // n_drafting, 1))
@@ -143,7 +137,7 @@ class AutoSequence:
             )
         )
         n_most = max(n, n_copies) if policy.sources & COPIES else n
-        seconds = costs.padded_seconds(n_sequences, n_sequences + n_most * n_drafting, n_drafting)
+        seconds = costs.seconds_of(n_sequences, n_sequences + n_most * n_drafting, n_drafting)
         if len(policy.sequences) > 1:  # others, also those whose prompt is processed, wait for a long copy
             n_short = int((seconds - seconds[0] <= WAIT_SECONDS).sum()) - 1
             seconds = seconds[: max(n_short, CHUNK) + 1]
@@ -173,7 +167,7 @@ class AutoSequence:
             plan.rate = float(rates.max())
             if self.reading.is_asleep and not self._wakes(plan):
                 plan.rate = 1.0 / plan.plain
-            elif policy.plain.is_due() and costs.allows(n_sequences):
+            elif policy.plain.is_due():
                 plan.times_plain = True
             else:
                 plan.limits[drafting] = limit

@@ -204,7 +204,7 @@ def plan_tree(
     usual = acceptance.usual(chance)
     if len(prices) < 3 or rate * prices[-1] > (len(prices) - 1) * usual[1]:
         return None  # second candidates are not worth their positions
-    widths = costs.padded_seconds(
+    widths = costs.seconds_of(
         1, WIDEST
     )  # a guess: wider draft steps slow down as the target's evaluations do
     steps, best = step * np.concatenate(([0.0], widths / widths[0])), 0.0

@@ -79,6 +79,7 @@ class Context:
         self.max_scored = options.max_scored
         pointer = _open(weights, options, n_cells, None if other is None else other.pointer, head is not None)
         self._abort = abort or AbortFlag()
+        self.has_flash_attention = options.flash_attention == "on" or bool(runtime.log.flash_attention)
         needs = (weights.handle, self._abort, None if other is None else other._handle)
         self._handle: Handle | None = Handle(pointer, lib.llama_free, *needs)
         if not lib.llama_get_memory(pointer):

@@ -214,7 +214,7 @@ class PredictionHeads:
         except BaseException:
             self.close()
             raise
-        self.batch_size = self.prompt_chunk = self._heads[0].context.batch_size
+        self.batch_size = self._heads[0].context.batch_size
         # By the number of the sequence: its tokens with the draft, and the heads' hidden rows of the last.
         self._own: dict[int, tuple[TokenArray, HiddenRows]] = {}
 

@@ -55,7 +55,6 @@ class KVCache:
         self._is_changing = False  # this record and llama.cpp's cells may differ
         self._has_left = False  # a sequence has left cells between those of others
         self.n_compactions = 0
-        self.shares = True  # a sequence may use what was computed for others
 
     @property
     def size(self) -> int:
@@ -103,7 +102,7 @@ class KVCache:
             sequence.n_reserved = request.n_tokens - n_known - sequence.n + n_padding
             sequence.n_padding = n_padding
             self._make_room(sequence)
-            if self.shares and n_before >= max(least, sequence.n + MIN_COPIED):
+            if n_before >= max(least, sequence.n + MIN_COPIED):
                 self._restore(sequence, request.tokens[:n_before])
             n = sequence.n + n_known
         sequence.last_used = next(self._clock)
@@ -123,7 +122,7 @@ class KVCache:
         sequence = self.running[number] = min(unused, key=lambda each: each.n)  # an empty one
         if finished and not self._keeps_finished:
             best = max(finished, key=lambda each: each.shared(tokens))
-            n = best.shared(tokens) if self.shares else 0
+            n = best.shared(tokens)
             if n > 0 and n >= self._store.find(tokens).n:
                 self._table.take_over(sequence, best, n)
             for each in finished:
@@ -137,7 +136,7 @@ class KVCache:
 
     def _take_over(self, sequence: CachedSequence, tokens: TokenArray, least: int) -> None:
         """Share the longest beginning of `tokens` that another sequence holds, if it has `least` tokens."""
-        others = [other for other in self._sequences if other is not sequence] if self.shares else []
+        others = [other for other in self._sequences if other is not sequence]
         n_shared = [other.shared(tokens) for other in others]
         n = max(n_shared, default=0)
         if n >= least:
@@ -163,8 +162,6 @@ class KVCache:
 
     def n_known(self, tokens: TokenArray) -> int:
         """Return how many of the first tokens need not be evaluated again."""
-        if not self.shares:
-            return 0
         return max([self._store.find(tokens).n, *(sequence.shared(tokens) for sequence in self._sequences)])
 
     def segment(self, number: int, request: ForwardRequest, evaluated: Collection[int]) -> Segment:
@@ -245,7 +242,7 @@ class KVCache:
         def copy(start: int, end: int) -> Bytes | None:
             return cells.copy_out(sequence.seq_id, start, end)
 
-        if sequence.n >= n_known + MIN_COPIED and cells.block and self.shares:
+        if sequence.n >= n_known + MIN_COPIED and cells.block:
             self._store.put(sequence.tokens[: sequence.n], cells.block, copy)
         self._table.cut(sequence, 0)
 

@@ -15,7 +15,8 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ContextFullError, ModelFileError
-from llamaspec.llama import resources
+from llamaspec.kernels import library
+from llamaspec.llama import resources, runtime
 from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import Prepared
@@ -25,11 +26,12 @@ from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
-from llamaspec.values import CHUNK, TARGET, ForwardRequest, Logits, TokenArray
+from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
 TILE = 64  # positions
 STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # the store takes at most 1 / STORE_SHARE of the free memory
 N_TEXT, N_DRAFT, N_REJECTED = 16, 4, 2  # tokens of `try_memory`
+N_WIDE = 64  # positions of `why_inexact`: from 32 on, llama.cpp may give products to BLAS or a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +145,6 @@ class LlamaModel:
         return max(context.cache.n_known(tokens) for context in self._contexts)
 
     @property
-    def prompt_chunk(self) -> int:
-        """Number of prompt positions to evaluate at once if no other sequence waits."""
-        return self.batch_size if self._contexts[0].cache.shares else min(CHUNK, self.batch_size)
-
-    def isolate_sequences(self) -> None:
-        """Compute each sequence as if it were alone, because this model rounds differently at other widths.
-
-        Sequences share no cached tokens, and prompts are processed alone, in equal parts.
-        """
-        self.max_chunked_prefill = 0
-        for context in self._contexts:
-            context.cache.shares = False
-
-    @property
     def can_share(self) -> bool:
         """Whether an evaluation may include several sequences, and padding."""
         return not self.keeps_states
@@ -261,6 +249,44 @@ class LlamaModel:
             self.forget()
             self.release(-1)
 
+    def why_inexact(self) -> str | None:
+        """Return why logits may depend on what is evaluated or cached beside them, and a remedy.
+
+        None if they cannot, because our kernels compute everything: a trial shows it. Empties the KV cache.
+        """
+        kinds = f"{self.options.cache_type_k} keys and {self.options.cache_type_v} values"
+        reason = None
+        if runtime.kernels().level is None:
+            reason = runtime.kernels().describe()
+        elif leaves_main_memory(self.weights, self.options):
+            reason = "layers are computed on other devices; use --gpu-layers 0, and no --rpc"
+        elif self.keeps_states:
+            reason = "layers of this model keep states, which llama.cpp computes; use a model without states"
+        elif self.options.flash_attention == "off":
+            reason = "flash attention is off; drop --flash-attn off"
+        elif not self._contexts[0].has_flash_attention:
+            reason = f"llama.cpp has no flash attention for this model with {kinds}; use f16 for both"
+        elif not self.weights.suits_kernels:
+            reason = "some weights have a type that llamaspec's kernels do not take; use another quantization"
+        elif not self._kernels_compute_everything():
+            reason = f"with {kinds}, llama.cpp computes a part of this model; use f16 or bf16 for both"
+        return reason
+
+    def _kernels_compute_everything(self) -> bool:
+        """Return whether our kernels compute all products of a wide evaluation and of a single position."""
+        tokens, counts = np.ones(min(N_WIDE + 1, self.context_size), dtype=np.int32), [library.n_products]
+        n_missed = library.n_missed
+        try:
+            self.forget()
+            for request in (ForwardRequest(TARGET, tokens[:-1]), ForwardRequest(TARGET, tokens)):
+                self.forward(request)
+                counts.append(library.n_products)
+        finally:
+            self.forget()
+            self.release(-1)
+        wide, single = np.diff(counts)
+        return library.n_missed == n_missed and bool(wide >= single > 0)
+
     def check(self, request: ForwardRequest) -> None:
         """Raise ValueError if llama.cpp would abort the process."""
         if not 0 < request.n_tokens <= self.context_size:
@@ -305,7 +331,6 @@ class LlamaModel:
             if not free:
                 # The size is that of the first context: free memory may have changed since.
                 free = [self._open(self.weights, replace(self.options, n_ctx=self.context_size))]
-                free[0].cache.shares = self._contexts[0].cache.shares
                 self._contexts += free
             context = max(free, key=lambda each: each.cache.n_known(request.tokens))
         return context.cache.prepare_all([entry])[0]

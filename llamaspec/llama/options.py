@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llama_cpp import llama_cpp as lib
 
@@ -82,16 +82,6 @@ class ModelOptions:
         return self.cache_type_v not in ("f32", "f16", "bf16")
 
     @property
-    def has_one_attention(self) -> bool:
-        """Whether CPUs add up attention in the same order at all widths, depths and loads.
-
-        llama.cpp has several kernels if keys and values are f16 or f32. Without flash attention, the order
-        depends on the cells of other sequences.
-        """
-        has_several = {self.cache_type_k, self.cache_type_v} <= {"f16", "f32"}
-        return self.flash_attention != "off" and not has_several
-
-    @property
     def offloads(self) -> bool:
         """Whether layers may be computed outside this machine's CPU."""
         return self.gpu_layers != 0 and self.devices != ()
@@ -120,22 +110,6 @@ class ModelOptions:
             raise ValueError("one share of tensor-split must be greater than 0")
         if len(self.tensor_split) > lib.LLAMA_MAX_DEVICES:
             raise ValueError(f"tensor-split has at most {lib.LLAMA_MAX_DEVICES} shares")
-
-
-def exact(options: ModelOptions, *, chooses_values: bool = True) -> ModelOptions:
-    """Return options with which CPUs compute the logits of a sequence as if it were alone.
-
-    They fix the kernels of attention; those of the weights may still depend on the width. ValueError if the
-    caller's own options rule this out.
-    """
-    if options.has_one_attention or (options.offloads and (options.workers or runtime.can_offload())):
-        return options
-    if options.flash_attention == "off":
-        raise ValueError("--exact needs flash attention on a CPU; drop --flash-attn off")
-    if not chooses_values:
-        types = f"{options.cache_type_k} keys and values"
-        raise ValueError(f"--exact cannot be exact with {types} on a CPU; drop --cache-type-v")
-    return replace(options, cache_type_v="bf16")
 
 
 def cache_bytes(kind: str) -> float:

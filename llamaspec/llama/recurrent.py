@@ -43,7 +43,6 @@ class RecurrentCache:
         self._held = CachedSequence(SEQUENCE)
         self.running: dict[int, CachedSequence] = {}  # by the number of the running sequence; at most one
         self._is_settled = True  # llama.cpp holds what is recorded here: no evaluation was interrupted
-        self.shares = True  # a sequence may use what was computed for earlier ones
         self._n_states_back = int(lib.llama_n_rs_seq(context))  # earlier states that llama.cpp keeps
         self._n_last = 0  # tokens of the last evaluation; 0 once some of them were removed
 
@@ -78,7 +77,7 @@ class RecurrentCache:
 
     def n_known(self, tokens: TokenArray) -> int:
         """Return how many of the first tokens need not be evaluated again."""
-        return max(self.shared(tokens), self._store.find(tokens).n) if self.shares else 0
+        return max(self.shared(tokens), self._store.find(tokens).n)
 
     def segment(self, number: int, request: ForwardRequest, evaluated: Collection[int]) -> Segment:
         """Return what to evaluate for a prepared request."""
@@ -122,7 +121,7 @@ class RecurrentCache:
 
     def _put(self) -> None:
         held = self._held
-        is_wanted = held.n >= MIN_COPIED and self._store.limit and self.shares
+        is_wanted = held.n >= MIN_COPIED and self._store.limit
         if not (self._can_restore and self._is_settled and is_wanted):
             return
         state = copy_state(self._context, SEQUENCE)
@@ -131,9 +130,6 @@ class RecurrentCache:
 
     def _start(self, tokens: TokenArray) -> None:
         """Make room for another sequence: store the previous one, and restore the beginning of `tokens`."""
-        if not self.shares:
-            self.forget()
-            return
         n, found = self.shared(tokens), self._store.find(tokens)
         is_better = found.n >= n + MIN_COPIED
         if is_better or self._held.n >= n + MIN_COPIED:

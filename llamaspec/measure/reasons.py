@@ -10,15 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, pairwise
-from operator import itemgetter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from llamaspec.engine.completion import Completion
 from llamaspec.length.acceptance import Acceptance, verified_tokens
-from llamaspec.length.costs import CALIBRATED, DENSE, PAD, CostCurve, Costs
+from llamaspec.length.costs import CALIBRATED, DENSE, CostCurve, Costs
 from llamaspec.length.policy import LearnedPrior
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.store import BenchGains, Models, stored
@@ -96,19 +95,9 @@ def break_even_range(seconds: Sequence[float]) -> str:
 def round_seconds(curve: CostCurve) -> list[float]:
     """Return the seconds of a round by draft length, up to the widest timed batch of a round."""
     widest = max(width for width in curve.widths if width <= DENSE)  # wider ones are chunks of prompts
-    padded = Costs(curve).padded_seconds(1, widest)
-    rounds: list[float] = (padded + np.arange(widest) * curve.draft_step_seconds).tolist()
+    verifying = Costs(curve).seconds_of(1, widest)
+    rounds: list[float] = (verifying + np.arange(widest) * curve.draft_step_seconds).tolist()
     return rounds
-
-
-def dips(curve: CostCurve) -> dict[int, int]:
-    """Map each width to the cheapest wider one, if the length policy would pad to it."""
-    found = {}
-    for i, (width, seconds) in enumerate(zip(curve.widths, curve.verify_seconds, strict=True)):
-        least, wider = min(zip(curve.verify_seconds[i:], curve.widths[i:], strict=True))
-        if least < PAD * seconds:
-            found[width] = wider
-    return found
 
 
 def saturation_width(curve: CostCurve) -> int:
@@ -148,10 +137,6 @@ def in_words(curve: CostCurve) -> list[str]:
     ]
     if extra:
         said.append(f"cost of an extra position, relative to a single token: {', '.join(extra)}")
-    for cheaper, group in groupby(dips(curve).items(), key=itemgetter(1)):
-        widths = [width for width, _ in group]
-        sizes = f"{widths[0]}" if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"
-        said.append(f"batches of {sizes} are padded to {cheaper}, which is faster here")
     return said
 
 
@@ -239,7 +224,6 @@ def conclusions(found: Probe) -> dict[str, Any]:
         **asdict(found),
         "identical_widths": sorted(found.identical_widths),
         "saturation_width": saturation_width(curve),
-        "dips": dips(curve),
         "best_fixed_length": {str(each): asdict(best_length(seconds, each)) for each in ACCEPTANCES},
         "break_even_acceptance": break_even(seconds),
         "verdict": verdict(curve),

@@ -21,7 +21,6 @@ from llamaspec.files import cache_folder, file_identity, parse_json, read_file, 
 from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.model import LlamaModel
-from llamaspec.measure.exactness import Exactness, find_exactness
 from llamaspec.measure.probe import Probe, time_draft_step
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
@@ -52,7 +51,6 @@ class BenchGains:
 _SUFFIXES: dict[type[object], str] = {
     Probe: "",
     LearnedPrior: ".runs",
-    Exactness: ".exact",
     BenchGains: ".bench",
 }
 
@@ -107,10 +105,8 @@ def forget(pair: Models) -> bool:
     return bool(paths)
 
 
-def auto_length(
-    pair: Pair, widths: frozenset[int] | None = None, notify: Notify = _ignore, *, trees: bool = False
-) -> AutoLength:
-    """Return a new length policy for a pair, which allows only `widths` (None = all).
+def auto_length(pair: Pair, notify: Notify = _ignore, *, trees: bool = False) -> AutoLength:
+    """Return a new length policy for a pair.
 
     Each draft model that has a draft of its own also gets a policy. In the first runs of a pair a draft step
     is timed. `notify` receives warnings about damaged files.
@@ -119,22 +115,11 @@ def auto_length(
     for stage in pair.stages:
         stage.length = AutoLength(stored(stage, LearnedPrior, notify), sources=stage.sources, pads=pads)
     prior = stored(pair, LearnedPrior, notify)
-    policy = AutoLength(prior, widths, sources=pair.sources, trees=trees, pads=pads)
+    policy = AutoLength(prior, sources=pair.sources, trees=trees, pads=pads)
     if Source.MODEL in pair.sources and not (policy.is_settled and policy.costs.knows_step):
         with suppress(LlamaspecError):  # a draft that fails is reported when it is used
             policy.costs.observe_first_step(time_draft_step(pair))
     return policy
-
-
-def known_exactness(pair: Pair, notify: Notify = _ignore) -> Exactness:
-    """Return the exact evaluations of a pair, measured once and then kept."""
-    known = stored(pair, Exactness)
-    if known is None:
-        notify("--exact: comparing the logits of all batch sizes, once for this pair on this machine")
-        known = find_exactness(pair)
-        if known.is_whole:  # otherwise the machine was busy
-            keep(pair, known)
-    return known
 
 
 def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
@@ -149,12 +134,11 @@ def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
 def _path(pair: Models, kind: type[object]) -> Path:
     """Return the file of a measurement.
 
-    Probes and exactness also depend on the kind of attention and the types of the KV cache; a prior serves
-    all of them.
+    A probe also depends on the kind of attention and the types of the KV cache; a prior serves all of them.
     """
     models = pair.models
     key: list[object] = [FORMAT, *(_model_key(model) for model in models), models[0].options.heads]
-    if kind in (Probe, Exactness):
+    if kind is Probe:
         options = [model.options for model in models]
         key += [[each.flash_attention, each.cache_type_k, each.cache_type_v] for each in options]
     key += [runtime.backend_description(), platform.node()]

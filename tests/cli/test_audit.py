@@ -9,6 +9,7 @@ import pytest
 
 from command import invoke, naming
 from llamaspec import LlamaModel
+from llamaspec.llama import runtime
 from llamaspec.values import ForwardRequest, Logits
 
 Batch = list[tuple[int, ForwardRequest]]
@@ -28,37 +29,61 @@ def test_a_sound_pair_passes(target_file: Path, draft_file: Path, temperature: s
     assert list(answer.json["largest_logit_difference"]) == [str(width) for width in range(2, 17)]
 
 
-def test_exact_texts_are_compared_in_every_situation(demo_files: tuple[Path, Path], own_cache: None) -> None:
-    options = ("--exact", "-n", "20", "--threads", "1")
-    answer = invoke("audit", *naming([*demo_files]), *options, "--json")
+@pytest.mark.parametrize("options", [(), ("--exact",), ("--exact", "-k", "3")])
+@pytest.mark.skipif(runtime.kernels().level is None, reason="the kernels are off")
+def test_texts_are_the_same_to_the_bit_in_every_situation(
+    demo_files: tuple[Path, Path], own_cache: None, options: tuple[str, ...]
+) -> None:
+    answer = invoke("audit", *naming([*demo_files]), *options, "-n", "20", "--json")
     assert answer.code == 0
     assert set(answer.json["n_changed"].values()) == {0}
     assert len(answer.json["n_changed"]) == 4
-    assert answer.json["n_compared"] == 20
-    told = invoke("audit", *naming([*demo_files]), *options).stdout.splitlines()
+    assert (answer.json["n_compared"], answer.json["why_inexact"]) == (20, None)
+    told = invoke("audit", *naming([*demo_files]), *options, "-n", "20").stdout.splitlines()
     assert "log-probabilities beside 3 other requests: the same" in told
-    assert not any("fault" in line or "normal" in line for line in told)
-    assert told[-1].startswith("--exact here: f16 keys, ")
+    assert told[-1] == "llamaspec's kernels compute everything: the same seed gives the same text to the bit"
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "says"),
-    [((), 0, "normal without --exact and do not fail the audit"), (("--exact",), 1, "this is a fault")],
+    ("reason", "code", "says"),
+    [
+        ("llama.cpp computes it; wait", 0, "come from rounding and do not fail the audit"),
+        ("llama.cpp computes it; wait", 0, "up to rounding: llama.cpp computes it; wait"),
+        (None, 1, "everything, so this is a fault; please report it"),
+    ],
 )
 def test_changed_log_probabilities_are_judged(
     demo_files: tuple[Path, Path],
     own_cache: None,
     monkeypatch: pytest.MonkeyPatch,
-    options: tuple[str, ...],
+    reason: str | None,
     code: int,
     says: str,
 ) -> None:
     """It used to print "40 of 40 differ" above exit code 0 without a word."""
     changed = {"after a cached prompt": 4}
-    monkeypatch.setattr("llamaspec.measure.exactness.changes", lambda *_: changed.items())
-    answer = invoke("audit", *naming([*demo_files]), *options, "-n", "4", "--threads", "1")
+    monkeypatch.setattr("llamaspec.measure.audit.changes", lambda *_: changed.items())
+    monkeypatch.setattr(LlamaModel, "why_inexact", lambda _: reason)
+    answer = invoke("audit", *naming([*demo_files]), "-n", "4", "--threads", "1")
     assert answer.code == code
     assert says in answer.stdout
+
+
+@pytest.mark.parametrize("command", ["audit", "generate", "compare"])
+def test_exact_refuses_to_run_if_results_may_differ(
+    target_file: Path, draft_file: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr(LlamaModel, "why_inexact", lambda _: "llama.cpp computes it; wait")
+    answer = invoke(command, *naming([target_file, draft_file]), "--exact", "-n", "4", "-p", "x")
+    assert (answer.code, answer.stdout) == (1, "")
+    assert answer.complaints == ["llamaspec: --exact is impossible: llama.cpp computes it; wait"]
+
+
+def test_nothing_is_tried_without_exact(
+    target_file: Path, draft_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(LlamaModel, "why_inexact")
+    assert invoke("generate", *naming([target_file, draft_file]), "-n", "4", "x").code == 0
 
 
 @pytest.fixture

@@ -168,9 +168,7 @@ VALUES = [
     (["-ngl", "-1"], "gpu-layers must be >= 0", 2),
     (["--flash-attn", "off", "--cache-type-v", "q8_0"], "needs flash attention; drop --flash-attn off", 2),
     (["--stop", ""], "a stop string must not be empty", 2),
-    (["--exact", "-k", "3"], "drop --draft-length", 2),
-    (["--exact", "--flash-attn", "off", "-ngl", "0"], "drop --flash-attn off", 2),
-    (["--exact", "--cache-type-v", "f16", "-ngl", "0"], "drop --cache-type-v", 2),
+    (["--exact", "--flash-attn", "off", "-ngl", "0"], "--exact is impossible: ", 1),
     # Refused by the command line.
     (["-n", "0"], "Invalid value for '--max-tokens' / '-n'", 2),
     (["-n", "many"], "Invalid value for '--max-tokens' / '-n'", 2),

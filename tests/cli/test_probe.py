@@ -9,19 +9,12 @@ import pytest
 
 from command import generate, invoke, naming, run
 from hub_server import Hub
-from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
-from llamaspec.cli.options import Drafting, make_policy
+from llamaspec import LlamaModel, Pair
 from llamaspec.length.costs import CostCurve
 from llamaspec.llama import runtime
-from llamaspec.measure.exactness import Exactness, find_exactness, prompts_are_exact
 from llamaspec.measure.probe import Effort, measure
-from llamaspec.measure.reasons import dips, saturation_width, verdict
-from llamaspec.measure.store import known_exactness
-from llamaspec.values import ForwardRequest, Logits
+from llamaspec.measure.reasons import saturation_width, verdict
 
-Batch = list[tuple[int, ForwardRequest]]
-
-FOURS = CostCurve((1, 2, 3, 4, 5), (1.0, 1.6, 2.2, 1.8, 2.6), 0.05)
 STEEP = CostCurve((1, 2, 4), (1.0, 2.1, 4.2), 0.05)
 FLAT = CostCurve((1, 2, 4), (1.0, 1.05, 1.1), 0.05)
 
@@ -29,8 +22,6 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_what_the_curve_says() -> None:
-    assert dips(FOURS) == {3: 4}
-    assert dips(FLAT) == {}
     assert [saturation_width(curve) for curve in (STEEP, FLAT)] == [1, 4]
     wide = CostCurve((*STEEP.widths, 8, 9), (*STEEP.verify_seconds, 8.4, 9.4), 0.05)
     assert "slower at any acceptance" in verdict(wide)
@@ -125,85 +116,3 @@ def test_it_ends_when_its_time_is_over(models: list[Path]) -> None:
         probe = measure(pair, effort)
     assert all(row.timings[0].median == 1 for row in probe.widths)
     assert next(ticks) < 400
-
-
-def test_widths_that_round_otherwise_are_not_exact(
-    models: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    honest = LlamaModel.evaluate
-
-    def biased(self: LlamaModel, batch: Batch, n_padding: int = 0) -> list[Logits]:
-        answers = honest(self, batch, n_padding)
-        return [answer + (1e-3 if len(answer) > 4 else 0) for answer in answers]
-
-    monkeypatch.setattr(LlamaModel, "evaluate", biased)
-    with open_pair(*models) as pair:
-        assert max(find_exactness(pair).widths) <= 4
-
-
-def test_prompts_that_are_rounded_otherwise_are_not_exact(
-    models: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts processed at once have other bits than those processed in chunks."""
-    honest, is_wide = LlamaModel.evaluate, [False]
-
-    def biased(self: LlamaModel, batch: Batch, n_padding: int = 0) -> list[Logits]:
-        ((row, request),) = batch
-        if not request.n_scored:
-            held = self.cached(row)
-            assert held is not None
-            is_wide[0] = request.n_tokens - held.n > 8
-        return [answer + 1e-3 * is_wide[0] for answer in honest(self, batch, n_padding)]
-
-    with open_pair(*models, target_options=ModelOptions(cache_type_v="bf16")) as pair:
-        width = max(find_exactness(pair).widths)
-        assert prompts_are_exact(pair, min(width, 8)) == (width > 1)
-        monkeypatch.setattr(LlamaModel, "evaluate", biased)
-        assert not prompts_are_exact(pair, min(width, 8))
-
-
-def test_what_is_exact_is_found_out_once(
-    models: list[Path], monkeypatch: pytest.MonkeyPatch, own_cache: None
-) -> None:
-    options = ModelOptions(cache_type_v="bf16")
-    with open_pair(*models) as usual, open_pair(*models, target_options=options) as other:
-        known, hurried = Exactness((1, 3), reads=True), Exactness((1,), reads=False, is_whole=False)
-        monkeypatch.setattr("llamaspec.measure.store.find_exactness", lambda pair: hurried)
-        assert known_exactness(usual) == hurried  # not kept
-        monkeypatch.setattr("llamaspec.measure.store.find_exactness", lambda pair: known)
-        assert known_exactness(usual) == known
-        monkeypatch.setattr(
-            "llamaspec.measure.store.find_exactness", lambda pair: Exactness((1,), reads=False)
-        )
-        assert known_exactness(usual) == known
-        assert known_exactness(other) == Exactness((1,), reads=False)  # of other attention
-
-
-def test_without_draft_tokens_exact_widths_are_kept_to(
-    models: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = Exactness((1, 3), reads=False)
-    drafting = Drafting(0, exact=True)
-    with open_pair(*models) as pair:
-        length = make_policy(pair, drafting, known).start_sequence()
-        assert [length.width(n) for n in (1, 2, 3, 4)] == [1, 3, 3, None]
-        assert pair.target.prompt_chunk == 64
-        assert pair.target.max_chunked_prefill == 0
-
-
-def test_exact_evaluates_only_identical_widths(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Exactness((1, 3), reads=True)
-    monkeypatch.setattr("llamaspec.cli.options.known_exactness", lambda pair, tell: known)
-    asked: list[int] = []
-    honest = LlamaModel.evaluate
-
-    def noted(self: LlamaModel, batch: Batch, n_padding: int = 0) -> list[Logits]:
-        if self.path == models[0]:
-            n_scored = sum(request.n_scored for _, request in batch)
-            asked.append(n_scored + n_padding if n_scored else 0)
-        return honest(self, batch, n_padding)
-
-    monkeypatch.setattr(LlamaModel, "evaluate", noted)
-    answer = generate("-n", "80", "--seed", "1", "--exact", "--json", "hello", models=models)
-    assert answer.code == 0
-    assert set(asked) <= {0, 1, 3}

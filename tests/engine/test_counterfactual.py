@@ -82,14 +82,14 @@ def test_a_counterfactual_is_accepted_as_often_as_a_verified_token(
 
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 def test_the_counterfactual_after_a_verified_token_is_that_of_the_next(sampling: str) -> None:
-    """At most two positions are evaluated, so one of two draft tokens is verified."""
+    """One of two draft tokens is verified."""
     chain, rule = SAMPLINGS[sampling], RULES["rejection"]
 
     def first(length: Length, streams: RandomStreams) -> Round:
         return rounds(THREE, model_drafter(THREE, chain, rule, streams), length, rule, chain, streams)[0]
 
     def counterfactual(streams: RandomStreams) -> float:
-        narrow = Length(2, lambda n: n if n <= 2 else None)
+        narrow = Partly(2, lambda draft, rounds: min(len(draft), 1))
         return (first(narrow, streams).counterfactual or NO_SHADOW)[1]
 
     assert mean(counterfactual) == pytest.approx(

@@ -195,7 +195,7 @@ def test_invalid_arguments_are_refused(settings: dict[str, object], complaint: s
 @pytest.mark.parametrize("n_prompt", [2, 20, 24, 27])
 def test_padding_is_evaluated_if_there_is_room_and_changes_nothing(n_prompt: int) -> None:
     model = alphabet()
-    length = Length(2, lambda n: max(6, n))
+    length = Length(2, lambda: 6)
     done = made(
         "ab" * n_prompt if n_prompt == 2 else "b" * n_prompt, model=model, length=length, max_tokens=99
     )

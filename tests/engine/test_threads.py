@@ -234,12 +234,11 @@ class Breaks(CountingUp):
             self.at("close")
         return Draft()
 
-    def width(self, n: int) -> int:
-        self.at("width")
-        return n
+    def timed_width(self) -> None:
+        self.at("timed_width")
 
 
-@pytest.mark.parametrize("where", ["prepare", "propose", "close", "width", "notify"])
+@pytest.mark.parametrize("where", ["prepare", "propose", "close", "timed_width", "notify"])
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
 def test_a_base_exception_ends_its_own_sequence_only(where: str, raised: BaseException) -> None:
     """It once ended the compute thread, and all readers waited forever."""
@@ -248,7 +247,9 @@ def test_a_base_exception_ends_its_own_sequence_only(where: str, raised: BaseExc
     breaks = Breaks(where, raised)
     other = stream(thread, models, seed=1)
     next(other)
-    of = stream(thread, models, drafter=breaks, length=Length(2, breaks.width))
+    if where == "timed_width":  # only a sequence that is alone is asked
+        other.run()
+    of = stream(thread, models, drafter=breaks, length=Length(2, breaks.timed_width))
     of.begin(lambda: breaks.at("notify"))
     if where == "close":
         assert breaks.asks.wait(PATIENCE)

@@ -25,7 +25,7 @@ ROUND = 0.1  # seconds
 def machine(clock: Clock, position_seconds: float = 0.01, **settings: object) -> dict[str, FakeModel]:
     """Return a target that takes this long for each position."""
     costs = {"seconds": ROUND, "position_seconds": position_seconds, "clock": clock}
-    sizes = {"context_size": 2000, "batch_size": 512, "prompt_chunk": 128}
+    sizes = {"context_size": 2000, "batch_size": 128}
     return {TARGET: target(**sizes | costs | settings)}
 
 
@@ -62,7 +62,7 @@ def test_a_running_sequence_waits_for_one_chunk_at_most(
 ) -> None:
     """Before every token: half a second, or the time of a chunk of 64 positions, and a round."""
     clock = Clock()
-    models = machine(clock, position_seconds, max_chunked_prefill=max_chunked_prefill, prompt_chunk=512)
+    models = machine(clock, position_seconds, max_chunked_prefill=max_chunked_prefill, batch_size=512)
     thread = Stepped(models, clock=clock)
     talker = stream(thread, models, seed=1, length=Length(0), max_tokens=20)
     next(talker)
@@ -81,7 +81,7 @@ def test_a_running_sequence_waits_for_one_chunk_at_most(
 
 @pytest.mark.parametrize("position_seconds", [0.0001, 0.02])
 def test_a_prompt_alone_has_fixed_chunks_however_long_they_take(position_seconds: float) -> None:
-    """If logits depend on the width, completions would depend on the load of the machine."""
+    """Nobody waits."""
     clock = Clock()
     models = machine(clock, position_seconds)
     begun(Stepped(models, clock=clock), models, 1, 500).run()
@@ -161,7 +161,7 @@ def test_a_prompt_of_the_target_waits_for_one_chunk_of_a_draft() -> None:
     """A new prompt once waited until the draft had processed all of another prompt."""
     clock = Clock()
     models = machine(clock) | {
-        DRAFT: draft(context_size=2000, batch_size=512, prompt_chunk=128, position_seconds=0.01, clock=clock)
+        DRAFT: draft(context_size=2000, batch_size=128, position_seconds=0.01, clock=clock)
     }
     thread = Stepped(models, clock=clock)
     first = stream(thread, models, LONG, seed=1, length=Length(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from llamaspec.length.costs import CostCurve, Costs
@@ -27,26 +26,14 @@ def test_a_curve_with_steps_is_known_at_every_width_that_was_timed() -> None:
     assert costs.widest_timed() == 512
 
 
-def test_an_evaluation_is_padded_to_a_cheaper_width() -> None:
+def test_seconds_of_many_widths_are_those_of_each() -> None:
     costs = timed(STEPPED)
-    assert [costs.padded_width(n) for n in (1, 2, 3, 4, 5, 12, 20)] == [1, 4, 4, 4, 5, 12, 32]
-    assert costs.padded_seconds(1, 4).tolist() == pytest.approx([10.0, 12.0, 12.0, 12.0], rel=0.02)
-    flat = timed({1: 10.0, 2: 10.2, 4: 10.0})
-    assert flat.padded_width(2) == 2, "padding saves too little"
-    assert timed({1: 10.0, 2: 16.0, 4: 12.0}, turns=1).padded_width(2) == 2, "it is timed again first"
-
-
-def test_only_allowed_widths_are_evaluated() -> None:
-    costs = timed({1: 10.0, 4: 12.0, 8: 20.0}, costs=Costs(allowed={1, 4, 8}))
-    assert [costs.padded_width(n) for n in (1, 2, 4, 5, 8, 9)] == [1, 4, 4, 8, 8, None]
-    assert costs.padded_seconds(8, 9).tolist() == [pytest.approx(20.0, rel=0.02), np.inf]
-
-
-def test_without_padding_only_the_allowed_widths_are_evaluated() -> None:
-    """A hybrid model evaluated three positions where only four were allowed: it cannot pad."""
-    costs = timed({1: 10.0, 4: 12.0}, costs=Costs(allowed={1, 4}, pads=False))
-    assert [costs.padded_width(n) for n in (1, 2, 3, 4, 5)] == [1, None, None, 4, None]
-    assert np.isinf(costs.padded_seconds(1, 4)).tolist() == [False, True, True, False]
+    assert costs.seconds_of(1, 4).tolist() == pytest.approx([10.0, 16.0, 22.0, 12.0], rel=0.02)
+    for first, last, stride in ((2, 20, 3), (1, 700, 1), (600, 600, 1), (1, 9, 2)):
+        each = [costs.seconds(width) for width in range(first, last + 1, stride)]
+        assert costs.seconds_of(first, last, stride).tolist() == pytest.approx(each)
+    costs.observe_verify(1, 10.5)
+    assert costs.seconds_of(1, 1)[0] == costs.seconds(1)
 
 
 def test_beyond_the_widest_width_the_cost_is_assumed_constant() -> None:
@@ -82,10 +69,7 @@ def test_each_width_is_timed_once_and_later_once_more() -> None:
         spare.append((width, round(seconds, 1)))
         costs.observe_verify(width, 10.0 + 2.0 * (width - 1))
     assert spare == [(2, 2.0), (4, 6.0), (8, 14.0), (16, 30.0), (2, 8.0), (4, 24.0), (8, 56.0), (16, 120.0)]
-    exact = timed({1: 10.0}, costs=Costs(allowed={1, 3, 12, 64}))
-    assert (exact.next_untimed() or (None,))[0] == 3
     assert timed({1: 10.0}, costs=Costs(pads=False)).next_untimed() is None
-    assert timed({1: 10.0}, costs=Costs(allowed={1})).next_untimed() is None
 
 
 def test_a_machine_that_gets_slower_as_a_whole_is_followed_at_all_widths() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import exp, isfinite, log
+from math import exp, log
 
 import numpy as np
 import pytest
@@ -273,60 +273,6 @@ def test_an_unsure_draft_is_cut_before_verification() -> None:
     assert 2 <= sequence.n_verified(made) <= 4
 
 
-def test_only_allowed_widths_are_evaluated() -> None:
-    policy, on = AutoLength(widths={1, 4}), machine("flat")
-    ran = play(policy, on, text(0.95))
-    assert set(policy.costs.averages) == {1, 4}
-    assert max(ran.lengths) == 3
-    assert ran.to_plain < 0.5
-
-
-@pytest.mark.parametrize("widths", [{1}, {1, 3}, {1, 2, 4, 8}])
-def test_more_sequences_than_may_be_evaluated_together(widths: set[int]) -> None:
-    """With no width for all, the seconds were infinite, and were subtracted from each other."""
-    on = machine("flat", jitter=0.0, spikes=0.0)
-    policy, groups = AutoLength(on.curve(), widths), set[tuple[int, int]]()
-    sequences = [policy.start_sequence(drops=True) for _ in range(6)]
-    for sequence in sequences:
-        sequence.reading.start_prompt(400)
-    made = dict.fromkeys(sequences, Draft())
-    for evaluation in range(60):
-        for sequence in sequences:
-            while sequence.wants_more(made[sequence]):
-                n = len(made[sequence]) + 1
-                made[sequence] = Draft(np.zeros(n, np.int32), (), (0.9,) * n)
-        needed = np.cumsum([len(made[sequence]) + 1 for sequence in sequences]).tolist()
-        fits = [(n + 1, width) for n in range(6) if (width := sequences[0].width(needed[n])) is not None]
-        n, width = fits[-1]  # like the scheduler: as many as there is a width for
-        groups.add((n, width))
-        for sequence in sequences[:n]:
-            seconds = float(on.verify_seconds[width - 1])
-            sequence.observe(
-                Round(made[sequence], (), 0, Evaluation(width, n, evaluation), verify_seconds=seconds)
-            )
-            assert sequence.reading.unused is None or isfinite(sequence.reading.unused.saved_seconds)
-            made[sequence] = Draft()
-        sequences = [*sequences[n:], *sequences[:n]]
-    assert {width for _, width in groups} <= widths
-    assert (min(6, max(widths)), max(widths)) in groups
-
-
-def test_plain_decoding_is_timed_at_allowed_widths_only() -> None:
-    """Two of three sequences were evaluated together to time them unpadded, which --exact does not allow."""
-    policy, on = AutoLength(machine("flat").curve(), {1, 3, 6}), machine("flat")
-    sequences = [policy.start_sequence() for _ in range(3)]
-    for evaluation in range(3):
-        for sequence in sequences:
-            sequence.observe(
-                Round(
-                    Draft(), (), 0, Evaluation(3, 3, evaluation), verify_seconds=float(on.verify_seconds[2])
-                )
-            )
-    policy.plain.n_since = 1000
-    assert not any(sequence.wants_more(Draft()) for sequence in sequences)
-    assert [sequences[0].width(n) for n in (1, 2, 3)] == [1, 3, 3]
-
-
 def test_a_run_starts_with_what_the_last_one_learnt() -> None:
     on, policy = machine("slope"), AutoLength()
     play(policy, on, text(0.9))
@@ -357,7 +303,6 @@ def test_long_copies_are_made_if_wide_evaluations_are_cheap() -> None:
     ("make", "match"),
     [
         (lambda: AutoLength(longest=0), "longest draft must be >= 1, got 0"),
-        (lambda: AutoLength(widths={2, 4}), r"width 1 must be allowed, got \[2, 4\]"),
         (lambda: LearnedPrior(log_odds=(0.1, 0.2)), "of another kind"),
         (lambda: LearnedPrior(log_odds=(float("nan"),) * 10), "must be finite"),
     ],

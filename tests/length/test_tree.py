@@ -20,7 +20,7 @@ BRANCHED = Draft(np.arange(4, dtype=np.int32), (), (0.6, 0.6, 0.2, 0.2), parents
 
 def planned(curve: CostCurve, chance: float) -> TreePlan | None:
     """Plan a tree, compared with the best chain."""
-    seconds = Costs(curve).padded_seconds(1, 16)
+    seconds = Costs(curve).seconds_of(1, 16)
     times = seconds + curve.draft_step_seconds * np.arange(16)
     rate = ((1 + expected_accepted(chance, 15)) / times).max()
     step = curve.draft_step_seconds
@@ -57,7 +57,7 @@ def test_trees_are_off_by_default(trees: bool, curve: CostCurve, grows: bool) ->
     sequence = policy.start_sequence(drops=True)
     for i in range(16):  # widths are timed, too
         sequence.wants_more(NO_DRAFT)
-        width = sequence.width(1) or 1
+        width = sequence.timed_width() or 1
         sequence.observe(
             Round(NO_DRAFT, (), 0, Evaluation(width, 1, i), verify_seconds=policy.costs.seconds(width))
         )

@@ -57,20 +57,6 @@ def test_another_process_computes_the_same_logits(
     assert (folder.path.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mamba"])
-def test_isolated_sequences_use_no_saved_prefixes(opened: OpenModel, tmp_path: Path, kind: str) -> None:
-    """Another run may have computed them at other widths, which round differently."""
-    before, after, folder = opened(kind), opened(kind), PrefixFolder(tmp_path / "saved", LARGE)
-    before.forward(request(60))
-    before.release(-1)
-    folder.save([before], pytest.fail)
-    folder.load([after], lambda _: None)
-    assert after.n_cached(text(60)) == 60
-    after.isolate_sequences()
-    assert after.n_cached(text(60)) == 0
-    assert list(after.prepare([(0, request(70), 0)])) == [0]
-
-
 def flipped(at: float) -> Callable[[Path], None]:
     def damage(file: Path) -> None:
         content = bytearray(file.read_bytes())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from llamaspec.measure.audit import Audit, Fork
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread
-from llamaspec.measure.exactness import Audit, Fork
 from llamaspec.measure.probe import Probe, WidthTiming
 from rounds import a_round, a_text, taking
 

@@ -52,7 +52,6 @@ class SlowModel:
     vocabulary: Letters = field(default_factory=Letters)
     options: ModelOptions = field(default_factory=ModelOptions)
     batch_size: int = 64
-    prompt_chunk: int = 64
     max_scored: int = 65
     can_share: bool = True
     max_chunked_prefill: int = 0

@@ -24,8 +24,8 @@ from rounds import a_text
 DIP = CostCurve((1, 2, 3, 4), (1.0, 2.0, 3.0, 1.5), 0.1)  # width 4 is cheaper than 2 and 3
 
 
-def test_rounds_interpolate_and_pad() -> None:
-    assert round_seconds(DIP) == pytest.approx([1.0, 1.6, 1.7, 1.8])
+def test_rounds_interpolate() -> None:
+    assert round_seconds(DIP) == pytest.approx([1.0, 2.1, 3.2, 1.8])
     assert round_seconds(CostCurve((1, 3), (1.0, 2.0), 0.0)) == pytest.approx([1.0, 1.5, 2.0])
 
 
@@ -45,7 +45,7 @@ def test_prompt_chunks_do_not_count_as_drafts() -> None:
 @pytest.mark.parametrize(
     ("curve", "acceptance", "n_guesses", "speed_up"),
     [
-        (DIP, 0.8, 3, 2.952 / 1.8),  # two guesses: 2.44 / 1.7
+        (DIP, 0.8, 3, 2.952 / 1.8),  # two guesses: 2.44 / 3.2
         (DIP, 0.0, 0, 1.0),
         (CostCurve((1, 2), (1.0, 1.5), 0.1), 0.5, 0, 1.0),  # one guess: 1.5 / 1.6
         (CostCurve((1, 2), (1.0, 1.5), 0.1), 0.8, 1, 1.8 / 1.6),
@@ -68,7 +68,7 @@ def test_the_best_length_of_at_least_one() -> None:
     [
         (CostCurve((1, 2), (1.0, 1.5), 0.1), 0.6),  # (1 + a) / 1.6 > 1
         (CostCurve((1, 2), (1.0, 2.0), 0.1), None),  # 2 tokens in 2.1
-        (CostCurve((1, 2), (1.0, 0.5), 0.1), 0.2),  # plain decoding pads too: (1 + a) / 0.6 > 1 / 0.5
+        (CostCurve((1, 2), (1.0, 1.2), 0.1), 0.3),  # (1 + a) / 1.3 > 1
         (CostCurve((1, 2, 3), (1.0, 2.5, 1.55), 0.1), 0.5),  # two guesses: 1 + a + a² = 1.75
         (CostCurve((1,), (1.0,), 0.0), None),
     ],

@@ -100,7 +100,7 @@ def test_measurements_belong_to_the_kernels(pair: DraftPlan, monkeypatch: pytest
     assert stored(on_disk(pair.target.path, ModelOptions(threads=1, kernels="off")), Probe) is None
 
 
-def test_costs_are_kept_for_all_kinds_of_attention_and_exact_widths_for_one(pair: DraftPlan) -> None:
+def test_costs_are_kept_for_all_kinds_of_attention_and_a_probe_for_one(pair: DraftPlan) -> None:
     """The best kind depends on the length of the context; in short ones, all cost the same."""
     keep_probe(pair, PROBE)
     usual = pair.target.options

@@ -332,13 +332,13 @@ def test_an_end_whose_figures_fail_is_reported(
 
 def test_costs_are_read_by_the_compute_thread_alone(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, the event loop read them at the end of a sequence, while the compute thread changed them."""
-    readers, padded = set[str](), Costs.padded_seconds
+    readers, seconds_of = set[str](), Costs.seconds_of
 
     def noted(costs: Costs, *widths: int) -> Any:
         readers.add(threading.current_thread().name)
-        return padded(costs, *widths)
+        return seconds_of(costs, *widths)
 
-    monkeypatch.setattr(Costs, "padded_seconds", noted)
+    monkeypatch.setattr(Costs, "seconds_of", noted)
     with served(demo, AutoLength()) as server:
         server.post("/v1/completions", {"prompt": "def f(", "max_tokens": 60, "seed": 1})
     assert readers == {"llamaspec-compute"}

@@ -63,6 +63,6 @@ export function account(timings) {
 // The speed of the same answer with and without the draft, as measured.
 export function comparison(timings, plain, isSame) {
   const factor = timings.predicted_per_second / plain.predicted_per_second;
-  const text = isSame ? "The text is the same." : "The text differs, because larger batches may round differently; start the server with --exact to prevent that.";
+  const text = isSame ? "The text is the same." : "The text differs, because larger batches may round differently here; llamaspec audit shows why.";
   return `Measured: ${rate(timings)} with the draft, ${compared(factor)} the ${rate(plain)} without it. ${text}`;
 }

@@ -1,18 +1,14 @@
-"""Find out which evaluations are bit-identical to single positions, and audit completions.
+"""Audit a completion: do drafts, the cache or other sequences change it?
 
-**Exactness** is the basis of `--exact`, for a pair on a machine. A width is exact if its logits have the bits
-of width 1. Prompt processing is exact if a prompt evaluated at once leaves the same bits in the KV cache as
-narrow evaluations do: then the result does not depend on how much of the prompt was cached.
-
-**An audit** generates a completion with drafts and replays it one position at a time. A token that the replay
+The audit generates a completion with drafts and replays it one position at a time. A token that the replay
 would not have chosen is a fork: a wider batch was rounded differently. Rules other than coupled draw other
 tokens, so each token must only be possible. The audit also counts how many log-probabilities after a long
-prompt change with drafts, with the cache, and with other sequences. Only `--exact` promises that none does.
+prompt change with drafts, with the cache, and with other sequences: none may where our kernels compute
+everything (`LlamaModel.why_inexact`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -23,80 +19,16 @@ import numpy as np
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import Completion
 from llamaspec.measure.compare import Progress, Task, first_difference
-from llamaspec.measure.probe import Measurement, compare_widths, sample_tokens, used_time
+from llamaspec.measure.probe import Measurement, compare_widths, sample_tokens
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import TARGET, ForwardRequest, Logits, Logprobs, TokenArray
+from llamaspec.values import TARGET, ForwardRequest, Logprobs, TokenArray
 
-# On a CPU llama.cpp computes single positions with another kernel if the KV cache holds more than 256 tokens.
-DEPTHS = (32, 320)  # tokens in the cache
-COMPARED = 20  # positions at each depth
-SECONDS = 60.0  # no comparison begins after this; a width that was not compared is not exact
-WIDEST = 17  # positions
-# Lengths of prompts. The short one reveals most differences quickly; the long one has more positions than
-# llama.cpp evaluates at once.
-PROMPTS = (40, 600)
 AUDITED = 16  # positions: the widest batch that an audit compares
 N_BEFORE, N_WRITTEN = 700, 48  # tokens of an audit's long prompt, and of the completions after it
 N_BESIDE = 3  # other sequences of an audit
-
-
-@dataclass(frozen=True, slots=True)
-class Exactness:
-    """The exact evaluations of a pair on this machine."""
-
-    widths: tuple[int, ...]  # bit-identical to width 1, ascending
-    reads: bool  # prompts may be processed in chunks of any size
-    is_whole: bool = True  # all widths were compared in time
-
-    def __post_init__(self) -> None:
-        if 1 not in self.widths or not all(1 <= width <= WIDEST for width in self.widths):
-            raise ValueError(f"exact widths must be from 1 to {WIDEST} and include 1, got {self.widths}")
-
-
-def find_exactness(pair: Pair) -> Exactness:
-    """Compare all widths with width 1, and ways to process prompts. The KV caches are emptied."""
-    target, used = pair.target, used_time(time.perf_counter, SECONDS)
-    widths = range(1, min(WIDEST + 1, target.max_scored + 1, target.context_size // 2))
-    pair.forget()
-    exact, is_whole = {1, *widths}, True
-    for depth in sorted({max(1, min(d, target.context_size - COMPARED)) for d in DEPTHS}):
-        tokens = sample_tokens(target.vocabulary, min(depth + COMPARED, target.context_size))
-        found = pair.run(compare_widths(tokens, depth, widths, used))
-        exact &= {width for width, difference in found.items() if difference == 0}
-        is_whole &= len(found) == len(widths)
-    return Exactness(tuple(sorted(exact)), prompts_are_exact(pair, max(exact)), is_whole)
-
-
-def prompts_are_exact(pair: Pair, width: int) -> bool:
-    """Return whether prompts give the same bits processed at once and in chunks of an exact width.
-
-    False if `width` is 1: if no wider batch is exact, processing at once is not exact either.
-    """
-
-    def logits(tokens: TokenArray, step: int) -> Logits:
-        pair.forget()
-        return pair.run(_last_logits(tokens, step))
-
-    for n in sorted({min(n, pair.target.context_size) for n in PROMPTS}) if width > 1 else ():
-        tokens = sample_tokens(pair.target.vocabulary, n)
-        if not np.array_equal(logits(tokens, n), logits(tokens, width)):
-            return False
-    return width > 1
-
-
-def _last_logits(tokens: TokenArray, step: int) -> Measurement[Logits]:
-    """Process tokens in chunks, the last token alone, and return the logits after it: [1, V] float32."""
-    n = len(tokens) - 1
-    for end in (*range(step, n, step), n):
-        yield ForwardRequest(TARGET, tokens[:end], n_logits=0)
-    forward = yield ForwardRequest(TARGET, tokens)
-    return forward.logits.copy()
-
-
-# The audit of a completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +61,12 @@ class Audit:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether drafts changed no token: all that is promised without `--exact`."""
+        """Whether drafts changed no token: all that is promised where results are rounded differently."""
         return self.first_difference is None and not self.forks
 
     @property
     def is_exact(self) -> bool:
-        """Whether no log-probability changed in any situation either: what `--exact` promises."""
+        """Whether no log-probability changed in any situation either."""
         return self.is_lossless and not any(self.n_changed.values())
 
 

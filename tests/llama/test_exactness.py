@@ -1,0 +1,98 @@
+"""Why the bits of logits may depend on what is evaluated beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forward_requests import request
+from llamaspec.kernels import Kernels
+from llamaspec.llama import model as models
+from llamaspec.llama import runtime
+from model_store import OpenModel
+
+with_kernels = pytest.mark.skipif(runtime.kernels().level is None, reason="the kernels are off")
+
+
+@with_kernels
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek2", "gemma4", "step35"])
+@pytest.mark.parametrize("n_ctx", [600, 20])
+def test_with_our_kernels_there_is_no_reason(opened: OpenModel, kind: str, n_ctx: int) -> None:
+    model = opened(kind, n_ctx=n_ctx)
+    before = model.forward(request(19)).copy()
+    assert model.why_inexact() is None
+    assert model.n_cached(request(19).tokens) == 0
+    assert np.array_equal(model.forward(request(19)), before)
+
+
+@with_kernels
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("llama", {"flash_attention": "off"}, "flash attention is off; drop --flash-attn off"),
+        ("llama", {"cache_type_k": "q8_0"}, "with q8_0 keys and f16 values, llama.cpp computes a part of"),
+        (
+            "llama",
+            {"cache_type_v": "q4_0"},
+            "no flash attention for this model with f16 keys and q4_0 values",
+        ),
+        ("mamba", {}, "layers of this model keep states"),
+        ("lfm2", {}, "layers of this model keep states"),
+    ],
+)
+def test_what_llama_cpp_computes_is_a_reason(
+    opened: OpenModel, kind: str, options: dict[str, Any], reason: str
+) -> None:
+    found = opened(kind, n_ctx=600, **options).why_inexact()
+    assert found is not None
+    assert reason in found
+
+
+@with_kernels
+def test_other_devices_are_a_reason(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "leaves_main_memory", lambda weights, options: True)
+    assert "layers are computed on other devices" in (opened().why_inexact() or "")
+
+
+@with_kernels
+def test_a_type_of_weights_that_the_kernels_do_not_take_is_a_reason(opened: OpenModel) -> None:
+    model = opened()
+    model.weights.suits_kernels = False
+    assert "use another quantization" in (model.why_inexact() or "")
+
+
+def test_kernels_that_are_off_are_a_reason(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "kernels", lambda: Kernels(reason="they are too new; wait"))
+    assert opened().why_inexact() == "llama.cpp's kernels only: they are too new; wait"
+
+
+@with_kernels
+@pytest.mark.parametrize(
+    ("n_products", "n_missed"),
+    [
+        ((0, 17, 34), (0, 0, 1)),  # a product was left to llama.cpp
+        ((0, 9, 26), (0, 0, 0)),  # a wide evaluation was given to something else, such as BLAS
+        ((0, 0, 0), (0, 0, 0)),  # nothing calls the kernels
+    ],
+)
+def test_an_operation_that_llama_cpp_computes_is_seen(
+    opened: OpenModel,
+    monkeypatch: pytest.MonkeyPatch,
+    n_products: tuple[int, ...],
+    n_missed: tuple[int, ...],
+) -> None:
+    model, forward, n_evaluated = opened(), models.LlamaModel.forward, [0]
+
+    def counted(*arguments: Any) -> Any:
+        n_evaluated[0] += 1
+        return forward(*arguments)
+
+    counts = {
+        "n_products": property(lambda _: n_products[n_evaluated[0]]),
+        "n_missed": property(lambda _: n_missed[n_evaluated[0]]),
+    }
+    monkeypatch.setattr(models.LlamaModel, "forward", counted)
+    monkeypatch.setattr(models, "library", type("Counts", (), counts)())
+    assert "llama.cpp computes a part of this model" in (model.why_inexact() or "")
