@@ -274,9 +274,10 @@ def test_kernels_that_are_switched_off(
     assert found["kernels"]["text"].startswith("llama.cpp's kernels only: ")
 
 
-def test_a_model_that_the_kernels_do_not_take(opened: OpenModel) -> None:
+def test_a_model_that_the_kernels_do_not_take(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaspec.llama.weights.suits_kernels", lambda _parts: False)
     machine = replace(MACHINE, kernels=Kernels("avx2", 1))
-    model = opened("llama")  # f32
+    model = opened("llama", threads=1)
     found = list(model_findings(machine, Examined("draft", model, MEMORY, None)))
     text = "llama.cpp's kernels: llamaspec's do not take all types of its weights"
     assert only(found, "draft kernels") == Finding("ok", "draft kernels", text)
