@@ -60,6 +60,7 @@ class Served:
     log: list[str]
     client: httpx.Client
     stop: Callable[[], None] = field(repr=False)
+    n_connections: Callable[[], int] = field(repr=False)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         """Post JSON."""
@@ -135,7 +136,7 @@ def served(
         try:
             assert is_ready.wait(PATIENCE)
             with httpx.Client(base_url=url, timeout=PATIENCE) as client:
-                yield Served(url, service, log, client, stop)
+                yield Served(url, service, log, client, stop, lambda: len(server.server_state.connections))
         finally:
             stop()
 

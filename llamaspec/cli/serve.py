@@ -95,7 +95,9 @@ def serve(
         settings = ServeSettings(keys=keys, request_timeout=request_timeout or None, **others)
     check_installed()
     from llamaspec.serve.app import Server, open_socket, serving, url_of  # an extra
+    from llamaspec.serve.connections import raise_file_limit
 
+    settings = replace(settings, max_connections=min(settings.max_connections, raise_file_limit() // 2))
     with refusing_values():
         plan = _with_room(find_plan(models), models, ctx_per_request, settings.parallel)
     folder = PrefixFolder(Path(cache_dir), int(cache_dir_gib * 2**30)) if cache_dir is not None else None

@@ -137,6 +137,8 @@ class Scheduler:
         for (slot, request), answer in zip(asking, answers, strict=True):
             slot.stopwatch.count_preparation(share)
             n_cached = slot.fault or answer
+            if isinstance(n_cached, ContextFullError) and self._swap_out_paused():
+                continue  # the next attempt has room
             if isinstance(n_cached, ContextFullError) and name == TARGET and self._can_wait(slot):
                 self._swap_one(slot, is_out=True)
             elif isinstance(n_cached, Exception):
@@ -144,6 +146,13 @@ class Scheduler:
             else:
                 n_prepared += self._plan(slot, request, n_cached)
         return n_prepared
+
+    def _swap_out_paused(self) -> bool:
+        """Swap out the sequences that wait for their reader; False if there are none."""
+        paused = [each for each in self._slots if each.waits_for_reader and not each.sequence.is_swapped_out]
+        for each in paused:
+            self._swap_one(each, is_out=True)
+        return bool(paused)
 
     def _can_wait(self, slot: Slot) -> bool:
         """Whether a sequence with a lower rank is running, whose end will make room for this one."""

@@ -41,6 +41,11 @@ class RunningSequence(Generic[Event]):
     is_cancelled: bool = False  # set from any thread; the scheduler ends the sequence at its next step
     is_swapped_out: bool = True  # it has no cells in the KV cache and is not evaluated
 
+    @property
+    def waits_for_reader(self) -> bool:
+        """Whether it has paused, because too many of its events are unread; may be called from any thread."""
+        return not self.is_done and self.events.qsize() >= MAX_UNREAD
+
     def put(self, event: Event | None) -> None:
         """Send an event to the reader."""
         self.events.put(event)
@@ -170,7 +175,7 @@ class Slot:
     @property
     def waits_for_reader(self) -> bool:
         """Whether the sequence waits for its reader."""
-        return self.sequence.events.qsize() >= MAX_UNREAD
+        return self.sequence.waits_for_reader
 
     @property
     def is_running(self) -> bool:

@@ -34,6 +34,9 @@ class ServeSettings:
     log_format: Literal["text", "json"] = "text"
     body_bytes: int = 8 << 20  # maximum size of a body
     body_seconds: float = 30.0  # within which a body must arrive
+    header_seconds: float = 10.0  # within which a header must arrive, after the connection or the last answer
+    write_seconds: float = 30.0  # within which a client must take a part of its answer
+    max_connections: int = 1024  # above it, a new connection takes the place of the one that is idle longest
 
     def __post_init__(self) -> None:
         if not all(key.isascii() and key.isprintable() and key.strip() for key in self.keys):

@@ -15,10 +15,11 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from importlib.resources import files
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -37,6 +38,7 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings, anthropic, llama_server, ollama, openai_chat, openai_responses
 from llamaspec.serve.bodies import parse_body
+from llamaspec.serve.connections import BACKLOG, Connection
 from llamaspec.serve.errors import RequestError, error_response
 from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, WORK, Endpoint, Service, Write
 
@@ -262,6 +264,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, service: Service, ready: Callable[[], None]) -> None:
         self._service, self._ready = service, ready
+        self._next_fault_at = 0.0  # in the event loop's time
         super().__init__(
             uvicorn.Config(
                 app,
@@ -270,7 +273,9 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="off",
+                http=cast("type[Connection]", partial(Connection, service.settings)),
                 ws="none",
+                backlog=BACKLOG,
                 h11_max_incomplete_event_size=64 << 10,
                 timeout_graceful_shutdown=int(service.settings.grace_seconds) + FINAL_SECONDS,
             )
@@ -279,6 +284,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept requests, and call `ready`."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._log_loop_fault)
         await super().startup(sockets)
         self._ready()
 
@@ -296,6 +302,16 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             grace.cancel()
+
+    def _log_loop_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error outside all requests, such as a failed accept; at most one in a second."""
+        if loop.time() >= self._next_fault_at:
+            self._next_fault_at = loop.time() + 1.0
+            error = context.get("exception") or RuntimeError(context["message"])
+            if isinstance(error, OSError):
+                self._service.log(f"error of a connection: {error.strerror or type(error).__name__}")
+            else:
+                self._service.log_fault(error)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
