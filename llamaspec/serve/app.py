@@ -283,8 +283,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept requests, and call `ready`."""
-        self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(self._log_loop_fault)
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(self._log_loop_fault)
         await super().startup(sockets)
         self._ready()
 
@@ -329,5 +329,5 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop the server at the first signal; end running requests at the second."""
         if self.should_exit:
-            self._loop.call_soon_threadsafe(self._service.queue.end)
+            self.loop.call_soon_threadsafe(self._service.queue.end)
         self.should_exit = True

@@ -238,7 +238,7 @@ class RequestBuilder:
     async def jobs(self, prompts: Sequence[Prompt], body: GenerationBody) -> list[Job]:
         """Return one job for each prompt and choice."""
         options = body.answer_options()
-        biases = body.biases(self.vocabulary)
+        biases = await run_in_threadpool(body.biases, self.vocabulary)
         self.check_token_ids(list(biases), "logit_bias")
         sampling = body.sampling(biases)
         limit = self._context_size if options.limit is None or options.limit < 0 else options.limit
