@@ -45,6 +45,15 @@ def test_save_and_load(pair: Pair, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 
+def test_only_the_user_can_read_a_new_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    save_conversation(path, [HELLO])
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)  # the user shares it
+    save_conversation(path, [HELLO])
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 @pytest.mark.parametrize(
     "content",
     [
