@@ -1,7 +1,7 @@
 """The application: the endpoints of all APIs, access control, the log, and the server that runs them.
 
-A server on a loopback address answers only requests that name this machine in `Host`. Otherwise a web page
-whose domain resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_security.py.
+A server without keys answers only requests that name it in `Host`. Otherwise a web page whose domain resolves
+to its address (DNS rebinding) could use it. tests/serve/test_security.py.
 
 On SIGTERM or Ctrl-C the server refuses new requests. Running requests have a grace period to finish; then
 they end with an error that says so. tests/serve/test_stopping.py.
@@ -42,7 +42,6 @@ from llamaspec.serve.connections import BACKLOG, Connection
 from llamaspec.serve.errors import RequestError, error_response
 from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, WORK, Endpoint, Service, Write
 
-MAX_PATH = 200  # characters of a path in the log
 Handler = Callable[[Request], Awaitable[Response]]
 
 ENDPOINTS = (
@@ -123,7 +122,6 @@ async def _routing_error(http: Request, error: Exception) -> Response:
 
 # Access.
 
-LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 PUBLIC_PATHS = frozenset({*_PAGE_FILES, "/health", "/v1/health"})  # for which no key is needed
 
 
@@ -145,10 +143,12 @@ def _check_access(scope: Scope, settings: ServeSettings) -> None:
     """Raise a RequestError if a request is not allowed."""
     headers = Headers(scope=scope)
     host = headers.get("host", "")
-    if settings.is_local and _host_name(host) not in LOCAL_NAMES | {settings.host}:
-        raise RequestError(403, "the Host header does not name this machine; use http://127.0.0.1")
+    if not settings.keys and not settings.knows_host(_host_name(host)):
+        raise RequestError(
+            403, "the Host header does not name this server; use its address, or --allowed-host"
+        )
     origin, allowed = headers.get("origin", f"http://{host}"), settings.cors_origins
-    if origin.partition("://")[2] != host and origin not in allowed and "*" not in allowed:
+    if origin.partition("://")[2].lower() != host.lower() and origin not in allowed and "*" not in allowed:
         raise RequestError(403, "web pages of other origins are not allowed; see --cors-origin")
     if settings.keys and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -167,9 +167,13 @@ def _host_name(host: str) -> str:
 
 # The log.
 
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+KNOWN_PATHS = frozenset({*_PAGE_FILES, *(endpoint.path for endpoint in ENDPOINTS)})
+UNKNOWN = "unknown"  # in place of a method or path from the client, which may contain its key
+
 
 def _logging(app: ASGIApp, service: Service) -> ASGIApp:
-    """Return middleware that logs one line for each response, without keys, queries and text from clients."""
+    """Return middleware that logs one line for each response, without keys and text from clients."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         begin, status = monotonic(), 0
@@ -190,8 +194,9 @@ def _logging(app: ASGIApp, service: Service) -> ASGIApp:
 
 def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any]]:
     """Return the log line of a response as text, and as fields for a JSON log."""
-    client, method = (scope.get("client") or ("-",))[0], scope["method"]
-    path = printable(scope["path"])[:MAX_PATH]
+    client = printable((scope.get("client") or ("-",))[0])
+    method = scope["method"] if scope["method"] in METHODS else UNKNOWN
+    path = scope["path"] if scope["path"] in KNOWN_PATHS else UNKNOWN
     text = f"{client} {method} {path} {status} {seconds:.3f} s"
     fields = {"client": client, "method": method, "path": path, "status": status}
     fields["seconds"] = round(seconds, 6)

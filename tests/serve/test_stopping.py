@@ -102,6 +102,14 @@ def test_the_loss_of_a_worker_ends_the_server(demo_files: tuple[Path, Path]) -> 
     assert not any("Traceback" in line for line in server.lines)
 
 
+@pytest.mark.parametrize("place", ["command line", "environment"])
+def test_a_key_on_the_command_line_is_warned_about(demo_files: tuple[Path, Path], place: str) -> None:
+    is_seen = place == "command line"
+    arguments, env = (["--api-key", "k"], {}) if is_seen else ([], {"LLAMASPEC_API_KEY": "k"})
+    with process(*arguments, env=env) as server:
+        assert any("--api-key-file" in line for line in server.lines) == is_seen
+
+
 def refused(*arguments: str | Path) -> Answer:
     return run("serve", "--port", "0", "--threads", "1", *arguments)
 
