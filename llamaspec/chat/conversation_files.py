@@ -110,6 +110,7 @@ def keep_last(messages: Sequence[Message]) -> None:
 def load_last() -> tuple[Message, ...]:
     """Return the last conversation; PromptError if there is none, or its file is damaged."""
     path = cache_folder() / _LAST
-    if not path.exists():
-        raise PromptError("there is no last conversation to resume; start one, or load one from a file")
+    with suppress(OSError):  # reading fails with the reason
+        if not path.exists():
+            raise PromptError("there is no last conversation to resume; start one, or load one from a file")
     return load_conversation(path)
