@@ -114,7 +114,7 @@ class Batching:
         """
         if request.model != TARGET or not request.n_scored:
             return 0
-        if not self._models[TARGET].can_share(slot.sequence.number):
+        if not self._can_share(TARGET, slot):
             return 0
         n = (slot.padded(request.n_scored) or request.n_scored) - request.n_scored
         n = max(n, SPARE) if n_sequences > 1 else n
@@ -140,7 +140,7 @@ class Batching:
         part, target = slot.part, self._models[TARGET]
         if part is None or part.model != TARGET or part.n_scored:
             return group
-        if not all(target.can_share(each.sequence.number) for each in (*group.slots, slot)):
+        if not all(self._can_share(TARGET, each) for each in (*group.slots, slot)):
             return group
         n_new = sum(each.n_new for each in group.slots)
         n_part, room = part.n_tokens - slot.n_cached, target.max_chunked_prefill - n_new
@@ -156,12 +156,16 @@ class Batching:
             slot.shorten(n_prefill)
         return Group(TARGET, [*group.slots, slot], width, n_prefill)
 
+    def _can_share(self, name: str, slot: Slot) -> bool:
+        """Whether the next evaluation of a sequence may include others."""
+        return not slot.is_suspect and self._models[name].can_share(slot.sequence.number)
+
     def _together(self, name: str, slots: list[Slot]) -> Group:
         """Return as many sequences as fit one evaluation; those that have waited longest come first."""
         model = self._models[name]
-        if not model.can_share(slots[0].sequence.number):
+        if not self._can_share(name, slots[0]):
             return Group(name, slots[:1], slots[0].n_new)
-        slots = [each for each in slots if model.can_share(each.sequence.number)]
+        slots = [each for each in slots if self._can_share(name, each)]
         for n in range(len(slots), 1, -1):  # each n, as policies may refuse a width and accept a wider one
             together = slots[:n]
             n_scored = sum(each.request.n_scored for each in together if each.request is not None)

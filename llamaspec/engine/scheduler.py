@@ -18,7 +18,7 @@ import numpy as np
 
 from llamaspec.engine.batching import Batching, Group
 from llamaspec.engine.sequence import Clock, RunningSequence, Slot, Stopwatch, as_exception
-from llamaspec.errors import ContextFullError, EvaluationAbortedError
+from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, Evaluation, Forward, ForwardRequest, Logits, n_common
 
@@ -28,6 +28,8 @@ HEADROOM = 256  # tokens that a sequence must have room to generate before it is
 
 class Scheduler:
     """Runs sequences over models; not thread-safe, except `abort`.
+
+    If an evaluation of several sequences fails, each is evaluated alone, so that only the one at fault ends.
 
     One of the models is TARGET. The others draft, each for the model before it; the last goes first.
     """
@@ -185,8 +187,12 @@ class Scheduler:
         except EvaluationAbortedError:
             return  # the next step ends the cancelled sequences and repeats the evaluation for the others
         except BaseException as error:  # noqa: BLE001  # raised to the reader of each sequence
+            is_of_one = isinstance(error, EVALUATION_FAULTS) and len(group.slots) > 1
             for slot in group.slots:
-                self._resume(slot, error=as_exception(error))
+                if is_of_one:
+                    slot.is_suspect = True
+                else:
+                    self._resume(slot, error=as_exception(error))
             return
         finally:
             self._evaluating = ()

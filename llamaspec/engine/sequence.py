@@ -159,6 +159,7 @@ class Slot:
     n_padding: int = 0  # maximum number of positions of padding
     fault: Exception | None = None  # of the length policy; ends the sequence at the next step
     has_rounds: bool = False
+    is_suspect: bool = False  # an evaluation of several sequences failed, so this one is evaluated alone
     last_step: int = 0  # number of the last step that evaluated the sequence; 0 = none
 
     @property
@@ -208,6 +209,7 @@ class Slot:
         coroutine, stopwatch = self.sequence.coroutine, self.stopwatch
         stopwatch.start(is_drafting=self.request is not None and self.request.model != TARGET)
         self.request = self.part = self.n_cached_before = None
+        self.is_suspect = False
         self.fault = self.fault if error is None else None  # a new fault is raised at the next step
         try:
             wanted = coroutine.send(answer) if error is None else coroutine.throw(error)
