@@ -52,8 +52,8 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
                  help="Allow web pages from this origin (* = any); may be repeated."),
     click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
-                 help="Answer requests for this host name, such as that of a proxy; may be repeated. Not needed with "
-                      "an API key."),
+                 help="Answer requests for this host name, such as a proxy's; may be repeated. Not needed "
+                      "with an API key."),
     click.option("--alias", help="Model name in responses; default: the file's name."),
     shared.CHAT_TEMPLATE_OPTION,
     click.option("--cache-ram", "cache_ram_mib", type=Integer(min=0), metavar="MIB",
