@@ -139,26 +139,22 @@ class Scheduler:
         for (slot, request), answer in zip(asking, answers, strict=True):
             slot.stopwatch.count_preparation(share)
             n_cached = slot.fault or answer
-            if isinstance(n_cached, ContextFullError) and self._swap_out_paused():
-                continue  # the next attempt has room
-            if isinstance(n_cached, ContextFullError) and name == TARGET and self._can_wait(slot):
-                self._swap_one(slot, is_out=True)
-            elif isinstance(n_cached, Exception):
+            if isinstance(n_cached, ContextFullError) and self._make_room(name):
+                continue  # ask again
+            if isinstance(n_cached, Exception):
                 self._resume(slot, error=n_cached)
             else:
                 n_prepared += self._plan(slot, request, n_cached)
         return n_prepared
 
-    def _swap_out_paused(self) -> bool:
-        """Swap out the sequences that wait for their reader; False if there are none."""
-        paused = [each for each in self._slots if each.waits_for_reader and not each.sequence.is_swapped_out]
-        for each in paused:
+    def _make_room(self, name: str) -> bool:
+        """Swap out the sequences that wait for their reader, or the newest; False if there is none."""
+        held = [each for each in self._slots if not each.sequence.is_swapped_out]
+        paused = [each for each in held if each.waits_for_reader]
+        newest = [max(held, key=lambda each: each.rank)] if name == TARGET and len(held) > 1 else []
+        for each in paused or newest:
             self._swap_one(each, is_out=True)
-        return bool(paused)
-
-    def _can_wait(self, slot: Slot) -> bool:
-        """Whether a sequence with a lower rank is running, whose end will make room for this one."""
-        return any(other.rank < slot.rank and other.is_running for other in self._slots)
+        return bool(paused or newest)
 
     def _plan(self, slot: Slot, request: ForwardRequest, n_cached: int) -> bool:
         """Choose the part of a prepared request to evaluate; answer it at once if all of it is cached."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.errors import ContextFullError, ModelFileError
+from llamaspec.errors import ContextFullError, MemoryFullError, ModelFileError
 from llamaspec.llama import resources
 from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context, leaves_main_memory
@@ -322,7 +322,10 @@ class LlamaModel:
                 return ContextFullError(f"{N_SEQUENCES} completions are running already; wait for one to end")
             if not free:
                 # The size is that of the first context: free memory may have changed since.
-                free = [self._open(self.weights, replace(self.options, n_ctx=self.context_size))]
+                try:
+                    free = [self._open(self.weights, replace(self.options, n_ctx=self.context_size))]
+                except MemoryFullError as error:  # until another sequence ends and leaves its context
+                    return ContextFullError(str(error))
                 free[0].cache.shares = self._contexts[0].cache.shares
                 self._contexts += free
             context = max(free, key=lambda each: each.cache.n_known(request.tokens))
