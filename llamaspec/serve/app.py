@@ -42,6 +42,7 @@ from llamaspec.serve.connections import BACKLOG, Connection
 from llamaspec.serve.errors import RequestError, error_response
 from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, WORK, Endpoint, Service, Write
 
+POLL_SECONDS = 0.05  # between two looks whether the last request has ended
 Handler = Callable[[Request], Awaitable[Response]]
 
 ENDPOINTS = (
@@ -282,7 +283,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 backlog=BACKLOG,
                 h11_max_incomplete_event_size=64 << 10,
-                timeout_graceful_shutdown=int(service.settings.grace_seconds) + FINAL_SECONDS,
+                timeout_graceful_shutdown=FINAL_SECONDS,
             )
         )
 
@@ -294,7 +295,7 @@ class Server(uvicorn.Server):
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests, and end running ones after the grace period."""
+        """Refuse new requests while running ones have their grace period; then close all connections."""
         queue = self._service.queue
         queue.stop()
         seconds, running = self._service.settings.grace_seconds, queue.sequences()[0]
@@ -304,6 +305,8 @@ class Server(uvicorn.Server):
             )
         grace = asyncio.get_running_loop().call_later(seconds, queue.end)
         try:
+            while queue.sequences()[0]:
+                await asyncio.sleep(POLL_SECONDS)
             await super().shutdown(sockets)
         finally:
             grace.cancel()

@@ -77,6 +77,12 @@ class Connection(H11Protocol):
         _cancel(self._header_timer, self._write_timer)
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """Close the connection after its answer; at once if the request is not complete."""
+        super().shutdown()
+        if not self.is_idle and self.cycle.more_body:
+            self.transport.close()
+
     def _watch_header(self) -> None:
         """Start the time for a header if no request is being answered; otherwise stop it."""
         if not self.is_idle:

@@ -420,3 +420,28 @@ def test_such_a_fault_of_an_evaluation_ends_only_its_sequences(raised: BaseExcep
     assert sorted(error is None for error in errors) == [False, False, True, True]
     for i, of in enumerate(streams):
         assert of.completion.tokens == alone(seed=i)[: len(of.completion.tokens)]
+
+
+@pytest.mark.parametrize("method", ["propose", "prepare"])
+@pytest.mark.parametrize("proposed", [[1, 2], iter([1, 2]), "wrong result"])
+def test_a_drafter_with_an_answer_of_the_wrong_type(method: str, proposed: Any) -> None:
+    """Once, the text was empty, and the reason of its end was an interrupt."""
+
+    def answer(*_: Any) -> Any:
+        if proposed != "wrong result":
+            return proposed
+
+        def drafting() -> Any:
+            yield from ()
+            return [1, 2]
+
+        return drafting() if method == "propose" else 3
+
+    drafter = NoDrafter()
+    drafter_: Any = type(
+        "Wrong", (), {"prepare": drafter.prepare, "propose": drafter.propose, method: answer}
+    )
+    models = {TARGET: target(), DRAFT: draft()}
+    of = stream(Stepped(models), models, (1, 2, 3), drafter=drafter_())
+    with pytest.raises(TypeError, match=method):
+        rest(of)
