@@ -30,7 +30,7 @@ from llamaspec import (
     TextStream,
     open_pair,
 )
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, MemoryFullError
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.cells import CellTable
 from llamaspec.llama.options import exact
@@ -218,6 +218,28 @@ def test_texts_among_others_with_prediction_heads(
             assert outcome.n_chunked > 5
             assert compactions
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "jamba"])
+def test_a_text_waits_if_there_is_no_memory_for_its_states(
+    store: ModelStore, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence of such a model has its own context. Once, a second request ended with an error."""
+
+    def full(*_: object) -> None:
+        raise MemoryFullError("no room for a second context")
+
+    with open_pair(store.path(kind, Recipe()), target_options=ModelOptions(threads=1)) as pair:
+
+        def started(seed: int) -> TextStream:
+            return pair.stream("def f(x):", seed=seed, max_tokens=30, policy=FixedLength(0))
+
+        alone = [started(seed).run().tokens for seed in range(3)]
+        monkeypatch.setattr(pair.target, "_open", full)
+        streams = [started(seed) for seed in range(3)]
+        for each in streams:
+            each.begin()
+        assert [each.run().tokens for each in streams] == alone
 
 
 def test_texts_that_are_swapped_out_stay_the_same(store: ModelStore) -> None:

@@ -112,7 +112,9 @@ class Batching:
         Several sequences allow a little more than their policies want, so that they stay together if one more
         position should be cheaper: apart they would never measure it.
         """
-        if request.model != TARGET or not request.n_scored or not self._models[TARGET].can_share:
+        if request.model != TARGET or not request.n_scored:
+            return 0
+        if not self._can_share(TARGET, slot):
             return 0
         n = (slot.padded(request.n_scored) or request.n_scored) - request.n_scored
         n = max(n, SPARE) if n_sequences > 1 else n
@@ -138,6 +140,8 @@ class Batching:
         part, target = slot.part, self._models[TARGET]
         if part is None or part.model != TARGET or part.n_scored:
             return group
+        if not all(self._can_share(TARGET, each) for each in (*group.slots, slot)):
+            return group
         n_new = sum(each.n_new for each in group.slots)
         n_part, room = part.n_tokens - slot.n_cached, target.max_chunked_prefill - n_new
         if 2 * room < min(slot.n_new, target.batch_size):  # apart, more than twice as many would be processed
@@ -150,11 +154,16 @@ class Batching:
             slot.shorten(n_prefill)
         return Group(TARGET, [*group.slots, slot], width, n_prefill)
 
+    def _can_share(self, name: str, slot: Slot) -> bool:
+        """Whether the next evaluation of a sequence may include others."""
+        return not slot.is_suspect and self._models[name].can_share
+
     def _together(self, name: str, slots: list[Slot]) -> Group:
         """Return as many sequences as fit one evaluation; those that have waited longest come first."""
         model = self._models[name]
-        if not model.can_share:
+        if not self._can_share(name, slots[0]):
             return Group(name, slots[:1], slots[0].n_new)
+        slots = [each for each in slots if self._can_share(name, each)]
         for n in range(len(slots), 1, -1):  # each n, as policies may refuse a width and accept a wider one
             together = slots[:n]
             n_scored = sum(each.request.n_scored for each in together if each.request is not None)

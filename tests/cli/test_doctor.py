@@ -141,6 +141,13 @@ def test_memory_kinds(store: ModelStore, kind: str, says: str) -> None:
     assert (found["level"], found["text"][: len(says)]) == ("ok", says)
 
 
+@pytest.mark.parametrize("n_ctx", [2, 4, 8])
+def test_a_small_context(target_file: Path, n_ctx: int) -> None:
+    """The trial of the memory needs 20 tokens, if there is room for them."""
+    answer = invoke("doctor", "--target", target_file, "-c", str(n_ctx))
+    assert (answer.code, "internal error" in answer.stderr) == (0, False)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "jamba", "lfm2"])
 def test_the_trial_leaves_no_trace(opened: OpenModel, kind: str) -> None:
     model = opened(kind)
