@@ -85,7 +85,7 @@ def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
         free = shutil.disk_usage(folder).free
         if n_missing > free:
             raise ModelFileError(
-                f"{file} needs {n_missing / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free; "
+                f"{file} needs {_size(n_missing)}, but {folder} has {_size(free)} free; "
                 "make room, or set HF_HOME to a folder on a larger disk"
             )
         if on_fetch is not None and n_missing:
@@ -135,6 +135,11 @@ def _announced(file: RemoteFile, name: str) -> _Part:
             f"expected {known[:12]}...; to use it anyway, give the model as {file}"
         )
     return part
+
+
+def _size(n_bytes: int) -> str:
+    """Return a number of bytes in GB, or in MB if it is small."""
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
 
 
 def _fetch_part(part: _Part) -> Path:

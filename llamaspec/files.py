@@ -124,7 +124,8 @@ def model_stem(name: str) -> str:
 def write_file(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Write a file in one step: whatever happens, a reader finds the old content or the new.
 
-    The folder must exist. A link to a regular file stays a link. Only the user can read a private file.
+    The folder must exist. A link to a regular file stays a link. An existing file keeps its owner and its
+    permissions, but only the user can read a private file.
 
     Raises
     ------
@@ -144,10 +145,16 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[BinaryIO]:
     _sweep(path.parent, prefix)
     new = path.with_name(f"{prefix}{secrets.token_hex(6)}.tmp")
     try:
-        if private:
+        before = path.stat() if path.is_file() else None
+        if private or before is not None:
             new.touch(mode=0o600, exist_ok=False)
         with new.open("wb") as file:
             yield file
+        if before is not None:
+            with suppress(PermissionError):  # only root may give files away
+                os.chown(new, before.st_uid, before.st_gid)
+            if not private:
+                new.chmod(before.st_mode & 0o777)
         new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)

@@ -60,6 +60,8 @@ class Served:
     log: list[str]
     client: httpx.Client
     stop: Callable[[], None] = field(repr=False)
+    n_connections: Callable[[], int] = field(repr=False)
+    in_loop: Callable[[Callable[[], object]], object] = field(repr=False)  # calls it in the event loop
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         """Post JSON."""
@@ -135,7 +137,8 @@ def served(
         try:
             assert is_ready.wait(PATIENCE)
             with httpx.Client(base_url=url, timeout=PATIENCE) as client:
-                yield Served(url, service, log, client, stop)
+                n_connections = lambda: len(server.server_state.connections)  # noqa: E731
+                yield Served(url, service, log, client, stop, n_connections, server.loop.call_soon_threadsafe)
         finally:
             stop()
 

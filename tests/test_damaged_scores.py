@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,32 @@ def test_later_requests_fail_alike(bad: Path) -> None:
         for _ in range(2):
             with pytest.raises(ScoresError, match=r"bad\.gguf"):
                 pair.stream("def f(x):", seed=1, max_tokens=4).run()
+
+
+def test_a_text_with_damaged_scores_ends_no_other(store: ModelStore, tmp_path: Path) -> None:
+    """A token that overflows: once, all requests that shared its evaluation ended with an error."""
+    parts = take_apart(store.path("llama", Recipe()))
+    embeddings = next(tensor for tensor in parts.tensors if tensor.name == b"token_embd.weight")
+    with open_pair(store.path("llama", Recipe()), target_options=CPU) as pair:
+        prompts = [pair.target.vocabulary.tokenize(text) for text in (b"def f(x):", b"import os")]
+        n_bytes = len(parts.data) and 4 * pair.target.weights.hidden_size
+    token = int(prompts[0][-1])
+    assert token not in prompts[1]
+    at = embeddings.offset + token * n_bytes
+    parts.data = parts.data[:at] + struct.pack("<f", float("nan")) + parts.data[at + 4 :]
+    (tmp_path / "bad.gguf").write_bytes(put_together(parts))
+    with open_pair(tmp_path / "bad.gguf", ngram=False, target_options=CPU) as pair:
+
+        def started(prompt: Any) -> Any:
+            return pair.stream(prompt, seed=1, max_tokens=12, policy=FixedLength(0))
+
+        alone = started(prompts[1]).run()
+        both = [started(prompt) for prompt in prompts]
+        for each in both:
+            each.begin()
+        with pytest.raises(ScoresError):
+            both[0].run()
+        assert both[1].run().tokens == alone.tokens
 
 
 @pytest.mark.parametrize("n_texts", [1, 3])

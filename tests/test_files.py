@@ -153,3 +153,21 @@ def test_bytes_that_are_not_utf_8() -> None:
 def test_control_characters_become_escapes(text: str, shown: str) -> None:
     assert printable(text) == shown
     shown.encode()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664, 0o444])
+def test_a_file_that_is_written_again_keeps_its_permissions(tmp_path: Path, mode: int) -> None:
+    """Once, a conversation that only its user could read became readable for all."""
+    path = tmp_path / "x"
+    path.write_text("old")
+    path.chmod(mode)
+    write_file(path, "new")
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("new", mode)
+    write_file(path, "secret", private=True)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "usual").write_text("")
+    write_file(tmp_path / "new", "")
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode

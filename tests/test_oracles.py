@@ -306,7 +306,7 @@ def test_same_seed_same_tokens_with_prediction_heads_and_copies(store: ModelStor
     """While earlier text is copied, the heads process nothing; they catch up later."""
     path = store.path("step35", Recipe(dtype="q8_0"))
     with open_pair(path, "mtp", ngram=True, target_options=CPU) as pair:
-        completions = assert_same(pair, REPEATED, [4], 4 * WARM, 60)
+        completions = assert_same(pair, REPEATED, [4], 4 * WARM, 120)
     sources = {round_.source for found in completions for round_ in found.rounds if len(round_.draft)}
     assert sources == {Source.NGRAM, Source.MTP}
 

@@ -30,7 +30,7 @@ from llamaspec import (
     TextStream,
     open_pair,
 )
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, MemoryFullError
 from llamaspec.llama import runtime
 from llamaspec.llama.cells import CellTable
 from llamaspec.measure.probe import sample_tokens
@@ -219,6 +219,28 @@ def test_texts_among_others_with_prediction_heads(
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 
 
+@pytest.mark.parametrize("kind", ["mamba", "jamba"])
+def test_a_text_waits_if_there_is_no_memory_for_its_states(
+    store: ModelStore, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence of such a model has its own context. Once, a second request ended with an error."""
+
+    def full(*_: object) -> None:
+        raise MemoryFullError("no room for a second context")
+
+    with open_pair(store.path(kind, Recipe()), target_options=ModelOptions(threads=1)) as pair:
+
+        def started(seed: int) -> TextStream:
+            return pair.stream("def f(x):", seed=seed, max_tokens=30, policy=FixedLength(0))
+
+        alone = [started(seed).run().tokens for seed in range(3)]
+        monkeypatch.setattr(pair.target, "_open", full)
+        streams = [started(seed) for seed in range(3)]
+        for each in streams:
+            each.begin()
+        assert [each.run().tokens for each in streams] == alone
+
+
 def test_texts_that_are_swapped_out_stay_the_same(store: ModelStore) -> None:
     """There are far too few cells, so sequences wait for each other, but each completion is whole."""
     rng = np.random.default_rng(6)
@@ -375,7 +397,7 @@ def test_logits_of_the_embedded_pair_are_the_same_in_every_situation(
 
 
 @pytest.mark.parametrize("dtype", ["f16", "q4_0"])
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek2"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3", "deepseek2"])
 def test_logits_are_the_same_in_every_situation(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch, own_cache: None, kind: str, dtype: str
 ) -> None:

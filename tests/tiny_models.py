@@ -29,6 +29,7 @@ LATENT, ROPE = 32, 16  # sizes of latent attention
 NEVER = -30.0
 HIDDEN_SHARE = 0.02  # share of the hidden row in the input of a prediction head
 STATE_SHARE = 0.03  # share of the first layer of Qwen 3.5, which its prediction head does not have
+N_EXPERTS, N_USED = 6, 2  # of a mixture of experts
 WINDOW = 16  # positions that a sliding-window layer sees
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
@@ -117,6 +118,18 @@ def write_llama(path: Path, recipe: Recipe | None = None) -> Path:
         _attention(weights, layer, recipe.n_kv_heads)
         _feed_forward(weights, layer)
     return _write(path, "llama", weights, _attention_keys(recipe))
+
+
+def write_mixtral(path: Path, recipe: Recipe | None = None) -> Path:
+    """A Llama whose feed-forward layers are mixtures of experts."""
+    recipe = recipe or Recipe()
+    weights = _Weights(recipe)
+    _ends(weights)
+    for layer in range(recipe.n_layers):
+        _attention(weights, layer, recipe.n_kv_heads)
+        _experts(weights, layer)
+    counts: Keys = {"expert_count": N_EXPERTS, "expert_used_count": N_USED}
+    return _write(path, "llama", weights, {**_attention_keys(recipe), **counts})
 
 
 def _gemma_layers(weights: _Weights, norm_of_keys: float) -> None:
@@ -394,6 +407,7 @@ HEAD_WRITERS: dict[str, Callable[..., Path]] = {
 }
 WRITERS: dict[str, Callable[..., Path]] = {
     "llama": write_llama,
+    "mixtral": write_mixtral,
     "gemma3": write_gemma3,
     "mamba": write_mamba,
     "jamba": write_jamba,
@@ -434,6 +448,19 @@ def _feed_forward(weights: _Weights, layer: int) -> None:
     weights.matrix(f"{block}.ffn_gate", recipe.n_ffn, recipe.width, 1.5)
     weights.matrix(f"{block}.ffn_up", recipe.n_ffn, recipe.width, 1.2)
     weights.into_residual(f"{block}.ffn_down", recipe.n_ffn, 1.2)
+
+
+def _experts(weights: _Weights, layer: int) -> None:
+    recipe, block = weights.recipe, f"blk.{layer}"
+    weights.constant(f"{block}.ffn_norm.weight", recipe.width)
+    weights.matrix(f"{block}.ffn_gate_inp", N_EXPERTS, recipe.width, 1.5)
+    for name, n_out, n_in in (
+        ("gate", recipe.n_ffn, recipe.width),
+        ("up", recipe.n_ffn, recipe.width),
+        ("down", recipe.width, recipe.n_ffn),
+    ):
+        weights.normal(f"{block}.ffn_{name}_exps.weight", (N_EXPERTS, n_out, n_in), 1.5 / np.sqrt(n_in))
+    weights.tensors[f"{block}.ffn_down_exps.weight"][:, 0] = 0
 
 
 def _same_size(weights: _Weights) -> None:
@@ -569,7 +596,7 @@ def _type_of(name: str, tensor: Array, dtype: str) -> gguf.GGMLQuantizationType:
     """Return a tensor's type: vectors, convolutions and rows without whole blocks must be float."""
     if tensor.ndim < 2 or not name.endswith(".weight") or "conv" in name.rsplit(".", 2)[1]:
         return TYPES["f32"]
-    if name.startswith(("position_embd", "token_types")) or tensor.shape[-1] % 32:
+    if name.startswith(("position_embd", "token_types")) or "ffn_gate_inp" in name or tensor.shape[-1] % 32:
         return TYPES["f32"]
     return TYPES[dtype]
 

@@ -91,6 +91,11 @@ class AnswerStream:
         return self._stream.is_swapped_out
 
     @property
+    def waits_for_reader(self) -> bool:
+        """As `TextStream.waits_for_reader`."""
+        return self._stream.waits_for_reader
+
+    @property
     def rounds(self) -> Sequence[Round]:
         """The rounds so far."""
         return self._stream.rounds if self._before is None else (*self._before.rounds, *self._stream.rounds)

@@ -29,10 +29,17 @@ class _Saved:
 
 
 def save_conversation(path: Path, messages: Sequence[Message], *, private: bool = False) -> None:
-    """Write a conversation, in place of an existing file; LlamaspecError if that fails."""
+    """Write a conversation, in place of an existing file; LlamaspecError if that fails.
+
+    Only the user can read a new or a private file.
+    """
     content = [{"role": message.role, "content": message.text} for message in messages]
     try:
-        write_file(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n", private=private)
+        write_file(
+            path,
+            json.dumps(content, ensure_ascii=False, indent=1) + "\n",
+            private=private or not path.exists(),
+        )
     except OSError as error:
         raise LlamaspecError(
             f"cannot save the conversation to {printable(str(path))}: {error.strerror or error}; "
@@ -103,6 +110,7 @@ def keep_last(messages: Sequence[Message]) -> None:
 def load_last() -> tuple[Message, ...]:
     """Return the last conversation; PromptError if there is none, or its file is damaged."""
     path = cache_folder() / _LAST
-    if not path.exists():
-        raise PromptError("there is no last conversation to resume; start one, or load one from a file")
+    with suppress(OSError):  # reading fails with the reason
+        if not path.exists():
+            raise PromptError("there is no last conversation to resume; start one, or load one from a file")
     return load_conversation(path)

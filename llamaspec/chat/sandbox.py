@@ -1,7 +1,8 @@
 """The process that renders chat templates, which are programs by strangers in model files.
 
 Jinja's sandbox keeps a template away from files and from the interpreter, and the operating system limits the
-time and memory of the process. So a template can at worst end that process. This file is both sides:
+time and memory of the process. So a template can at worst end that process. One that breaks out of Jinja's
+sandbox finds no variables of the environment, and can open and write no file. This file is both sides:
 imported, it starts the process on first use and exchanges lines of JSON with it; run as a script, it is the
 process and imports nothing from llamaspec. Templates get the environment of Hugging Face's transformers.
 tests/chat/test_hostile_templates.py attacks the process.
@@ -28,6 +29,9 @@ MAX_CHARACTERS = 1 << 24  # of a rendered text
 _LONGEST_REASON = 500
 _COMMAND = (sys.executable, "-I", "-S")  # without site-packages it starts faster
 _NEEDED = ("jinja2", "markupsafe")
+_KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")  # variables that Python needs to start, and the time
+# Python and Jinja import modules and read files on first use. After this, the process opens no more.
+_WARM_UP = "{{ strftime_now('%c %Z') }}{{ lipsum(1) }}{{ 'a' | urlize | tojson }}{{ 1 / 0 }}"
 
 
 class RenderError(Exception):
@@ -105,6 +109,7 @@ class TemplateProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in _KEPT if name in os.environ},
                 start_new_session=True,  # so that Ctrl-C at a terminal does not reach it
             )
         return self._process
@@ -141,7 +146,8 @@ def main(cpu_seconds: str, *paths: str) -> None:
     """Answer each line of JSON on stdin with a line on stdout; `paths` are folders to import from."""
     sys.path[:0] = paths
     _limit_memory()
-    _environment()  # importing Jinja does not count as time of a template
+    respond({"source": _WARM_UP, "variables": {}})  # does not count as time of a template
+    _limit_files()
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, float(cpu_seconds))  # ends the process, even inside C code
         try:
@@ -233,6 +239,13 @@ def _limit_memory() -> None:
     limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     with suppress(OSError, ValueError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _limit_files() -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))  # stdin, stdout and stderr are open
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ class _Commands(click.Group):
 
             _fail(message_of(error))
         except OSError as error:  # a full disk or a closed terminal; click handles closed pipes
-            _fail(f"{error.strerror or error}; check where the output goes")
+            place = "where the output goes" if error.filename is None else os.fsdecode(error.filename)
+            _fail(f"{error.strerror or error}; check {place}")
         except MemoryError:
             _fail("no memory left; use a smaller --n-ctx or a smaller model")
         except click.Abort:  # Ctrl-C; click has ended the line

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.cli import options as shared
@@ -50,6 +51,9 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--no-auth", is_flag=True, help="Allow other machines without a key."),
     click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
                  help="Allow web pages from this origin (* = any); may be repeated."),
+    click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
+                 help="Answer requests for this host name, such as a proxy's; may be repeated. Not needed "
+                      "with an API key."),
     click.option("--alias", help="Model name in responses; default: the file's name."),
     shared.CHAT_TEMPLATE_OPTION,
     click.option("--cache-ram", "cache_ram_mib", type=Integer(min=0), metavar="MIB",
@@ -90,12 +94,17 @@ def serve(
     **others: Any,
 ) -> None:
     """Serve OpenAI-, Anthropic- and Ollama-compatible APIs. Stop with Ctrl-C."""
+    source = click.get_current_context().get_parameter_source("api_keys")
+    if source is ParameterSource.COMMANDLINE:
+        say("warning: other users of this machine can see the key of --api-key; use --api-key-file")
     with refusing_values():
         keys = (*api_keys, *_keys_of(api_key_file))
         settings = ServeSettings(keys=keys, request_timeout=request_timeout or None, **others)
     check_installed()
     from llamaspec.serve.app import Server, open_socket, serving, url_of  # an extra
+    from llamaspec.serve.connections import raise_file_limit
 
+    settings = replace(settings, max_connections=min(settings.max_connections, raise_file_limit() // 2))
     with refusing_values():
         plan = _with_room(find_plan(models), models, ctx_per_request, settings.parallel)
     folder = PrefixFolder(Path(cache_dir), int(cache_dir_gib * 2**30)) if cache_dir is not None else None

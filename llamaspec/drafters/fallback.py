@@ -26,15 +26,25 @@ Result = TypeVar("Result")
 
 def drafting(drafter: Drafter, context: TokenArray, length: SequenceLength) -> Drafting:
     """Let a drafter draft; return its draft."""
-    proposed = drafter.propose(context, length)
-    return proposed if isinstance(proposed, Draft) else (yield from proposed)
+    proposed: object = drafter.propose(context, length)
+    if isinstance(proposed, Generator):
+        proposed = yield from proposed
+    if not isinstance(proposed, Draft):
+        raise TypeError(
+            f"propose of {type(drafter).__name__} must return a Draft, got {type(proposed).__name__}"
+        )
+    return proposed
 
 
 def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
     """Let a drafter process a prompt."""
-    prepared = drafter.prepare(context)
-    if prepared is not None:
+    prepared: object = drafter.prepare(context)
+    if isinstance(prepared, Generator):
         yield from prepared
+    elif prepared is not None:
+        raise TypeError(
+            f"prepare of {type(drafter).__name__} must return None, got {type(prepared).__name__}"
+        )
 
 
 def metered(

@@ -103,9 +103,11 @@ class Batching:
 
     def padding(self, slot: Slot, request: ForwardRequest, n_sequences: int) -> int:
         """Return the number of positions that pad a round of a sequence that is alone, to time its width."""
-        target = self._models[TARGET]
-        if n_sequences > 1 or request.model != TARGET or not request.n_scored or not target.can_share:
+        if n_sequences > 1 or request.model != TARGET or not request.n_scored:
             return 0
+        if not self._can_share(TARGET, slot):
+            return 0
+        target = self._models[TARGET]
         most = min(target.context_size - request.n_tokens, target.batch_size - request.n_scored)
         return max(0, min(slot.timed_width() - request.n_scored, most))
 
@@ -129,6 +131,8 @@ class Batching:
         part, target = slot.part, self._models[TARGET]
         if part is None or part.model != TARGET or part.n_scored:
             return group
+        if not all(self._can_share(TARGET, each) for each in (*group.slots, slot)):
+            return group
         n_new = sum(each.n_new for each in group.slots)
         n_part, room = part.n_tokens - slot.n_cached, target.max_chunked_prefill - n_new
         if 2 * room < min(slot.n_new, target.batch_size):  # apart, more than twice as many would be processed
@@ -138,17 +142,22 @@ class Batching:
             slot.shorten(n_prefill)
         return Group(TARGET, [*group.slots, slot], n_new + n_prefill, n_prefill)
 
+    def _can_share(self, name: str, slot: Slot) -> bool:
+        """Whether the next evaluation of a sequence may include others."""
+        return not slot.is_suspect and self._models[name].can_share
+
     def _together(self, name: str, slots: list[Slot]) -> Group:
         """Return as many sequences as fit one evaluation; those that have waited longest come first."""
         model, together, width, n_scored = self._models[name], list[Slot](), 0, 0
-        for each in slots if model.can_share else slots[:1]:
+        can_share = self._can_share(name, slots[0])
+        for each in [each for each in slots if self._can_share(name, each)] if can_share else slots[:1]:
             assert each.request is not None
-            width += each.n_new + each.n_padding
+            more = each.n_new + each.n_padding
             n_scored += each.request.n_scored
-            if together and (width > model.batch_size or n_scored > model.max_scored):
-                width -= each.n_new + each.n_padding
+            if together and (width + more > model.batch_size or n_scored > model.max_scored):
                 break
             together.append(each)
+            width += more
         return Group(name, together, width)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from llamaspec.engine.batching import Batching, Group
 from llamaspec.engine.sequence import Clock, RunningSequence, Slot, Stopwatch, as_exception
-from llamaspec.errors import ContextFullError, EvaluationAbortedError
+from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
 from llamaspec.values import TARGET, Evaluation, Forward, ForwardRequest, Logits, n_common
 
@@ -28,6 +28,8 @@ HEADROOM = 256  # tokens that a sequence must have room to generate before it is
 
 class Scheduler:
     """Runs sequences over models; not thread-safe, except `abort`.
+
+    If an evaluation of several sequences fails, each is evaluated alone, so that only the one at fault ends.
 
     One of the models is TARGET. The others draft, each for the model before it; the last goes first.
     """
@@ -137,17 +139,22 @@ class Scheduler:
         for (slot, request), answer in zip(asking, answers, strict=True):
             slot.stopwatch.count_preparation(share)
             n_cached = slot.fault or answer
-            if isinstance(n_cached, ContextFullError) and name == TARGET and self._can_wait(slot):
-                self._swap_one(slot, is_out=True)
-            elif isinstance(n_cached, Exception):
+            if isinstance(n_cached, ContextFullError) and self._make_room(name):
+                continue  # ask again
+            if isinstance(n_cached, Exception):
                 self._resume(slot, error=n_cached)
             else:
                 n_prepared += self._plan(slot, request, n_cached)
         return n_prepared
 
-    def _can_wait(self, slot: Slot) -> bool:
-        """Whether a sequence with a lower rank is running, whose end will make room for this one."""
-        return any(other.rank < slot.rank and other.is_running for other in self._slots)
+    def _make_room(self, name: str) -> bool:
+        """Swap out the sequences that wait for their reader, or the newest; False if there is none."""
+        held = [each for each in self._slots if not each.sequence.is_swapped_out]
+        paused = [each for each in held if each.waits_for_reader]
+        newest = [max(held, key=lambda each: each.rank)] if name == TARGET and len(held) > 1 else []
+        for each in paused or newest:
+            self._swap_one(each, is_out=True)
+        return bool(paused or newest)
 
     def _plan(self, slot: Slot, request: ForwardRequest, n_cached: int) -> bool:
         """Choose the part of a prepared request to evaluate; answer it at once if all of it is cached."""
@@ -176,8 +183,12 @@ class Scheduler:
         except EvaluationAbortedError:
             return  # the next step ends the cancelled sequences and repeats the evaluation for the others
         except BaseException as error:  # noqa: BLE001  # raised to the reader of each sequence
+            is_of_one = isinstance(error, EVALUATION_FAULTS) and len(group.slots) > 1
             for slot in group.slots:
-                self._resume(slot, error=as_exception(error))
+                if is_of_one:
+                    slot.is_suspect = True
+                else:
+                    self._resume(slot, error=as_exception(error))
             return
         finally:
             self._evaluating = ()

@@ -40,6 +40,11 @@ class RunningSequence(Generic[Event]):
     is_cancelled: bool = False  # set from any thread; the scheduler ends the sequence at its next step
     is_swapped_out: bool = True  # it has no cells in the KV cache and is not evaluated
 
+    @property
+    def waits_for_reader(self) -> bool:
+        """Whether it has paused, because too many of its events are unread; may be called from any thread."""
+        return not self.is_done and self.events.qsize() >= MAX_UNREAD
+
     def put(self, event: Event | None) -> None:
         """Send an event to the reader."""
         self.events.put(event)
@@ -153,6 +158,7 @@ class Slot:
     n_padding: int = 0  # positions of padding
     fault: Exception | None = None  # of the length policy; ends the sequence at the next step
     has_rounds: bool = False
+    is_suspect: bool = False  # an evaluation of several sequences failed, so this one is evaluated alone
     last_step: int = 0  # number of the last step that evaluated the sequence; 0 = none
 
     @property
@@ -169,7 +175,7 @@ class Slot:
     @property
     def waits_for_reader(self) -> bool:
         """Whether the sequence waits for its reader."""
-        return self.sequence.events.qsize() >= MAX_UNREAD
+        return self.sequence.waits_for_reader
 
     @property
     def is_running(self) -> bool:
@@ -202,6 +208,7 @@ class Slot:
         coroutine, stopwatch = self.sequence.coroutine, self.stopwatch
         stopwatch.start(is_drafting=self.request is not None and self.request.model != TARGET)
         self.request = self.part = self.n_cached_before = None
+        self.is_suspect = False
         self.fault = self.fault if error is None else None  # a new fault is raised at the next step
         try:
             wanted = coroutine.send(answer) if error is None else coroutine.throw(error)

@@ -119,6 +119,11 @@ class TextStream:
         """Whether the sequence waits for room in the KV cache."""
         return self._sequence is not None and self._sequence.is_swapped_out
 
+    @property
+    def waits_for_reader(self) -> bool:
+        """Whether the sequence has paused until its events are read."""
+        return self._sequence is not None and self._sequence.waits_for_reader
+
     def run(self) -> Completion:
         """Generate to the end."""
         for _ in self:

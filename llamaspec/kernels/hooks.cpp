@@ -380,17 +380,17 @@ std::string self_test(void *cpu, void *base) {
     ggml_tensor *(*new_3d)(void *, int, int64_t, int64_t, int64_t);
     ggml_tensor *(*mul_mat)(void *, ggml_tensor *, ggml_tensor *);
     ggml_tensor *(*mul_mat_id)(void *, ggml_tensor *, ggml_tensor *, ggml_tensor *);
-    void *(*new_graph)(void *);
+    void *(*new_graph)(void *, size_t, bool);
     void (*expand)(void *, ggml_tensor *);
     int (*compute)(void *, void *, int);
     if (!find(base, "ggml_init", init) || !find(base, "ggml_free", free_context) ||
         !find(base, "ggml_new_tensor_3d", new_3d) || !find(base, "ggml_mul_mat", mul_mat) ||
-        !find(base, "ggml_mul_mat_id", mul_mat_id) || !find(base, "ggml_new_graph", new_graph) ||
+        !find(base, "ggml_mul_mat_id", mul_mat_id) || !find(base, "ggml_new_graph_custom", new_graph) ||
         !find(base, "ggml_build_forward_expand", expand) || !find(cpu, "ggml_graph_compute_with_ctx", compute))
         return "llama.cpp lacks functions for the self-test";
     constexpr int K = 64, ROWS = 40, COLUMNS = 3, EXPERTS = 4, USED = 2;
-    void *context = init({8u << 20, nullptr, false});
-    if (!context) return "no memory for the self-test";
+    alignas(64) static char memory[1 << 18];
+    void *context = init({sizeof memory, memory, false});
     ggml_tensor *w = new_3d(context, Q8_0, K, ROWS, EXPERTS), *first = new_3d(context, Q8_0, K, ROWS, 1);
     ggml_tensor *x = new_3d(context, F32, K, COLUMNS, 1);
     ggml_tensor *each = new_3d(context, F32, K, 1, COLUMNS), *ids = new_3d(context, 26, USED, COLUMNS, 1);  // I32
@@ -414,11 +414,11 @@ std::string self_test(void *cpu, void *base) {
     for (int i = 0; i < USED * COLUMNS; i++) static_cast<int32_t *>(ids->data)[i] = (2 * i + 1) % EXPERTS;
     first->data = w->data;
     ggml_tensor *dense = mul_mat(context, first, x), *chosen = mul_mat_id(context, w, each, ids);
-    void *graph = new_graph(context);
+    void *graph = new_graph(context, 8, false);
     expand(graph, dense), expand(graph, chosen);
     const long long before = n_calls;
     const bool on = is_on.exchange(true);
-    const int status = compute(context, graph, 2);
+    const int status = compute(context, graph, 1);
     is_on = on;
     std::string reason;
     if (status) reason = "llama.cpp cannot evaluate the self-test";

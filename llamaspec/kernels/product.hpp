@@ -460,7 +460,7 @@ template <LoadSums LOAD> void float_product(const Product &p, int64_t first, int
     }
 }
 
-// x[i] = scale * q[i] with the greatest |q| = 127. NaN and infinity become a scale that is not finite.
+// x[i] = scale * q[i] with the greatest |q| = 127. If any x is NaN or infinite, the scale is NaN.
 void quantize(const float *x, int64_t n_units, Aux aux, Activations *out, size_t stride) {
     for (int64_t unit = 0; unit < n_units; unit++, x += UNIT, out += stride) {
         const __m256 v[4] = {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8), _mm256_loadu_ps(x + 16), _mm256_loadu_ps(x + 24)};
@@ -472,6 +472,14 @@ void quantize(const float *x, int64_t n_units, Aux aux, Activations *out, size_t
         four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1));
         const float greatest = _mm_cvtss_f32(_mm_castsi128_ps(four));
         out->scale = greatest / 127.0f;
+        if (!(greatest <= __FLT_MAX__)) {  // a product with it is NaN
+            out->scale = __builtin_nanf("");
+            for (int i = 0; i < UNIT; i++) out->q[i] = 0;
+            for (int h = 0; h < 2; h++)
+                if (aux.has_min) out->sum[h] = out->scale;
+                else out->bias[h] = 0;
+            continue;
+        }
         // Below this 127 / greatest overflows. Weights that are multiplied by it leave nothing anyway.
         const __m256 inverse = _mm256_set1_ps(greatest > 1e-35f ? 127.0f / greatest : 0.0f);
         __m256i q[4], sums[2];

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.errors import ContextFullError, ModelFileError
+from llamaspec.errors import ContextFullError, MemoryFullError, ModelFileError
 from llamaspec.kernels import library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.cells import CachedSequence
@@ -231,20 +231,23 @@ class LlamaModel:
 
     def try_memory(self) -> MemoryFacts:
         """Measure by a trial how large the KV cache is and how it rolls back. Empties the KV cache."""
-        tokens, context, sizes = np.ones(N_TEXT + N_DRAFT, dtype=np.int32), self._contexts[0], []
+        n_tokens = min(N_TEXT + N_DRAFT, self.context_size)
+        n_draft = min(N_DRAFT, n_tokens // 2)
+        n_text, n_right = n_tokens - n_draft, n_tokens - min(N_REJECTED, n_draft)
+        tokens, context, sizes = np.ones(n_tokens, dtype=np.int32), self._contexts[0], []
         try:
-            for n in (1, N_TEXT):
+            for n in (1, n_text):
                 self.forget()
                 self.forward(ForwardRequest(TARGET, tokens[:n]))
                 seq_id = context.cache.running[-1].seq_id
                 sizes.append(int(lib.llama_state_seq_get_size(context.pointer, seq_id)))
-            per_token = (sizes[1] - sizes[0]) / (N_TEXT - 1)
-            self.forward(ForwardRequest(TARGET, tokens, min(N_DRAFT + 1, self.max_scored)))
-            tokens[-N_REJECTED:] = 0
+            per_token = (sizes[1] - sizes[0]) / max(1, n_text - 1)
+            self.forward(ForwardRequest(TARGET, tokens, min(n_draft + 1, self.max_scored)))
+            tokens[n_right:] = 0
             (n_kept,) = self.prepare([(-1, ForwardRequest(TARGET, tokens), 0)])
             n_kept = n_kept if isinstance(n_kept, int) else 0
             fixed_bytes = max(0, round(sizes[0] - per_token))
-            return MemoryFacts(per_token, fixed_bytes, len(tokens) - N_REJECTED, n_kept)
+            return MemoryFacts(per_token, fixed_bytes, n_right, n_kept)
         finally:
             self.forget()
             self.release(-1)
@@ -254,7 +257,6 @@ class LlamaModel:
 
         None if they cannot, because our kernels compute everything: a trial shows it. Empties the KV cache.
         """
-        kinds = f"{self.options.cache_type_k} keys and {self.options.cache_type_v} values"
         reason = None
         if runtime.kernels().level is None:
             reason = runtime.kernels().describe()
@@ -264,12 +266,12 @@ class LlamaModel:
             reason = "layers of this model keep states, which llama.cpp computes; use a model without states"
         elif self.options.flash_attention == "off":
             reason = "flash attention is off; drop --flash-attn off"
-        elif not self._contexts[0].has_flash_attention:
-            reason = f"llama.cpp has no flash attention for this model with {kinds}; use f16 for both"
         elif not self.weights.suits_kernels:
             reason = "some weights have a type that llamaspec's kernels do not take; use another quantization"
-        elif not self._kernels_compute_everything():
-            reason = f"with {kinds}, llama.cpp computes a part of this model; use f16 or bf16 for both"
+        elif not (self._contexts[0].has_flash_attention and self._kernels_compute_everything()):
+            kinds = f"{self.options.cache_type_k} keys and {self.options.cache_type_v} values"
+            remedy = "use another model" if kinds == "f16 keys and f16 values" else "use f16 for both"
+            reason = f"llama.cpp computes a part of this model with {kinds}; {remedy}"
         return reason
 
     def _kernels_compute_everything(self) -> bool:
@@ -330,7 +332,10 @@ class LlamaModel:
                 return ContextFullError(f"{N_SEQUENCES} completions are running already; wait for one to end")
             if not free:
                 # The size is that of the first context: free memory may have changed since.
-                free = [self._open(self.weights, replace(self.options, n_ctx=self.context_size))]
+                try:
+                    free = [self._open(self.weights, replace(self.options, n_ctx=self.context_size))]
+                except MemoryFullError as error:  # until another sequence ends and leaves its context
+                    return ContextFullError(str(error))
                 self._contexts += free
             context = max(free, key=lambda each: each.cache.n_known(request.tokens))
         return context.cache.prepare_all([entry])[0]

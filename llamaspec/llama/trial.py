@@ -80,8 +80,9 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
         record = cache_folder() / "tried" / release_key(path)
     except OSError as error:  # from another part of the model
         raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
-    if record.is_file():
-        return
+    with suppress(OSError):  # the folder may not be searched
+        if record.is_file():
+            return
     check_metadata(path)
     _try(path, n_ctx if n_ctx is not None and n_ctx < DEFAULT_CONTEXT else 0, on_wait)
     with suppress(OSError):  # then the file is tried again next time

@@ -27,6 +27,7 @@ class ServeSettings:
     keys: tuple[str, ...] = field(default=(), repr=False)
     no_auth: bool = False
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names of this server, besides its addresses
     alias: str | None = None  # the model's name in responses
     request_timeout: float | None = 600.0  # seconds
     grace_seconds: float = 30.0  # that running requests have to finish when the server stops
@@ -34,6 +35,9 @@ class ServeSettings:
     log_format: Literal["text", "json"] = "text"
     body_bytes: int = 8 << 20  # maximum size of a body
     body_seconds: float = 30.0  # within which a body must arrive
+    header_seconds: float = 10.0  # within which a header must arrive, after the connection or the last answer
+    write_seconds: float = 30.0  # within which a client must take a part of its answer
+    max_connections: int = 1024  # above it, a new connection takes the place of the one that is idle longest
 
     def __post_init__(self) -> None:
         if not all(key.isascii() and key.isprintable() and key.strip() for key in self.keys):
@@ -46,13 +50,29 @@ class ServeSettings:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        address = _address(self.host)
+        return self.host == "localhost" if address is None else address.is_loopback
+
+    def knows_host(self, name: str) -> bool:
+        """Whether a request may name this host: an address, or a name of this server.
+
+        An address is always right: only a name can resolve to this machine for the web page of a stranger.
+        """
+        known = {_plain(each) for each in ("localhost", self.host, *self.allowed_hosts)}
+        return _plain(name) in known or _address(name.strip("[]")) is not None
 
     def knows_key(self, given: str) -> bool:
         """Whether a key is valid. Takes the same time however many characters are right."""
         return sum(secrets.compare_digest(given.encode(), key.encode()) for key in self.keys) > 0
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _plain(name: str) -> str:
+    """Return a host name for comparison: without case and final dot."""
+    return name.lower().removesuffix(".")

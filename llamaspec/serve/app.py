@@ -1,7 +1,7 @@
 """The application: the endpoints of all APIs, access control, the log, and the server that runs them.
 
-A server on a loopback address answers only requests that name this machine in `Host`. Otherwise a web page
-whose domain resolves to 127.0.0.1 (DNS rebinding) could use it. tests/serve/test_security.py.
+A server without keys answers only requests that name it in `Host`. Otherwise a web page whose domain resolves
+to its address (DNS rebinding) could use it. tests/serve/test_security.py.
 
 On SIGTERM or Ctrl-C the server refuses new requests. Running requests have a grace period to finish; then
 they end with an error that says so. tests/serve/test_stopping.py.
@@ -15,10 +15,11 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from importlib.resources import files
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -37,10 +38,11 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings, anthropic, llama_server, ollama, openai_chat, openai_responses
 from llamaspec.serve.bodies import parse_body
+from llamaspec.serve.connections import BACKLOG, Connection
 from llamaspec.serve.errors import RequestError, error_response
 from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, WORK, Endpoint, Service, Write
 
-MAX_PATH = 200  # characters of a path in the log
+POLL_SECONDS = 0.05  # between two looks whether the last request has ended
 Handler = Callable[[Request], Awaitable[Response]]
 
 ENDPOINTS = (
@@ -121,7 +123,6 @@ async def _routing_error(http: Request, error: Exception) -> Response:
 
 # Access.
 
-LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 PUBLIC_PATHS = frozenset({*_PAGE_FILES, "/health", "/v1/health"})  # for which no key is needed
 
 
@@ -143,10 +144,12 @@ def _check_access(scope: Scope, settings: ServeSettings) -> None:
     """Raise a RequestError if a request is not allowed."""
     headers = Headers(scope=scope)
     host = headers.get("host", "")
-    if settings.is_local and _host_name(host) not in LOCAL_NAMES | {settings.host}:
-        raise RequestError(403, "the Host header does not name this machine; use http://127.0.0.1")
+    if not settings.keys and not settings.knows_host(_host_name(host)):
+        raise RequestError(
+            403, "the Host header does not name this server; use its address, or --allowed-host"
+        )
     origin, allowed = headers.get("origin", f"http://{host}"), settings.cors_origins
-    if origin.partition("://")[2] != host and origin not in allowed and "*" not in allowed:
+    if origin.partition("://")[2].lower() != host.lower() and origin not in allowed and "*" not in allowed:
         raise RequestError(403, "web pages of other origins are not allowed; see --cors-origin")
     if settings.keys and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -165,9 +168,13 @@ def _host_name(host: str) -> str:
 
 # The log.
 
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+KNOWN_PATHS = frozenset({*_PAGE_FILES, *(endpoint.path for endpoint in ENDPOINTS)})
+UNKNOWN = "unknown"  # in place of a method or path from the client, which may contain its key
+
 
 def _logging(app: ASGIApp, service: Service) -> ASGIApp:
-    """Return middleware that logs one line for each response, without keys, queries and text from clients."""
+    """Return middleware that logs one line for each response, without keys and text from clients."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         begin, status = monotonic(), 0
@@ -188,8 +195,9 @@ def _logging(app: ASGIApp, service: Service) -> ASGIApp:
 
 def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any]]:
     """Return the log line of a response as text, and as fields for a JSON log."""
-    client, method = (scope.get("client") or ("-",))[0], scope["method"]
-    path = printable(scope["path"])[:MAX_PATH]
+    client = printable((scope.get("client") or ("-",))[0])
+    method = scope["method"] if scope["method"] in METHODS else UNKNOWN
+    path = scope["path"] if scope["path"] in KNOWN_PATHS else UNKNOWN
     text = f"{client} {method} {path} {status} {seconds:.3f} s"
     fields = {"client": client, "method": method, "path": path, "status": status}
     fields["seconds"] = round(seconds, 6)
@@ -262,6 +270,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, service: Service, ready: Callable[[], None]) -> None:
         self._service, self._ready = service, ready
+        self._next_fault_at = 0.0  # in the event loop's time
         super().__init__(
             uvicorn.Config(
                 app,
@@ -270,20 +279,23 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="off",
+                http=cast("type[Connection]", partial(Connection, service.settings)),
                 ws="none",
+                backlog=BACKLOG,
                 h11_max_incomplete_event_size=64 << 10,
-                timeout_graceful_shutdown=int(service.settings.grace_seconds) + FINAL_SECONDS,
+                timeout_graceful_shutdown=FINAL_SECONDS,
             )
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept requests, and call `ready`."""
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(self._log_loop_fault)
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests, and end running ones after the grace period."""
+        """Refuse new requests while running ones have their grace period; then close all connections."""
         queue = self._service.queue
         queue.stop()
         seconds, running = self._service.settings.grace_seconds, queue.sequences()[0]
@@ -293,9 +305,21 @@ class Server(uvicorn.Server):
             )
         grace = asyncio.get_running_loop().call_later(seconds, queue.end)
         try:
+            while queue.sequences()[0]:
+                await asyncio.sleep(POLL_SECONDS)
             await super().shutdown(sockets)
         finally:
             grace.cancel()
+
+    def _log_loop_fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error outside all requests, such as a failed accept; at most one in a second."""
+        if loop.time() >= self._next_fault_at:
+            self._next_fault_at = loop.time() + 1.0
+            error = context.get("exception") or RuntimeError(context["message"])
+            if isinstance(error, OSError):
+                self._service.log(f"error of a connection: {error.strerror or type(error).__name__}")
+            else:
+                self._service.log_fault(error)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -313,5 +337,5 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop the server at the first signal; end running requests at the second."""
         if self.should_exit:
-            self._loop.call_soon_threadsafe(self._service.queue.end)
+            self.loop.call_soon_threadsafe(self._service.queue.end)
         self.should_exit = True

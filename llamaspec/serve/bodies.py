@@ -11,6 +11,7 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -34,6 +35,10 @@ from llamaspec.serve import ServeSettings
 from llamaspec.serve.errors import UNSUPPORTED, RequestError, invalid
 
 MAX_STOPS = 32
+MAX_BIASES = 1000
+MAX_VALUES = 1000  # in the variables of a chat template, at all depths
+MAX_CONTAINERS = 100_000  # lists and objects in a body
+LONG_BYTES = 1 << 16  # of a body that is checked outside the event loop
 _ALL_TOKENS = (1 << 31) - 1
 _NEVER = -1e30  # bias of a token that must not be drawn
 _NUMBER = re.compile(r"[+-]?[0-9]+")
@@ -44,11 +49,17 @@ Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Fi
 OneOrMoreStops = Annotated[Stops, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
 BiasedText = Annotated[str, Field(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)] | Literal[False]  # false: never draw the token
+Biases = Annotated[dict[BiasedText, Bias], Field(max_length=MAX_BIASES)]
+BiasPairs = Annotated[list[tuple[int | BiasedText, Bias]], Field(max_length=MAX_BIASES, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one error, not millions
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 CountOrAny = Count | Literal[-1]  # -1, as in llama-server: as many as fit
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
+# One thread, so one body at a time: the values in 8 MiB of JSON may take more than 100 MiB.
+_checker = ThreadPoolExecutor(1, thread_name_prefix="llamaspec-body")
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # `"?`, so that it never looks twice
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # JSON escapes: a surrogate pair, half of one, any other.
 _ESCAPES = re.compile(
@@ -77,10 +88,27 @@ async def parse_body(http: Request, kind: type[_Body], settings: ServeSettings) 
         body = await asyncio.wait_for(_read(http, settings.body_bytes), seconds)
     except asyncio.TimeoutError:
         raise RequestError(408, f"the body did not arrive within {seconds:g} seconds") from None
+    if len(body) <= LONG_BYTES:
+        return _checked(kind, body)
+    return await asyncio.get_running_loop().run_in_executor(_checker, _checked, kind, body)
+
+
+def _checked(kind: type[_Body], body: bytes) -> _Body:
+    if _has_many_containers(body):
+        raise RequestError(400, f"the body has more than {MAX_CONTAINERS:,} lists and objects")
     try:
         return kind.model_validate_json(without_half_pairs(body))
     except ValidationError as error:
         raise invalid(error) from error
+
+
+def _has_many_containers(body: bytes) -> bool:
+    """Whether a body has too many lists and objects. Of a wrong value, pydantic copies all, for seconds."""
+
+    def is_over(text: bytes) -> bool:
+        return text.count(b"[") + text.count(b"{") > MAX_CONTAINERS
+
+    return is_over(body) and is_over(_STRING.sub(b"", body))
 
 
 async def _read(http: Request, limit: int) -> bytes:
@@ -148,7 +176,7 @@ class SamplingFields(Fields):
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    logit_bias: dict[BiasedText, Bias] | list[tuple[int | BiasedText, Bias]] | None = None
+    logit_bias: Biases | BiasPairs | None = None
     ignore_eos: bool | None = None
     speculative: SpeculativeFields | None = None
 
@@ -233,10 +261,23 @@ class ReasoningOptions(NamedTuple):
     budget: int | None  # maximum number of tokens; 0: no reasoning, None: no limit
 
 
+def _few_values(given: Any) -> Any:
+    """Return the variables of a chat template if they are few enough."""
+    left, n_values = [given], 0
+    while left:
+        value = left.pop()
+        if isinstance(value, dict | list):
+            n_values += len(value)
+            if n_values > MAX_VALUES:
+                raise PydanticCustomError("too_long", f"has more than {MAX_VALUES} values")
+            left += value.values() if isinstance(value, dict) else value
+    return given
+
+
 class ReasoningFields(Fields):
     """Fields that control reasoning, in every chat API."""
 
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_few_values)] = None
     enable_thinking: bool | None = None
     thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
 

@@ -5,21 +5,23 @@ Also `/v1/models`. tests/serve/test_infill.py, tests/serve/test_status.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.chat.messages import ContentDelta, Delta, TokenLogprobs
 from llamaspec.engine.completion import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.serve.bodies import AnswerOptions, Count, Fields, TopLogprobs, refused
+from llamaspec.serve.bodies import AnswerOptions, Count, Fields, TokenIds, TopLogprobs, refused
 from llamaspec.serve.errors import RequestError, not_supported
 from llamaspec.serve.forms import Data, Form, WholeAnswer, figures, logprob_list, sse
 from llamaspec.serve.openai_chat import OpenAIBody
@@ -29,7 +31,10 @@ from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 
 MAX_FILES = 1024
+MAX_FIELDS = 64
+PART = 1024  # tokens of an answer that are written at once
 USUAL_TOKENS = 128  # to make room for in the context, if the client sets no limit
+_JSON = "application/json"
 _STOP_TYPES = {StopReason.END: "eos", StopReason.STOP: "word"}  # "limit" for all others
 
 
@@ -47,7 +52,9 @@ class NativeBody(OpenAIBody):
     n_predict: Count | Literal[-1, 0] | None = None  # 0: only process the prompt; -1: as many as fit
     t_max_predict_ms: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0: no limit
     n_probs: TopLogprobs | None = None  # most probable tokens to list with each token
-    response_fields: list[str] | None = None  # such as "timings/prompt_n"
+    response_fields: Annotated[list[str], Field(max_length=MAX_FIELDS)] | None = (
+        None  # such as "timings/prompt_n"
+    )
 
     @property
     def is_warm_up(self) -> bool:
@@ -67,7 +74,7 @@ class NativeBody(OpenAIBody):
 class NativeCompletionBody(NativeBody):
     """A text to continue."""
 
-    prompt: str | list[int | str]
+    prompt: str | Annotated[list[int | str], Field(fail_fast=True)]
 
 
 class InfillBody(NativeBody):
@@ -189,7 +196,7 @@ class TokenizeBody(Fields):
 class DetokenizeBody(Fields):
     """Tokens to turn into text."""
 
-    tokens: list[int]
+    tokens: TokenIds
 
 
 async def _health(service: Service, _: Request) -> Response:
@@ -253,10 +260,19 @@ async def _props(service: Service, _: Request) -> Response:
 async def _tokenize(service: Service, _: Request, body: TokenizeBody) -> Response:
     vocabulary = service.builder.vocabulary
     content, special = body.content.encode(), bool(body.add_special)
-    ids = (await run_in_threadpool(vocabulary.tokenize, content, add_special=special)).tolist()
-    if body.with_pieces:
-        return JSONResponse({"tokens": [{"id": i, "piece": _piece(vocabulary.piece(i))} for i in ids]})
-    return JSONResponse({"tokens": ids})
+    ids = await run_in_threadpool(vocabulary.tokenize, content, add_special=special)
+    return StreamingResponse(_token_list(vocabulary, ids, bool(body.with_pieces)), media_type=_JSON)
+
+
+def _token_list(vocabulary: LlamaVocabulary, ids: TokenArray, with_pieces: bool) -> Iterator[str]:
+    """Write the answer in parts. Starlette runs this outside the event loop."""
+    yield '{"tokens":['
+    for begin in range(0, len(ids), PART):
+        part: list[Any] = ids[begin : begin + PART].tolist()
+        if with_pieces:
+            part = [{"id": i, "piece": _piece(vocabulary.piece(i))} for i in part]
+        yield ("," if begin else "") + json.dumps(part, ensure_ascii=False, separators=(",", ":"))[1:-1]
+    yield "]}"
 
 
 def _piece(piece: bytes) -> str | list[int]:
@@ -267,10 +283,18 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 async def _detokenize(service: Service, _: Request, body: DetokenizeBody) -> Response:
-    builder = service.builder
-    builder.check_token_ids(body.tokens, "tokens")
-    text = b"".join(map(builder.vocabulary.piece, body.tokens)).decode(errors="replace")
-    return JSONResponse({"content": text})
+    await run_in_threadpool(service.builder.check_token_ids, body.tokens, "tokens")
+    return StreamingResponse(_text_of(service.builder.vocabulary, body.tokens), media_type=_JSON)
+
+
+def _text_of(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> Iterator[str]:
+    """Write the answer in parts, which end between two characters."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    yield '{"content":"'
+    for begin in range(0, len(tokens), PART):
+        pieces = b"".join(map(vocabulary.piece, tokens[begin : begin + PART]))
+        yield json.dumps(decoder.decode(pieces), ensure_ascii=False)[1:-1]
+    yield json.dumps(decoder.decode(b"", final=True), ensure_ascii=False)[1:-1] + '"}'
 
 
 ENDPOINTS = (

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
@@ -23,6 +23,7 @@ from llamaspec.serve.bodies import (
     GenerationBody,
     OneOrMoreStops,
     ReasoningFields,
+    TokenIds,
     TopLogprobs,
     refused,
 )
@@ -52,6 +53,8 @@ from llamaspec.serve.requests import ChatRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
+
+MAX_PROMPTS = 1024
 
 
 class StreamOptions(Fields):
@@ -129,10 +132,14 @@ class ChatBody(OpenAIBody, ReasoningFields):
         return ChatRequest(messages, "messages", use, reasoning, self.wanted_format())
 
 
+_Prompt = TypeVar("_Prompt")
+Prompts = Annotated[list[_Prompt], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+
+
 class CompletionBody(OpenAIBody):
     """A text to continue."""
 
-    prompt: str | list[int] | Annotated[list[str], Field(min_length=1)] | list[list[int]]
+    prompt: str | TokenIds | Annotated[Prompts[str], Field(min_length=1)] | Prompts[TokenIds]
     echo: Annotated[bool | None, refused()] = None
     suffix: str | None = None
     best_of: int | None = None

@@ -49,6 +49,8 @@ from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import Endpoint, Service
 
+MAX_METADATA = 1024  # entries
+
 # Items that become tool calls, and their results. Items of other types are left out, such as web searches by
 # another server.
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
@@ -102,7 +104,7 @@ class ResponsesBody(GenerationBody, ReasoningFields):
     previous_response_id: Annotated[str | None, refused(_NOT_KEPT)] = None
     conversation: Annotated[str | dict[str, Any] | None, refused(_NOT_KEPT)] = None
     background: Annotated[bool | None, refused()] = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA)] | None = None
 
     def answer_options(self) -> AnswerOptions:
         """Return the options of its answer."""

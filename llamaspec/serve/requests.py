@@ -178,6 +178,7 @@ class RequestBuilder:
         except TemplateError as error:
             place = template.refused_place(messages, error, tools=tools or None, template_kwargs=kwargs)
             raise bad_field(place or request.field, str(error)) from error
+        self.check_size(rendered.text, request.field)  # a template may write more than it was given
         is_thinking = self.answer_format.begins_thinking(rendered.text)
         if begun.text or begun.reasoning:
             parts = self.answer_format.beginning(begun.text, begun.reasoning or "", rendered.text)
@@ -200,9 +201,9 @@ class RequestBuilder:
             raise ContextOverflowError(len(tokens), self._context_size, field)
         return tokens
 
-    def check_size(self, text: str, field: str) -> None:
+    def check_size(self, text: str | bytes, field: str) -> None:
         """Raise a RequestError if a text is certain to exceed the context; does not tokenize it."""
-        n = len(text.encode())
+        n = len(text.encode() if isinstance(text, str) else text)
         if n > self._max_bytes:
             n_tokens = max(n // USUAL_BYTES, self._context_size)
             raise ContextOverflowError(n_tokens, self._context_size, field, is_estimate=True)
@@ -238,7 +239,7 @@ class RequestBuilder:
     async def jobs(self, prompts: Sequence[Prompt], body: GenerationBody) -> list[Job]:
         """Return one job for each prompt and choice."""
         options = body.answer_options()
-        biases = body.biases(self.vocabulary)
+        biases = await run_in_threadpool(body.biases, self.vocabulary)
         self.check_token_ids(list(biases), "logit_bias")
         sampling = body.sampling(biases)
         limit = self._context_size if options.limit is None or options.limit < 0 else options.limit

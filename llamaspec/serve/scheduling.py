@@ -1,7 +1,7 @@
 """Runs the requests of all clients on one pair: the queue, the events of each request, metrics.
 
-A client's deltas are fetched once the client can take them. Until then, its sequences pause. An error in one
-sequence ends only that sequence. tests/serve/test_load.py, tests/serve/test_figures.py.
+A client's deltas are fetched once the client can take them. Until then, its sequences pause; after a second,
+others may run in their places. An error in one sequence ends only that sequence. tests/serve/test_load.py.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, TypeAlias
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.messages import Delta
@@ -23,10 +22,11 @@ from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve.errors import RequestError, bad_field
+from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import Job
-from llamaspec.values import Round
 
 MAX_RETRY_SECONDS = 60
+READER_SECONDS = 1.0  # for which a paused sequence keeps its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,14 @@ Event: TypeAlias = "Delta | PromptProgress | Finished"
 Events: TypeAlias = AsyncIterator[tuple[int, Event]]  # with the index of the sequence
 
 
+class Place(Enum):
+    """Whether a sequence that has begun counts among those that run at once."""
+
+    HELD = auto()
+    GIVEN_UP = auto()  # its client does not read
+    WANTED = auto()  # its client reads again
+
+
 @dataclass(slots=True, eq=False)
 class SequenceState:
     """A sequence of a request: waiting, running or ended."""
@@ -69,6 +77,8 @@ class SequenceState:
     n_rounds_counted: int = 0
     pending: list[Event] = field(default_factory=list)  # not fetched yet
     last: Finished | Exception | None = None  # the end; events may still be pending then
+    place: Place = Place.HELD
+    pause: asyncio.TimerHandle | None = None  # until it gives up its place
 
 
 class Submission:
@@ -177,7 +187,7 @@ class RequestQueue:
         if self.is_stopping:
             raise _server_stopping()
         self.check_number(len(jobs))
-        n_free = max(0, self._n_slots(jobs[0]) - len(self._running))
+        n_free = max(0, self._n_slots(jobs[0]) - self._n_held)
         if len(self._waiting) + len(jobs) > self._max_queue + n_free:
             self.metrics.refused()
             seconds = min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel)
@@ -214,7 +224,13 @@ class RequestQueue:
     def fetch(self, state: SequenceState) -> list[Event]:
         """Return the events of a sequence since the last call. If it is over, record its end."""
         stream = state.stream
-        if stream is not None and state.last is None:
+        if state.pause is not None:
+            state.pause.cancel()
+            state.pause = None
+        if state.place is not Place.HELD:
+            state.place = Place.WANTED
+            self._admit()
+        if stream is not None and state.last is None and state.place is Place.HELD:
             try:
                 state.pending += stream.ready()
                 self._count_rounds(state, stream)
@@ -233,9 +249,29 @@ class RequestQueue:
         is_overdue = limit is not None and first is not None and self._clock() - first > limit
         return is_overdue and "\n" in stream.completion.text
 
+    @property
+    def _n_held(self) -> int:
+        """Number of places that are taken."""
+        return sum(each.place is Place.HELD for each in self._running)
+
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._n_slots(self._waiting[0].job):
+        for state in self._running:
+            if state.place is Place.WANTED and self._n_held < self._n_slots(state.job):
+                state.place = Place.HELD
+                state.submission.news.set()
+        while self._waiting and not self.is_stopping and self._n_held < self._n_slots(self._waiting[0].job):
             self._start(self._waiting.popleft())
+
+    def _notice(self, state: SequenceState) -> None:
+        """Let the client fetch the events of a sequence. If it does not, the sequence gives up its place."""
+        state.submission.news.set()
+        stream = state.stream
+        if state.pause is None and stream is not None and stream.waits_for_reader:
+            state.pause = asyncio.get_running_loop().call_later(READER_SECONDS, self._give_up_place, state)
+
+    def _give_up_place(self, state: SequenceState) -> None:
+        state.place = Place.GIVEN_UP
+        self._admit()
 
     def _n_slots(self, job: Job) -> int:
         """Return how many sequences may run at once if this job is one of them."""
@@ -252,7 +288,7 @@ class RequestQueue:
 
         try:
             state.stream = state.job.open(self._pair, self._policy, on_progress)
-            state.stream.begin(lambda: loop.call_soon_threadsafe(state.submission.news.set))
+            state.stream.begin(lambda: loop.call_soon_threadsafe(self._notice, state))
         except Exception as error:  # noqa: BLE001  # the client gets the error
             self._finish(state, error)
 
@@ -265,6 +301,8 @@ class RequestQueue:
         if state.last is not None:
             return
         state.last = last
+        if state.pause is not None:
+            state.pause.cancel()
         for states in (self._running, self._waiting):
             with suppress(ValueError):
                 states.remove(state)
@@ -272,8 +310,7 @@ class RequestQueue:
             state.submission.news.set()
         with suppress(Exception):  # the client knows the end already, and other sequences must continue
             self._end(state, last)
-        if not self.is_stopping:
-            self._admit()
+        self._admit()
 
     def _end(self, state: SequenceState, last: Finished | Exception) -> None:
         """Stop generating, and count what was generated."""
@@ -292,105 +329,3 @@ class RequestQueue:
 
 def _server_stopping() -> RequestError:
     return RequestError(503, "the server is stopping", code="server_stopping")
-
-
-# Prometheus metrics. Those that vLLM has, too, have vLLM's names.
-
-PREFIX = "llamaspec:"
-_ROWS = "the sequences that shared the evaluation."
-_COUNTERS: dict[str, tuple[str, ...]] = {  # name -> help, label
-    "spec_decode_num_drafts_total": ("Rounds that verified a draft.",),
-    "spec_decode_num_draft_tokens_total": ("Draft tokens verified.",),
-    "spec_decode_num_accepted_tokens_total": ("Draft tokens accepted.",),
-    "spec_decode_num_accepted_tokens_per_pos_total": ("Draft tokens accepted, by position.", "position"),
-    "rounds_total": ("Rounds of all sequences, with a draft or without.",),
-    "draft_tokens_by_rows_total": (f"Draft tokens verified, by {_ROWS}", "rows"),
-    "rounds_by_rows_total": (f"Rounds, by {_ROWS}", "rows"),
-    "seconds_total": ("Wall-clock time by phase.", "phase"),
-    "prompt_tokens_total": ("Tokens of prompts.",),
-    "prompt_tokens_cached_total": ("Tokens of prompts that were cached.",),
-    "generation_tokens_total": ("Tokens generated, those of cancelled requests included.",),
-    "request_success_total": ("Sequences that ended, by the reason.", "finished_reason"),
-    "requests_refused_total": ("Requests refused because the queue was full.",),
-    "request_queue_seconds_total": ("Seconds that sequences waited to run.",),
-    "request_first_token_seconds_total": ("Seconds from the request to the first text.",),
-}
-_GAUGES = {
-    "num_requests_running": "Sequences that run.",
-    "num_requests_waiting": "Sequences that wait to run.",
-    "kv_cache_usage_perc": "Used part of the target's KV cache, 0 to 1.",
-    "kv_cache_tokens": "Tokens in the target's KV cache.",
-    "prefix_store_bytes": "Main memory for finished sequences.",
-}
-
-
-class Metrics:
-    """What the server has counted since it started.
-
-    Sequences that share an evaluation divide its seconds, so that sums are wall-clock time.
-    """
-
-    def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self._registry = CollectorRegistry()
-        self._counters = {
-            name: Counter(PREFIX + name, text, labels, registry=self._registry)
-            for name, (text, *labels) in _COUNTERS.items()
-        }
-        self._gauges = [Gauge(PREFIX + name, text, registry=self._registry) for name, text in _GAUGES.items()]
-
-    def rounds(self, rounds: Iterable[Round]) -> None:
-        """Count the new rounds of a sequence."""
-        for round_ in rounds:
-            n, rows = round_.n_verified, str(round_.n_sequences)
-            self._add("rounds_total", 1)
-            self._add("rounds_by_rows_total", 1, rows)
-            self._add("draft_tokens_by_rows_total", n, rows)
-            self._add("seconds_total", round_.draft_seconds / round_.n_sequences, "draft")
-            self._add("seconds_total", round_.verify_seconds / round_.n_sequences, "verify")
-            self._add("seconds_total", round_.overhead_seconds, "overhead")
-            if n:
-                self._add("spec_decode_num_drafts_total", 1)
-                self._add("spec_decode_num_draft_tokens_total", n)
-                self._add("spec_decode_num_accepted_tokens_total", round_.n_accepted)
-            for position in range(round_.n_accepted):
-                self._add("spec_decode_num_accepted_tokens_per_pos_total", 1, str(position))
-
-    def refused(self) -> None:
-        """Count a request that was refused because the queue was full."""
-        self._add("requests_refused_total", 1)
-
-    def ended(
-        self, reason: str, completion: Completion | None, queue_seconds: float, first_text: float | None
-    ) -> None:
-        """Count a sequence that has ended; `completion` is None if it never began."""
-        self._add("request_success_total", 1, reason)
-        self._add("request_queue_seconds_total", queue_seconds)
-        if first_text is not None:
-            self._add("request_first_token_seconds_total", first_text)
-        if completion is not None and completion.rounds:  # otherwise its prompt may not have been evaluated
-            self._add("prompt_tokens_total", completion.n_prompt_tokens)
-            self._add("prompt_tokens_cached_total", completion.n_cached)
-            self._add("generation_tokens_total", completion.summary.n_tokens)
-            self._add("seconds_total", completion.prefill_seconds, "prefill")
-            self._add("seconds_total", completion.mask_seconds, "mask")
-
-    def draft_length_by_rows(self) -> dict[str, float]:
-        """Return the mean number of draft tokens per round, by how many sequences shared the evaluation."""
-        tokens, rounds = (self._by_rows(f"{name}_by_rows_total") for name in ("draft_tokens", "rounds"))
-        return {rows: tokens.get(rows, 0.0) / n for rows, n in sorted(rounds.items())}
-
-    def _by_rows(self, name: str) -> dict[str, float]:
-        (family,) = self._counters[name].collect()
-        return {sample.labels["rows"]: sample.value for sample in family.samples}
-
-    def text(self, n_running: int, n_waiting: int, n_used: int, n_cells: int, n_stored_bytes: int) -> bytes:
-        """Return all metrics in Prometheus' text format; `n_used` of `n_cells` tokens are in the KV cache."""
-        values = (n_running, n_waiting, n_used / n_cells, n_used, n_stored_bytes)
-        for gauge, value in zip(self._gauges, values, strict=True):
-            gauge.set(value)
-        return generate_latest(self._registry)
-
-    def _add(self, name: str, amount: float, label: str | None = None) -> None:
-        counter = self._counters[name]
-        (counter if label is None else counter.labels(label)).inc(amount)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -80,6 +82,29 @@ def test_hostile_templates(process: TemplateProcess, source: str) -> None:
 def test_the_message_for_each_fault(process: TemplateProcess, name: str, says: str) -> None:
     with pytest.raises(RenderError, match=says):
         process.render(HOSTILE[name], {})
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    ["os.environ['HF_TOKEN']", "__builtins__.open('/etc/passwd').read()", "os.listdir('/')", "os.pipe()"],
+)
+def test_a_template_that_breaks_out_finds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    """Jinja's sandbox had holes: with 3.1.5, a template in a model file could read the environment."""
+    code = Path(sandbox.__file__).read_text()
+    assert "import ImmutableSandboxedEnvironment" in code
+    broken = tmp_path / "sandbox.py"
+    broken.write_text(code.replace("jinja2.sandbox import ", "jinja2 import Environment as "))
+    monkeypatch.setattr(sandbox, "__file__", str(broken))
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    process, outside = TemplateProcess(), "{{ cycler.__init__.__globals__."
+    try:
+        assert "/" in process.render(outside + "os.getcwd() }}", {})  # it is outside of the sandbox
+        with suppress(RenderError):
+            assert process.render(outside + wanted + " }}", {}) == ""  # Jinja's word for what does not exist
+    finally:
+        process.close()
 
 
 def test_ctrl_c_while_a_template_computes() -> None:

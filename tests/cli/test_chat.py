@@ -45,6 +45,23 @@ def test_save_and_load(pair: Pair, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 
+def test_a_last_conversation_in_a_folder_that_cannot_be_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path / ("x" * 300)))  # fails in the same way, even for root
+    with pytest.raises(PromptError, match="cannot read"):
+        load_last()
+
+
+def test_only_the_user_can_read_a_new_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    save_conversation(path, [HELLO])
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)  # the user shares it
+    save_conversation(path, [HELLO])
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 @pytest.mark.parametrize(
     "content",
     [

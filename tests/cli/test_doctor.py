@@ -141,6 +141,13 @@ def test_memory_kinds(store: ModelStore, kind: str, says: str) -> None:
     assert (found["level"], found["text"][: len(says)]) == ("ok", says)
 
 
+@pytest.mark.parametrize("n_ctx", [2, 4, 8])
+def test_a_small_context(target_file: Path, n_ctx: int) -> None:
+    """The trial of the memory needs 20 tokens, if there is room for them."""
+    answer = invoke("doctor", "--target", target_file, "-c", str(n_ctx))
+    assert (answer.code, "internal error" in answer.stderr) == (0, False)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "jamba", "lfm2"])
 def test_the_trial_leaves_no_trace(opened: OpenModel, kind: str) -> None:
     model = opened(kind)
@@ -274,9 +281,10 @@ def test_kernels_that_are_switched_off(
     assert found["kernels"]["text"].startswith("llama.cpp's kernels only: ")
 
 
-def test_a_model_that_the_kernels_do_not_take(opened: OpenModel) -> None:
+def test_a_model_that_the_kernels_do_not_take(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaspec.llama.weights.suits_kernels", lambda _parts: False)
     machine = replace(MACHINE, kernels=Kernels("avx2", 1))
-    model = opened("llama")  # f32
+    model = opened("llama", threads=1)
     found = list(model_findings(machine, Examined("draft", model, MEMORY, None)))
     text = "llama.cpp's kernels: llamaspec's do not take all types of its weights"
     assert only(found, "draft kernels") == Finding("ok", "draft kernels", text)

@@ -98,7 +98,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("number", range(1, 9))
 def test_a_fault_among_several_sequences(number: int, fault: str) -> None:
-    """In a prompt, draft or verification: it is raised to the evaluated sequences; all keep their text."""
+    """In a prompt, draft or verification: if several shared the evaluation, it is repeated for each."""
 
     def fail(n: int) -> None:
         if n == number:
@@ -119,9 +119,35 @@ def test_a_fault_among_several_sequences(number: int, fault: str) -> None:
         kept = of.completion
         assert kept.tokens == alone((1, 2, 3), seed=i)[: len(kept.tokens)]
         assert (len(kept.tokens) == 12) or (kept.stop_reason is StopReason.INTERRUPT)
-    assert n_told >= 1
+    assert n_told <= 1
     assert stream(scheduler, models, (1, 2, 3)).run().tokens == alone((1, 2, 3))
     assert sorted(models[TARGET].released) == sorted(models[DRAFT].released) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_one_sequence_ends_only_this_one(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, it ended all sequences that shared the evaluation."""
+    models = {TARGET: target(), DRAFT: draft()}
+    evaluate = models[TARGET].evaluate
+
+    def fail(batch: Any, *more: Any) -> Any:
+        if any(number == 1 and request.n_tokens > 6 for number, request in batch):
+            models[TARGET].forget()
+            raise FAULTS[fault]
+        return evaluate(batch, *more)
+
+    monkeypatch.setattr(models[TARGET], "evaluate", fail)
+    scheduler = Stepped(models)
+    streams = [stream(scheduler, models, (1, 2, 3), seed=i) for i in range(3)]
+    for of in streams:
+        of.begin()
+    for i, of in enumerate(streams):
+        if i == 1:
+            with pytest.raises(type(FAULTS[fault])):
+                rest(of)
+        else:
+            assert rest(of) == alone((1, 2, 3), seed=i)
+    assert 0 < len(streams[1].completion.tokens) < 12
 
 
 @pytest.mark.parametrize("n_texts", [1, 3])
@@ -143,7 +169,7 @@ def test_a_draft_that_fails_is_not_used_again(number: int, fault: str, n_texts: 
     assert [rest(of) for of in streams] == [alone((1, 2, 3), seed=i) for i in range(n_texts)]
     assert {of.completion.draft_fault for of in streams} == {str(FAULTS[fault])}
     assert {of.completion.stop_reason for of in streams} == {StopReason.LIMIT}
-    assert models[DRAFT].n_attempts < number + n_texts
+    assert models[DRAFT].n_attempts <= number + n_texts  # together once, then each alone
 
 
 @pytest.mark.parametrize("n_texts", [1, 3])
@@ -394,3 +420,28 @@ def test_such_a_fault_of_an_evaluation_ends_only_its_sequences(raised: BaseExcep
     assert sorted(error is None for error in errors) == [False, False, True, True]
     for i, of in enumerate(streams):
         assert of.completion.tokens == alone(seed=i)[: len(of.completion.tokens)]
+
+
+@pytest.mark.parametrize("method", ["propose", "prepare"])
+@pytest.mark.parametrize("proposed", [[1, 2], iter([1, 2]), "wrong result"])
+def test_a_drafter_with_an_answer_of_the_wrong_type(method: str, proposed: Any) -> None:
+    """Once, the text was empty, and the reason of its end was an interrupt."""
+
+    def answer(*_: Any) -> Any:
+        if proposed != "wrong result":
+            return proposed
+
+        def drafting() -> Any:
+            yield from ()
+            return [1, 2]
+
+        return drafting() if method == "propose" else 3
+
+    drafter = NoDrafter()
+    drafter_: Any = type(
+        "Wrong", (), {"prepare": drafter.prepare, "propose": drafter.propose, method: answer}
+    )
+    models = {TARGET: target(), DRAFT: draft()}
+    of = stream(Stepped(models), models, (1, 2, 3), drafter=drafter_())
+    with pytest.raises(TypeError, match=method):
+        rest(of)

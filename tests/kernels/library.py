@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+import pytest
+from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
 import llamaspec.kernels
@@ -18,17 +21,16 @@ import llamaspec.kernels
 LEVELS = ("avx512", "avx-vnni", "avx2")
 GROUP = 64  # columns that are computed together
 UNIT = 32  # activations that share a scale
-Type = gguf.GGMLQuantizationType
 QUANTIZED = (
-    Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K,
-    Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4,
+    Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K,
+    Type.Q6_K, Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4,
 )  # fmt: skip
 FLOATS = (Type.F32, Type.F16, Type.BF16)
 # Where a block has its half floats, in bytes.
 HALVES = {
-    Type.Q4_0: (0,), Type.Q4_1: (0, 2), Type.Q5_0: (0,), Type.Q5_1: (0, 2), Type.Q8_0: (0,), Type.Q2_K: (80, 82),
-    Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,), Type.IQ4_NL: (0,), Type.IQ4_XS: (0,),
-    Type.MXFP4: (),
+    Type.Q4_0: (0,), Type.Q4_1: (0, 2), Type.Q5_0: (0,), Type.Q5_1: (0, 2), Type.Q8_0: (0,),
+    Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,),
+    Type.IQ4_NL: (0,), Type.IQ4_XS: (0,), Type.MXFP4: (),
 }  # fmt: skip
 
 Bytes = npt.NDArray[np.uint8]
@@ -39,14 +41,19 @@ _ACTIVATIONS = np.dtype([("q", "i1", UNIT), ("scale", "f4"), ("aux", "i4", 2)])
 
 
 def open_library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(Path(llamaspec.kernels.__file__).with_name("libllamaspec_kernels.so")))
+    """Return the library, or the one that the environment variable KERNELS names (`make test-kernels`)."""
+    path = Path(os.environ.get("KERNELS", llamaspec.kernels.library.path))
+    if not path.is_file():
+        pytest.skip("the kernels were not built")
+    library = ctypes.CDLL(str(path))
     pointer, size, n = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
     library.llamaspec_kernels_level.restype = ctypes.c_char_p
     library.llamaspec_kernels_multiply.argtypes = [
         ctypes.c_int, pointer, size, n, n, pointer, n, pointer, ctypes.c_int, n, pointer,
     ]  # fmt: skip
     library.llamaspec_kernels_attend.argtypes = [
-        *[ctypes.c_int] * 2, *[pointer] * 6, *[ctypes.c_float] * 2, *[ctypes.c_int] * 5, n, ctypes.c_int, pointer,
+        *[ctypes.c_int] * 2, *[pointer] * 6, *[ctypes.c_float] * 2, *[ctypes.c_int] * 5, n, ctypes.c_int,
+        pointer,
     ]  # fmt: skip
     return library
 
@@ -111,8 +118,8 @@ def multiply(
     out = np.full((n, n_rows), np.nan, np.float32)
     quantized = np.zeros(n_inputs // UNIT * n, _ACTIVATIONS)
     is_covered = library.llamaspec_kernels_multiply(
-        int(kind), rows.ctypes.data, rows.strides[0], n_rows, n_inputs, x.ctypes.data, n, out.ctypes.data, n_threads,
-        chunk, quantized.ctypes.data,
+        int(kind), rows.ctypes.data, rows.strides[0], n_rows, n_inputs, x.ctypes.data, n, out.ctypes.data,
+        n_threads, chunk, quantized.ctypes.data,
     )  # fmt: skip
     assert is_covered
     return out, x.astype(np.float64) if kind in FLOATS else _columns(quantized, n, n_inputs)

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernels.library import Float32, Float64, Type, at_level, brain, levels_here, open_library
+from gguf import GGMLQuantizationType as Type
+
+from kernels.library import Float32, Float64, at_level, brain, levels_here, open_library
 
 TOLERANCE = 4e-6
 
@@ -29,10 +31,13 @@ class Case:
         (n, n_heads, length), (n_cells, n_kv, value_length) = self.q.shape, self.v.shape
         out = np.full((n, n_heads, value_length), np.nan, np.float32)
         kinds = [int(Type.F16 if x.dtype == np.float16 else Type.BF16) for x in (self.k, self.v)]
-        arrays = [None if x is None else x.ctypes.data for x in (self.q, self.k, self.v, self.mask, self.sinks, self.slopes)]
+        arrays = [
+            None if x is None else x.ctypes.data
+            for x in (self.q, self.k, self.v, self.mask, self.sinks, self.slopes)
+        ]
         assert library.llamaspec_kernels_attend(
-            *kinds, *arrays, self.scale, self.softcap, n, n_heads, n_kv, length, value_length, n_cells, n_threads,
-            out.ctypes.data,
+            *kinds, *arrays, self.scale, self.softcap, n, n_heads, n_kv, length, value_length, n_cells,
+            n_threads, out.ctypes.data,
         )  # fmt: skip
         return out
 
@@ -50,7 +55,7 @@ class Case:
         if self.sinks is not None:
             total = total + np.exp(self.sinks.astype(np.float64))
         with np.errstate(invalid="ignore"):
-            return np.nan_to_num(np.einsum("nhc,chd->nhd", weights / total[..., None], v))
+            return np.asarray(np.einsum("nhc,chd->nhd", weights / total[..., None], v), np.float64)
 
 
 def numbers(x: npt.NDArray[Any]) -> Float64:
@@ -66,7 +71,9 @@ def random_case(
     rng = np.random.default_rng(seed)
     k, v = (
         x.astype(np.float16) if kind == "h" else brain(x)
-        for kind, x in zip(kinds, (rng.normal(size=(n_cells, n_kv, size)) for size in (length, value_length)), strict=True)
+        for kind, x in zip(
+            kinds, (rng.normal(size=(n_cells, n_kv, size)) for size in (length, value_length)), strict=True
+        )
     )
     visible = rng.random((n, n_cells)) < sees
     visible[:, 0] = True
@@ -74,7 +81,13 @@ def random_case(
     return Case(q, k, v, np.where(visible, 0, -np.inf).astype(np.float16))
 
 
-SHAPES = ((1, 12, 2, 128, 128, 700), (5, 4, 4, 64, 80, 33), (9, 14, 2, 64, 64, 300), (30, 6, 1, 32, 48, 500), (2, 48, 1, 16, 16, 20))
+SHAPES = (
+    (1, 12, 2, 128, 128, 700),
+    (5, 4, 4, 64, 80, 33),
+    (9, 14, 2, 64, 64, 300),
+    (30, 6, 1, 32, 48, 500),
+    (2, 48, 1, 16, 16, 20),
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +118,9 @@ def test_attention(library: ctypes.CDLL, shape: tuple[int, ...], kinds: str, fea
             given = replace(case, scale=case.scale / (case.softcap or 1.0))
             found[level] = given.found(library)
             alone = [
-                replace(given, q=given.q[i : i + 1], mask=None if given.mask is None else given.mask[i : i + 1])
+                replace(
+                    given, q=given.q[i : i + 1], mask=None if given.mask is None else given.mask[i : i + 1]
+                )
                 for i in range(len(given.q))
             ]
             one_by_one = np.concatenate([each.found(library, n_threads=3) for each in alone])
@@ -121,7 +136,10 @@ def test_it_does_not_matter_where_cells_lie(library: ctypes.CDLL, shape: tuple[i
     """Cells of other sequences between, even with values that are not numbers, change no bit."""
     case, rng = random_case(shape), np.random.default_rng(2)  # type: ignore[arg-type]
     assert case.mask is not None
-    (n, n_cells), places = case.mask.shape, np.sort(rng.permutation(2 * case.mask.shape[1])[: case.mask.shape[1]])
+    (n, n_cells), places = (
+        case.mask.shape,
+        np.sort(rng.permutation(2 * case.mask.shape[1])[: case.mask.shape[1]]),
+    )
     k, v = (np.full((2 * n_cells, *x.shape[1:]), np.nan, x.dtype) for x in (case.k, case.v))
     mask = np.full((n, 2 * n_cells), -np.inf, np.float16)
     k[places], v[places], mask[:, places] = case.k, case.v, case.mask
@@ -141,7 +159,9 @@ def test_another_sequence_that_is_not_a_number_is_no_concern(library: ctypes.CDL
     for level in levels_here(library):
         with at_level(library, level):
             found = replace(case, k=k, v=v, mask=mask).found(library)
-            alone = replace(case, q=case.q[:1], k=case.k[:32], v=case.v[:32], mask=mask[:1, :32].copy()).found(library)
+            alone = replace(
+                case, q=case.q[:1], k=case.k[:32], v=case.v[:32], mask=mask[:1, :32].copy()
+            ).found(library)
         assert np.array_equal(found[:1], alone)
         assert np.isnan(found[1]).all()
 

@@ -7,11 +7,25 @@ import ctypes
 import gguf
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kernels.library import (
-    FLOATS, GROUP, HALVES, QUANTIZED, Bytes, Float32, Float64, Type, at_level, levels_here, multiply, open_library,
-    random_weights, set_halves, true_weights,
+    FLOATS,
+    GROUP,
+    HALVES,
+    QUANTIZED,
+    Bytes,
+    Float32,
+    Float64,
+    at_level,
+    levels_here,
+    multiply,
+    open_library,
+    random_weights,
+    set_halves,
+    true_weights,
 )  # fmt: skip
 
 TOLERANCE = 1e-6  # of the sum of absolute products: 256 additions of float32
@@ -128,7 +142,7 @@ def test_activations_of_any_size(library: ctypes.CDLL, kind: Type, size: float) 
 def test_the_same_bits_at_every_width(
     kind: Type, n_rows: int, n: int, n_threads: int, chunk: int, level: str, seed: int
 ) -> None:
-    """A column alone gives the bits that it gives among others, in chunks of any size, on any number of threads."""
+    """A column alone gives the bits that it gives among others, in any chunks, on any number of threads."""
     library, rng = open_library(), np.random.default_rng(seed)
     rows, x = random_weights(kind, n_rows, 512, rng), columns(n, 512, rng)
     with at_level(library, level):

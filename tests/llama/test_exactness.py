@@ -17,7 +17,7 @@ with_kernels = pytest.mark.skipif(runtime.kernels().level is None, reason="the k
 
 
 @with_kernels
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "deepseek2", "gemma4", "step35"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3", "deepseek2", "gemma4", "step35"])
 @pytest.mark.parametrize("n_ctx", [600, 20])
 def test_with_our_kernels_there_is_no_reason(opened: OpenModel, kind: str, n_ctx: int) -> None:
     model = opened(kind, n_ctx=n_ctx)
@@ -32,11 +32,11 @@ def test_with_our_kernels_there_is_no_reason(opened: OpenModel, kind: str, n_ctx
     ("kind", "options", "reason"),
     [
         ("llama", {"flash_attention": "off"}, "flash attention is off; drop --flash-attn off"),
-        ("llama", {"cache_type_k": "q8_0"}, "with q8_0 keys and f16 values, llama.cpp computes a part of"),
+        ("llama", {"cache_type_k": "q8_0"}, "this model with q8_0 keys and f16 values; use f16 for both"),
         (
             "llama",
             {"cache_type_v": "q4_0"},
-            "no flash attention for this model with f16 keys and q4_0 values",
+            "this model with f16 keys and q4_0 values; use f16 for both",
         ),
         ("mamba", {}, "layers of this model keep states"),
         ("lfm2", {}, "layers of this model keep states"),
@@ -95,4 +95,4 @@ def test_an_operation_that_llama_cpp_computes_is_seen(
     }
     monkeypatch.setattr(models.LlamaModel, "forward", counted)
     monkeypatch.setattr(models, "library", type("Counts", (), counts)())
-    assert "llama.cpp computes a part of this model" in (model.why_inexact() or "")
+    assert "a part of this model with f16 keys and f16 values; use another" in (model.why_inexact() or "")

@@ -106,7 +106,7 @@ def test_the_types_of_a_real_file(store: ModelStore, kind: str) -> None:
     ("covered", "types", "suits"),
     [
         ({Q4_0}, {Q4_0}, True),
-        ({Q4_0}, {Q4_0, F32}, True),  # the router of a mixture of experts
+        ({Q4_0, F32}, {Q4_0, F32}, True),  # the router of a mixture of experts
         ({Q4_0}, {Q4_0, Q8_0}, False),
         (set(), {Q4_0}, False),
         ({Q4_0}, {F32}, False),
@@ -138,16 +138,6 @@ def test_weights_that_our_kernels_take_stay_as_they_are(
         assert repacked.pop() == weights.may_be_repacked == expected
         assert weights.kernels == ("llamaspec's AVX2 kernels" if Q4_0 in types else "llama.cpp's kernels")
         weights.close()
-
-
-def test_nothing_needs_a_prompt_context_if_nothing_is_repacked(
-    opened: OpenModel, library: FakeLibrary, monkeypatch: pytest.MonkeyPatch, repacked: list[bool]
-) -> None:
-    monkeypatch.setattr("llamaspec.llama.prompt_processor.NEVER_REPACKED", frozenset())
-    recipe = Recipe(dtype="q4_0", n_context=2048)
-    assert opened("llama", recipe).prompt_processor is not None
-    library.types = {Q4_0}
-    assert opened("llama", recipe).prompt_processor is None
 
 
 def test_a_model_without_kernels_turns_them_off_for_the_process(

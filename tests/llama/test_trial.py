@@ -358,3 +358,15 @@ def test_commands_try_files(store: ModelStore, tmp_path: Path) -> None:
         assert answer.code == 1
         assert "Traceback" not in answer.stderr
         assert "bad.gguf" in answer.stdout + answer.stderr
+
+
+def test_a_cache_folder_that_cannot_be_searched(
+    target_file: Path, trials: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run by root made such a folder, and from then on every command ended with "Permission denied".
+
+    Tests may run as root, who may search everything; a name that is too long fails in the same place.
+    """
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(target_file.parent / ("x" * 300)))
+    trial.ensure_tried(target_file)
+    assert len(trials) == 1

@@ -46,7 +46,7 @@ def described(demo_files: tuple[Path, Path]) -> Iterator[Any]:
     options = ModelOptions(n_ctx=N_TOKENS, n_cells=4 * N_TOKENS, threads=1)
     with open_pair(*demo_files, target_options=options, draft_options=options) as pair:
         template = ChatTemplate.of(pair.target, TEMPLATE)
-        config = ServeSettings(host="0.0.0.0", no_auth=True, request_timeout=None)
+        config = ServeSettings(allowed_hosts=("testserver",), request_timeout=None)
         with serving(pair, FixedLength(2), template, config, lambda _: None) as (app, _):
             schema: Any = schemathesis.openapi.from_dict(openapi())
             schema.app = app

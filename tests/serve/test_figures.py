@@ -9,7 +9,8 @@ import pytest
 from llamaspec import Pair
 from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.forms import figures, openai_usage
-from llamaspec.serve.scheduling import Finished, Metrics
+from llamaspec.serve.metrics import Metrics
+from llamaspec.serve.scheduling import Finished
 from llamaspec.values import Evaluation, Source
 from patience import until
 from rounds import a_round, a_text

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamaspec import AutoLength, FixedLength, Pair, Sampling
+from llamaspec import AutoLength, FixedLength, ModelOptions, Pair, Sampling, open_pair
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.messages import ContentDelta
 from llamaspec.engine.scheduler import Scheduler
@@ -25,12 +25,12 @@ from llamaspec.length.costs import Costs
 from llamaspec.serve.bodies import AnswerOptions, SpeculativeFields
 from llamaspec.serve.constraints import Prompt
 from llamaspec.serve.errors import RequestError
+from llamaspec.serve.metrics import Metrics
 from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import (
     Event,
     Events,
     Finished,
-    Metrics,
     PromptProgress,
     RequestQueue,
     SequenceState,
@@ -128,6 +128,62 @@ def test_a_reader_that_stops_gives_its_room_to_others(demo_files: tuple[Path, Pa
             return other, await read(slow)
 
         assert run(ask()) == ([said(alone, "import os", 2, 400)], [said(alone, "def f(", 1, 300)])
+
+
+def test_a_reader_that_stops_gives_its_place_to_others(demo: Pair, alone: Pair) -> None:
+    """Once, as many of them as may run at once stopped everybody until the time limit of a request."""
+    with decoding(demo, parallel=1) as queue:
+
+        async def ask() -> list[list[str]]:
+            slow = queue.submit([job(demo, "def f(", 1, 300, drafting=SpeculativeFields(enabled=False))])
+            others = [queue.submit([job(demo, "import os", seed, 40)]) for seed in (2, 3)]
+            texts = [await read(each) for each in others]
+            running, n_waiting = queue.sequences()
+            assert ([each.submission for each in running], n_waiting) == ([slow], 0)
+            return [*texts, await read(slow)]
+
+        texts = run(ask())
+    assert texts[:2] == [[said(alone, "import os", seed, 40)] for seed in (2, 3)]
+    assert texts[2:] == [[said(alone, "def f(", 1, 300)]]
+
+
+def test_a_reader_that_returns_waits_for_a_place(demo: Pair, alone: Pair) -> None:
+    """And a server that stops lets it finish."""
+    with decoding(demo, parallel=1) as queue:
+
+        async def ask() -> list[list[str]]:
+            slow = queue.submit([job(demo, "def f(", 1, 300, drafting=SpeculativeFields(enabled=False))])
+            other = queue.submit([job(demo, "import os", 2, 100)])
+            events = other.events(None, PATIENCE)
+            await anext(events)
+            returning = asyncio.create_task(read(slow))
+            await asyncio.sleep(0.05)
+            n_read = len(slow.states[0].stream.rounds) if slow.states[0].stream is not None else 0
+            await asyncio.sleep(0.05)
+            assert slow.states[0].stream is not None
+            assert len(slow.states[0].stream.rounds) == n_read < 300
+            queue.stop()
+            return [await read(other, events), await returning]
+
+        assert run(ask()) == [[said(alone, "import os", 2, 100)], [said(alone, "def f(", 1, 300)]]
+
+
+def test_readers_that_stop_leave_sequences_of_llama_cpp_to_others(
+    demo_files: tuple[Path, Path], alone: Pair
+) -> None:
+    """A context holds a fixed number of them. Without, the answers of the others were empty."""
+    plain = SpeculativeFields(enabled=False)
+    options = ModelOptions(n_ctx=CONTEXT, n_cells=4 * CONTEXT, threads=1, cache_type_v="bf16", max_scored=2)
+    with open_pair(demo_files[0], target_options=options) as pair, decoding(pair, parallel=2) as queue:
+
+        async def ask() -> list[list[str]]:
+            slow = [queue.submit([job(pair, "def f(", seed, 300, drafting=plain)]) for seed in (1, 2)]
+            others = [queue.submit([job(pair, "import os", seed, 40, drafting=plain)]) for seed in (3, 4)]
+            return [await read(each) for each in (*others, *slow)]
+
+        texts = run(ask())
+    asked = [("import os", 3, 40), ("import os", 4, 40), ("def f(", 1, 300), ("def f(", 2, 300)]
+    assert texts == [[said(alone, prompt, seed, n)] for prompt, seed, n in asked]
 
 
 @pytest.mark.parametrize("streams", [True, False])

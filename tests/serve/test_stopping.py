@@ -7,13 +7,16 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import monotonic
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from command import Answer, run, said
 from llamaspec import Pair
+from llamaspec.serve import app
 from patience import PATIENCE, until
 from rpc_workers import needs_rpc, running_worker
 from serving import Gate, parse_events, process, served
@@ -61,6 +64,42 @@ def test_a_signal_lets_running_answers_end(demo_files: tuple[Path, Path], number
     assert not any("Traceback" in line for line in server.lines)
 
 
+def test_new_requests_are_refused_while_the_server_stops(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, new connections were refused by the system, and kept ones were dropped."""
+    gate = Gate(demo, monkeypatch)
+    body = {**LONG, "stream": False, "max_tokens": 4}
+    with served(demo) as server, ThreadPoolExecutor(2) as clients:
+        assert server.client.get("/health").status_code == 200
+        running = clients.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+        until(lambda: server.n_running() == 1)
+        stopping = clients.submit(server.stop)
+        until(lambda: server.service.queue.is_stopping)
+        kept, new = (
+            server.post("/v1/completions", body),
+            httpx.post(f"{server.url}/v1/completions", json=body),
+        )
+        assert [kept.status_code, new.status_code] == [503, 503]
+        assert server.client.get("/health").json() == {"status": "stopping"}
+        gate.open()
+        assert running.result().status_code == 200
+        stopping.result()
+
+
+def test_a_request_that_is_not_complete_does_not_delay_the_end(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, the server waited for its body, ten seconds longer than the grace time."""
+    monkeypatch.setattr(app, "FINAL_SECONDS", int(PATIENCE))
+    with served(demo, body_seconds=PATIENCE) as server:
+        address = urlsplit(server.url)
+        with socket.create_connection((address.hostname, address.port), PATIENCE) as client:
+            client.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+            until(lambda: server.n_connections() == 1)
+            begin = monotonic()
+            server.stop()
+            assert monotonic() - begin < PATIENCE / 2
+
+
 def test_after_the_grace_time_answers_end_with_an_error(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(demo, monkeypatch)
     with (
@@ -100,6 +139,14 @@ def test_the_loss_of_a_worker_ends_the_server(demo_files: tuple[Path, Path]) -> 
         assert server.ended() == 1
         until(lambda: server.lines[-1].endswith("run this again"))
     assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("place", ["command line", "environment"])
+def test_a_key_on_the_command_line_is_warned_about(demo_files: tuple[Path, Path], place: str) -> None:
+    is_seen = place == "command line"
+    arguments, env = (["--api-key", "k"], {}) if is_seen else ([], {"LLAMASPEC_API_KEY": "k"})
+    with process(*arguments, env=env) as server:
+        assert any("--api-key-file" in line for line in server.lines) == is_seen
 
 
 def refused(*arguments: str | Path) -> Answer:

@@ -1,0 +1,107 @@
+"""The largest bodies of every endpoint: they are refused soon, or leave the event loop to others."""
+
+from __future__ import annotations
+
+import json
+from time import thread_time
+from typing import Any
+
+import pytest
+
+from llamaspec import Pair
+from llamaspec.serve.app import ENDPOINTS
+from patience import until
+from serving import Served, served
+
+SIZE = 8 << 20  # the limit of a body
+MINIMUM = {
+    "prompt": "a", "input": "a", "input_prefix": "a", "input_suffix": "b", "content": "a", "tokens": [1],
+    "max_tokens": 1, "num_predict": 1, "messages": [{"role": "user", "content": "a"}], "stream": False,
+}  # fmt: skip
+
+
+def many(item: str) -> str:
+    """Return a JSON list of as many items as a body may have."""
+    return "[" + ",".join([item] * ((SIZE - 2000) // (len(item) + 1))) + "]"
+
+
+def many_keys(n: int = 500_000) -> str:
+    return "{" + ",".join(f'"{i}":1' for i in range(n)) + "}"
+
+
+LONG = {
+    "logit_bias": (many("[15,1]"), many("[]"), many_keys()),
+    "chat_template_kwargs": (many_keys(), f'{{"a":[{many("1")}]}}'),
+    "prompt": (many('"a"'), many("[1]"), many("{}"), many("1")),
+    "tokens": (many("{}"), many("1")),
+    "messages": (many("{}"), many('{"role":"user","content":"a"}')),
+    "input": (many("{}"),),
+    "metadata": (many_keys(),),
+    "response_fields": (many('""'),),
+    "content": (json.dumps("a b " * 500_000),),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("endpoint", [each for each in ENDPOINTS if each.body], ids=lambda each: each.path)
+def test_the_event_loop_serves_others_beside_the_largest_bodies(demo: Pair, endpoint: Any) -> None:
+    """Once, a body of biases held all others for seconds. In processor time: the machine may be busy."""
+    with served(demo) as server:
+        for field in LONG.keys() & endpoint.body.model_fields.keys():
+            for value in LONG[field]:
+                before = _seconds(server)
+                rest = json.dumps({**MINIMUM, "with_pieces": True, field: None})
+                body = rest.replace(f'"{field}": null', f'"{field}": {value}')
+                answer = server.client.post(endpoint.path, content=body.encode())
+                assert answer.status_code in (200, 400, 413), answer.text[:200]
+                assert _seconds(server) - before < 0.5, (field, value[:20])
+
+
+def _seconds(server: Served) -> float:
+    """Return the processor seconds of the event loop so far."""
+    found: list[float] = []
+    server.in_loop(lambda: found.append(thread_time()))
+    until(lambda: found)
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {str(i): 1 for i in range(1001)}),
+        ("logit_bias", [[i, 1] for i in range(1001)]),
+        ("chat_template_kwargs", {"a": [[1] * 600, [1] * 600]}),
+    ],
+)
+def test_long_fields_are_refused(server: Served, field: str, value: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, field: value}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("[{" * 60_000, 200),
+        ('\\"[{' * 60_000, 200),
+        (",[]" * 100_001, 400),
+        ('"' + '\\"' * 60_000 + "[{" * 60_000, 400),
+    ],
+)
+def test_only_lists_and_objects_outside_of_strings_count(server: Served, text: str, status: int) -> None:
+    content = json.dumps({"content": text}) if status == 200 else f'{{"content": "a", "more": [1{text}]}}'
+    assert server.client.post("/tokenize", content=content.encode()).status_code == status
+
+
+def test_text_to_tokens_and_back_in_parts(server: Served) -> None:
+    """Answers are written in parts, and a part may end within a character."""
+    text = 'naïve \U0001f600 "x"\n' * 900
+    tokens = server.post("/tokenize", {"content": text}).json()["tokens"]
+    assert len(tokens) > 3000
+    assert server.post("/detokenize", {"tokens": tokens}).json() == {"content": text}
+    pieces = server.post("/tokenize", {"content": text, "with_pieces": True}).json()["tokens"]
+    assert [each["id"] for each in pieces] == tokens
+    for content in ("", "a"):
+        tokens = server.post("/tokenize", {"content": content}).json()["tokens"]
+        assert server.post("/detokenize", {"tokens": tokens}).json() == {"content": content}
