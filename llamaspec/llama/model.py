@@ -349,10 +349,10 @@ def default_store_bytes(weights_bytes: int) -> int:
 def _max_chunked_prefill(weights: Weights, options: ModelOptions, context: Context) -> int:
     """Return the widest evaluation that rounds like a narrow one.
 
-    On CPUs, flash attention over f16 adds up in another order from 64 positions on.
+    On CPUs, llama.cpp's flash attention over f16 adds up in another order from 64 positions on.
     """
     types = options.cache_type_k, options.cache_type_v
     is_tiled = options.flash_attention != "off" and types == ("f16", "f16")
-    if not is_tiled or leaves_main_memory(weights, options):
+    if not is_tiled or runtime.kernels().level is not None or leaves_main_memory(weights, options):
         return context.batch_size
     return min(context.batch_size, TILE - 1)
