@@ -100,7 +100,17 @@ class OllamaMessage(MessageFields):
 
     name: Annotated[str | None, Field(alias="tool_name")] = None
     reasoning_content: Annotated[str | None, Field(alias="thinking")] = None
-    images: NoImages | None = None
+    images: list[str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_images_as_parts(cls, given: Any) -> Any:
+        """Make images parts of the content, as in the other APIs."""
+        images = given.get("images") if isinstance(given, dict) else None
+        if not images or not isinstance(images, list) or not isinstance(given.get("content", ""), str):
+            return given
+        text = {"type": "text", "text": given.get("content", "")}
+        return {**given, "content": [text, *({"type": "image"} for _ in images)], "images": None}
 
 
 class OllamaChatBody(OllamaBody):
