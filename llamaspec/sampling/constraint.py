@@ -23,6 +23,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from llamaspec.errors import ConstraintError, printable
 from llamaspec.large_stack import with_large_stack
 from llamaspec.protocols import SequenceConstraint, WholeVocabulary, token_names
+from llamaspec.sampling.schemas import with_bounded_integers
 from llamaspec.values import NO_TOKENS, TokenArray, n_common
 
 MAX_TEXT = 64 << 10  # bytes of a schema or grammar
@@ -180,11 +181,11 @@ def _grammar_source(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any] | str) -> str:
-    """Return a schema as JSON text; raise if it is not a JSON object."""
+    """Return a schema as JSON text, with bounded integers; raise if it is not a JSON object."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         _check_size("JSON schema", text)
-        parsed = json.loads(text)
+        parsed = with_bounded_integers(json.loads(text))
     except RecursionError as error:
         raise ConstraintError("the JSON schema is nested too deeply; flatten it") from error
     except (TypeError, ValueError) as error:
@@ -192,7 +193,7 @@ def _json(schema: Mapping[str, Any] | str) -> str:
         raise ConstraintError(f"the JSON schema is not JSON: {reason}; correct it") from error
     if not isinstance(parsed, dict):
         raise ConstraintError(f"a JSON schema must be a JSON object, got {_first_line(text)}")
-    return text
+    return json.dumps(parsed)
 
 
 def _check_size(kind: str, text: str) -> None:

@@ -470,3 +470,20 @@ def test_text_in_xml_is_held_to_its_schema(
         assert matches(grammar, words, call.format(text)), text
     for text in wrong:
         assert not matches(grammar, words, call.format(text)), text
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen-xml", "harmony"])
+def test_integers_of_calls_end(family: str) -> None:
+    """At temperature 0, a model wrote zeros up to the limit."""
+    calls, words = FAMILIES[family], Bytes(MARKS)
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools: list[Any] = [{"function": {"name": "note", "parameters": parameters}}]
+    grammar = tool_grammar(AnswerFormat(calls), tools, words.controls, is_forced=True)
+    assert grammar is not None
+    before, _, after = written(family, "", "")
+    for n_digits, is_right in ((18, True), (30, False)):
+        number = "1" * n_digits
+        spelled = (
+            f"<parameter=n>\n{number}\n</parameter>\n" if calls.arguments == "xml" else f'{{"n":{number}}}'
+        )
+        assert matches(grammar, words, before + spelled + after) is is_right
