@@ -95,6 +95,16 @@ class Accepted:
             form["content"] = _as_parts(message.text)
         return form
 
+    @staticmethod
+    def tools(tools: Sequence[Mapping[str, Json]]) -> list[Form]:
+        """Return tools with `properties`, even if they are none: templates list them."""
+        found = []
+        for tool in tools:
+            function = tool.get("function", {})
+            parameters = {"type": "object", "properties": {}, **function.get("parameters", {})}
+            found.append({**tool, "function": {**function, "parameters": parameters}})
+        return found
+
     def _one_system(self, messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
         """Return the system messages as one, if there are any, and the rest.
 

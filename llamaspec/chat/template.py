@@ -125,6 +125,7 @@ class ChatTemplate:
         escaped = SpecialTokens(()) if parse_special else self._special
 
         messages = self.accepted.messages(messages, with_tools=bool(tools))
+        tools = self.accepted.tools(tools) if tools else None
 
         def rendered(*, arguments_in_text: bool) -> Rendered:
             forms = [self.accepted.form(each, arguments_in_text=arguments_in_text) for each in messages]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from llamaspec.chat.families import GEMMA4, HARMONY, NAME, QUOTED_NAME, QWEN_XML, AnswerFormat
 from llamaspec.chat.messages import Json
 from llamaspec.chat.xml_values import as_text, choices, escaped, quoted, text_rules, types_of
-from llamaspec.sampling.schemas import with_bounded_integers
+from llamaspec.sampling.schemas import compilable
 
 _ANYTHING = r"/(?s:.*)/"
 
@@ -191,4 +191,4 @@ class _Grammar:
 
 def _json(schema: Mapping[str, Json]) -> str:
     """Return the part of a rule for JSON of a schema."""
-    return f"%json {json.dumps(with_bounded_integers(dict(schema)))}"
+    return f"%json {json.dumps(compilable(dict(schema)))}"

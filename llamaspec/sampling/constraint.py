@@ -23,7 +23,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from llamaspec.errors import ConstraintError, printable
 from llamaspec.large_stack import with_large_stack
 from llamaspec.protocols import SequenceConstraint, WholeVocabulary, token_names
-from llamaspec.sampling.schemas import with_bounded_integers
+from llamaspec.sampling.schemas import compilable
 from llamaspec.values import NO_TOKENS, TokenArray, n_common
 
 MAX_TEXT = 64 << 10  # bytes of a schema or grammar
@@ -181,11 +181,11 @@ def _grammar_source(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any] | str) -> str:
-    """Return a schema as JSON text, with bounded integers; raise if it is not a JSON object."""
+    """Return a schema as JSON text, as llguidance can compile it; raise if it is not a JSON object."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         _check_size("JSON schema", text)
-        parsed = with_bounded_integers(json.loads(text))
+        parsed = compilable(json.loads(text))
     except RecursionError as error:
         raise ConstraintError("the JSON schema is nested too deeply; flatten it") from error
     except (TypeError, ValueError) as error:

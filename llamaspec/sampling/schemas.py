@@ -46,17 +46,22 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
         yield from ((path, each) for path, each in inner if isinstance(each, dict))
 
 
-def with_bounded_integers(schema: Any, *, is_names: bool = False) -> Any:
-    """Return a schema whose integers have at most 19 digits, unless the schema bounds them itself."""
+def compilable(schema: Any, *, is_names: bool = False) -> Any:
+    """Return a schema as llguidance can compile it.
+
+    Its integers have at most 19 digits, unless it bounds them itself. `uniqueItems` is left out, because no
+    grammar can hold a text to it, and so are names of properties that may be any string.
+    """
     if isinstance(schema, list):
-        return [with_bounded_integers(part) for part in schema]
+        return [compilable(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     found = {
         key: value
         if key in ("enum", "const") and not is_names
-        else with_bounded_integers(value, is_names=key in _NAMES and not is_names)
+        else compilable(value, is_names=key in _NAMES and not is_names)
         for key, value in schema.items()
+        if is_names or not (key == "uniqueItems" or (key == "propertyNames" and value == {"type": "string"}))
     }
     types = found.get("type")
     kinds = types if isinstance(types, list) else [types]

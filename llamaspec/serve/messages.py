@@ -171,7 +171,7 @@ def required(value: str | None, place: str) -> str:
 # Tools
 
 MAX_TOOLS = 512
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 _CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
@@ -253,7 +253,8 @@ def tool_use(
         if each.strict:
             strict.add(name)
         description = {} if each.description is None else {"description": each.description}
-        parameters = each.parameters or each.input_schema or _NO_ARGUMENTS
+        schema = each.parameters or each.input_schema or _NO_ARGUMENTS
+        parameters = {key: value for key, value in schema.items() if value is not None}
         function = {"name": name, **description, "parameters": parameters}
         found.append({"type": "function", "function": function})
     given = ToolChoiceFields(type=choice) if isinstance(choice, str) else choice or ToolChoiceFields()

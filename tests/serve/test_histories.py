@@ -113,3 +113,60 @@ def test_a_compacted_conversation_in_every_api(demo: Pair) -> None:
             server.post("/api/chat", {"messages": simple, "options": {"num_predict": 2}}),
         ]
     assert [answer.status_code for answer in answers] == [200] * 5, [answer.text for answer in answers]
+
+
+def test_a_reference_to_an_item_is_refused() -> None:
+    """Its message was missing without a word."""
+    with pytest.raises(RequestError, match="keeps no conversations"):
+        responses({"type": "item_reference", "id": "msg_1"}, told("user", "Go on."))
+
+
+def test_instructions_without_input() -> None:
+    body = ResponsesBody.model_validate({"input": [], "instructions": "Write a haiku."})
+    assert [message.text for message in body.chat_request().messages] == ["Write a haiku."]
+    with pytest.raises(RequestError, match="must not be empty"):
+        responses()
+
+
+# As real templates list the fields of tools.
+LISTING = """{% for tool in tools or [] %}{{ tool.function.name }}(
+{%- for key, field in tool.function.parameters.properties.items() %}{{ key }}: {{ field.type }}{% endfor %})
+{% endfor %}{% for m in messages %}# {{ m.role }}: {{ m.content }}
+{% endfor %}# assistant:"""
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"type": "object"}, {"type": "object", "properties": None, "required": None}, {}, None]
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_tool_without_properties(demo: Pair, parameters: Any, strict: bool) -> None:
+    """A template that lists properties refused it."""
+    function = {"name": "files/read.v1", "parameters": parameters, "strict": strict}
+    body = {
+        "messages": [told("user", "Hi")],
+        "max_tokens": 3,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    }
+    with served(demo, template=LISTING) as server:
+        answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        {"type": "object", "additionalProperties": {"type": "string"}, "propertyNames": {"type": "string"}},
+    ],
+)
+def test_a_format_with_keywords_that_say_little(demo: Pair, schema: dict[str, Any]) -> None:
+    """Sets and dictionaries of pydantic; they were accepted in tools only."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": [told("user", "Hi")], "max_tokens": 3, "response_format": wanted}
+    with served(demo) as server:
+        answer = server.post("/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        schema["propertyNames"] = {"pattern": "^a"}
+        if schema["type"] == "object":
+            assert server.post("/v1/chat/completions", body).status_code == 400

@@ -79,7 +79,7 @@ def test_after_the_grace_time_answers_end_with_an_error(demo: Pair, monkeypatch:
 
 def test_the_key_from_the_environment(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("from-file\n\n")
+    file.write_text("\ufefffrom-file\n\n", encoding="utf-8")  # as an editor on Windows saves it
     with process("--api-key-file", str(file), env={"LLAMASPEC_API_KEY": "from-env"}) as server:
         codes = [
             httpx.get(f"{server.url}/v1/models", headers={"X-Api-Key": key}).status_code
