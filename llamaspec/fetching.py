@@ -85,7 +85,7 @@ def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
         free = shutil.disk_usage(folder).free
         if n_missing > free:
             raise ModelFileError(
-                f"{file} needs {n_missing / 1e9:.1f} GB, but {folder} has {free / 1e9:.1f} GB free; "
+                f"{file} needs {_size(n_missing)}, {_size(n_missing - free)} more than {folder} has free; "
                 "make room, or set HF_HOME to a folder on a larger disk"
             )
         if on_fetch is not None and n_missing:
@@ -241,6 +241,13 @@ def list_models(repo: str) -> list[str]:
         raise ModelFileError(
             f"cannot list the models of {repo}: {quoted(str(error))}; name one as hf:owner/repo:file.gguf"
         ) from error
+
+
+def _size(n_bytes: int) -> str:
+    """Return a size in the unit that shows it."""
+    if n_bytes < 1e6:
+        return f"{n_bytes} bytes"
+    return f"{n_bytes / 1e6:.1f} MB" if n_bytes < 1e8 else f"{n_bytes / 1e9:.1f} GB"
 
 
 def _reason(file: RemoteFile, error: Exception) -> str:

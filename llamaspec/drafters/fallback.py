@@ -25,16 +25,23 @@ Result = TypeVar("Result")
 
 
 def drafting(drafter: Drafter, context: TokenArray, length: SequenceLength) -> Drafting:
-    """Let a drafter draft; return its draft."""
-    proposed = drafter.propose(context, length)
-    return proposed if isinstance(proposed, Draft) else (yield from proposed)
+    """Let a drafter draft; return its draft. TypeError if it returns anything else."""
+    proposed: object = drafter.propose(context, length)
+    draft = (yield from proposed) if isinstance(proposed, Generator) else proposed
+    if not isinstance(draft, Draft):
+        name = type(drafter).__name__
+        raise TypeError(f"{name}.propose must return a Draft, got {type(draft).__name__}; see Draft.certain")
+    return draft
 
 
 def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
     """Let a drafter process a prompt."""
-    prepared = drafter.prepare(context)
-    if prepared is not None:
+    prepared: object = drafter.prepare(context)
+    if isinstance(prepared, Generator):
         yield from prepared
+    elif prepared is not None:
+        name = type(drafter).__name__
+        raise TypeError(f"{name}.prepare must return nothing, got {type(prepared).__name__}")
 
 
 def metered(

@@ -179,6 +179,7 @@ class RequestBuilder:
         except TemplateError as error:
             place = template.refused_place(messages, error, tools=tools or None, template_kwargs=kwargs)
             raise bad_field(place or request.field, str(error)) from error
+        self._check_bytes(len(rendered.text), request.field)  # the template may have written more
         is_thinking = self.answer_format.begins_thinking(rendered.text)
         if begun.text or begun.reasoning:
             parts = self.answer_format.beginning(begun.text, begun.reasoning or "", rendered.text)
@@ -203,7 +204,9 @@ class RequestBuilder:
 
     def check_size(self, text: str, field: str) -> None:
         """Raise a RequestError if a text is certain to exceed the context; does not tokenize it."""
-        n = len(text.encode())
+        self._check_bytes(len(text.encode()), field)
+
+    def _check_bytes(self, n: int, field: str) -> None:
         if n > self._max_bytes:
             n_tokens = max(n // USUAL_BYTES, self._context_size)
             raise ContextOverflowError(n_tokens, self._context_size, field, is_estimate=True)

@@ -298,7 +298,10 @@ def test_a_wrong_file_name_suggests_close_ones(hub: Hub, cache: Path, split_file
 def test_a_disk_that_is_too_small(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     n_free = len(hub.files[BIG]) - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=n_free))
-    assert "set HF_HOME" in refused()
+    line = refused()
+    assert "set HF_HOME" in line
+    assert f"needs {n_free + 1} bytes" in line  # it said that 0.0 GB are needed and 0.0 GB free
+    assert "1 bytes more than" in line
     assert hub.n_sent == 0
     n_free += 1
     fetch(FILE)

@@ -170,3 +170,14 @@ def test_a_format_with_keywords_that_say_little(demo: Pair, schema: dict[str, An
         schema["propertyNames"] = {"pattern": "^a"}
         if schema["type"] == "object":
             assert server.post("/v1/chat/completions", body).status_code == 400
+
+
+def test_what_a_template_writes_is_limited_before_it_is_tokenized(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that writes 16 MB cost 4 s in each request."""
+    with served(demo, template="{{ messages[0].content }}{{ 'x ' * 4000000 }}") as server:
+        monkeypatch.setattr(demo.target.vocabulary, "tokenize", lambda *_, **__: pytest.fail("tokenized"))
+        answer = server.post("/v1/chat/completions", {"messages": [told("user", "Hi")], "max_tokens": 2})
+    assert answer.status_code == 400
+    assert "exceeds the available context size" in answer.text
