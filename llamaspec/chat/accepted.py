@@ -16,9 +16,11 @@ from dataclasses import replace
 
 from llamaspec.chat.messages import Json, Message, ToolCall
 
-# A template takes what a probe stands for if it writes the texts of all its messages.
+# A template takes what a probe stands for if it writes the texts of all messages but results. A message with
+# a call has no text, because many templates leave it out.
 PROBES: Mapping[str, tuple[str, ...]] = {
     "a system message": ("system", "user"),
+    "a system message before a call": ("system", "user", "assistant", "tool"),
     "only a system message": ("system",),
     "a later system message": ("system", "user", "assistant", "system", "user"),
     "no user message": ("system", "assistant", "tool"),
@@ -70,21 +72,27 @@ class Accepted:
     def messages(self, messages: Sequence[Message], *, with_tools: bool = False) -> list[Message]:
         """Return a conversation that the template takes and that says the same."""
         first, rest = self._one_system(messages)
-        if first and not self.takes("a system message"):
+        needs = ["a system message"]
+        if any(each.role == "tool" for each in rest):
+            needs.append("a system message before a call")
+        if first and not self._takes_all(needs, with_tools=with_tools):
             text = first.pop().text
             if rest and rest[0].role == "user":
                 rest[0] = replace(rest[0], text="\n\n".join(filter(None, (text, rest[0].text))))
             else:
                 rest.insert(0, Message("user", text))
-        needs = list[str]()
+        needs = []
         if not rest and first:
             needs = ["only a system message"]
         elif rest and rest[0].role != "user":
             has_user = any(each.role == "user" for each in rest)
             needs = ["an answer first", *([] if has_user else ["no user message"])]
-        if not all(self.takes(probe, with_tools=with_tools) for probe in needs):
+        if not self._takes_all(needs, with_tools=with_tools):
             rest.insert(0, Message("user", ""))
         return [*first, *self._in_turns(rest)]
+
+    def _takes_all(self, probes: Sequence[str], *, with_tools: bool) -> bool:
+        return all(self.takes(probe, with_tools=with_tools) for probe in probes)
 
     def form(self, message: Message, *, arguments_in_text: bool = False) -> Form:
         """Return a message in the form that the template reads."""
@@ -149,7 +157,8 @@ class Accepted:
 
     def _shows_probe(self, roles: Sequence[str], with_tools: bool) -> bool:
         messages = _probe(roles)
-        forms, texts = map(self.form, messages), (each.text for each in messages)
+        forms = map(self.form, messages)
+        texts = (each.text for each in messages if each.role != "tool")
         return self._shows([*forms], *texts, with_tools=with_tools)
 
     def _shows(self, forms: Sequence[Form], *texts: str, with_tools: bool) -> bool:
@@ -162,7 +171,7 @@ def _probe(roles: Sequence[str]) -> list[Message]:
     found = []
     for i, role in enumerate(roles):
         calls = (_CALL,) if role == "assistant" and roles[i + 1 : i + 2] == ("tool",) else ()
-        found.append(Message(role, f"probe{i}", tool_calls=calls))
+        found.append(Message(role, "" if calls else f"probe{i}", tool_calls=calls))
         if role == "tool":
             found[-1] = replace(found[-1], name=_CALL.name, tool_call_id=_CALL.id)
     return found

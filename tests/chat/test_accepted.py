@@ -40,6 +40,10 @@ MISTRAL = """{% if messages[0].role == 'system' %}<system>{{ messages[0].content
 {%- if (m.role == 'user') != (ns.index % 2 == 0) %}
 {{- raise_exception('After the optional system message, conversation roles must alternate') }}{% endif %}
 {%- set ns.index = ns.index + 1 %}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
+NEMO = """{% if messages[0].role == 'system' %}{% set system = messages[0].content %}
+{%- set messages = messages[1:] %}{% endif %}{% for m in messages %}<{{ m.role }}>
+{%- if loop.last and m.role == 'user' and system is defined %}{{ system + ': ' }}{% endif %}
+{{- m.content if not m.tool_calls }}{% endfor %}"""
 PARTS = """{% for m in messages %}<{{ m.role }}>
 {%- for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endfor %}"""
 PARTS_OF_USERS = """{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' %}{{ m.content[0]['text'] }}
@@ -70,6 +74,8 @@ RESULT = Message("tool", "r", name="probe", tool_call_id="abcdefghi")
         (MISTRAL, [SYSTEM, USER, CALL, RESULT, ANSWER, USER, USER],
          "<system>s<user>u<assistant>c<tool>r<assistant>a<user>u\n\nu"),
         (MISTRAL, [SYSTEM, ANSWER, ANSWER], "<system>s<user><assistant>a\n\na"),
+        (NEMO, [SYSTEM, USER], "<user>s: u"),
+        (NEMO, [SYSTEM, USER, CALL, RESULT], "<user>s\n\nu<assistant><tool>r"),
         (PARTS, [SYSTEM, USER, CALL, RESULT], "<system>s<user>u<assistant>c<tool>r"),
         (PARTS_OF_USERS, [SYSTEM, USER, CALL, RESULT], "<system>s<user>u<assistant>c<tool>r"),
     ],
