@@ -67,7 +67,9 @@ class MessageFields(Fields):
     tool_calls: Annotated[list[CallFields], Field(max_length=MAX_MESSAGES)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: Any = None  # another server's name for it; text, or objects of its own
+    reasoning: str | dict[str, Any] | list[Any] | None = (
+        None  # another server's name for it; text, or objects of its own
+    )
 
 
 def conversation(field: str, messages: Iterable[tuple[int, MessageFields]]) -> list[Message]:

@@ -78,7 +78,7 @@ class OllamaBody(Fields):
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Literal["true", "false", "low", "medium", "high", "max"] | None = None
-    keep_alive: Any = None  # only its answer differs
+    keep_alive: float | str | None = None  # only its answer differs
 
     def wanted_format(self) -> ResponseFormat | None:
         """Return the format of the answer, if one is given."""
@@ -90,7 +90,7 @@ class OllamaBody(Fields):
     @property
     def is_unloading(self) -> bool:
         """Whether a request without a prompt asks to unload the model."""
-        return str(self.keep_alive).rstrip("hms") == "0"
+        return str(self.keep_alive).rstrip("hms") in ("0", "0.0")
 
     @property
     def reasoning(self) -> ReasoningOptions:
