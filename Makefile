@@ -26,13 +26,14 @@ LLAMA_CPP_READY := $(VENV)/.llama-cpp-ready
 PROJECT_READY := $(VENV)/.project-ready
 KERNELS_READY := $(VENV)/.kernels-ready
 
-.PHONY: help run test test-fresh coverage check bench demo docs format clean rebuild
+.PHONY: help run test test-fresh test-kernels coverage check bench demo docs format clean rebuild
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run     generate text with the embedded pair  (PROMPT='...' ARGS='-n 100')"
 	@echo "make test    run the tests                      (ARGS='-k name')"
 	@echo "make test-fresh  the same in another order, with other examples  (SEED=7 repeats one)"
+	@echo "make test-kernels  the kernels with sanitizers, and the oracles without kernels"
 	@echo "make coverage   the tests, and the lines and branches that they miss"
 	@echo "make check   style, types, layers, and whether the docs match the commands"
 	@echo "make bench   whole requests, with drafts and without (ARGS='--help')"
@@ -51,6 +52,15 @@ test: $(KERNELS_READY)
 test-fresh: $(KERNELS_READY)
 	seed=$${SEED:-$$($(BIN)/python -c 'import secrets; print(secrets.randbits(31))')}; echo "SEED=$$seed"; \
 	$(BIN)/python -m pytest -n 2 --randomly-seed=$$seed --hypothesis-profile=fresh --hypothesis-seed=$$seed $(ARGS)
+
+# The kernels under AddressSanitizer and UndefinedBehaviorSanitizer, then the oracles without them. Part of .ci/run.
+SANITIZED := build/sanitized.so
+test-kernels: $(KERNELS_READY)
+	$(BIN)/python hatch_build.py $(SANITIZED) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 KERNELS=$(SANITIZED) \
+	    $(BIN)/python -m pytest -q tests/kernels/test_products.py tests/kernels/test_attention.py
+	LLAMASPEC_KERNELS=off $(BIN)/python -m pytest -n 2 -q tests/test_oracles.py tests/test_several_sequences.py $(ARGS)
 
 # Slower than `make test`, and not part of .ci/run.
 coverage: $(KERNELS_READY)

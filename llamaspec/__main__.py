@@ -19,6 +19,7 @@ def main() -> None:
             from llamaspec.cli.main import main as commands
         commands()
     except KeyboardInterrupt:  # between two handlers
+        end_the_process_on_interrupt()  # at a second one
         raise SystemExit(EXIT_INTERRUPTED) from None
     finally:
         end_the_process_on_interrupt()

@@ -85,7 +85,7 @@ def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
         free = shutil.disk_usage(folder).free
         if n_missing > free:
             raise ModelFileError(
-                f"{file} needs {_size(n_missing)}, but {folder} has {_size(free)} free; "
+                f"{file} needs {_size(n_missing)}, {_size(n_missing - free)} more than {folder} has free; "
                 "make room, or set HF_HOME to a folder on a larger disk"
             )
         if on_fetch is not None and n_missing:
@@ -135,11 +135,6 @@ def _announced(file: RemoteFile, name: str) -> _Part:
             f"expected {known[:12]}...; to use it anyway, give the model as {file}"
         )
     return part
-
-
-def _size(n_bytes: int) -> str:
-    """Return a number of bytes in GB, or in MB if it is small."""
-    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
 
 
 def _fetch_part(part: _Part) -> Path:
@@ -246,6 +241,13 @@ def list_models(repo: str) -> list[str]:
         raise ModelFileError(
             f"cannot list the models of {repo}: {quoted(str(error))}; name one as hf:owner/repo:file.gguf"
         ) from error
+
+
+def _size(n_bytes: int) -> str:
+    """Return a size in the unit that shows it."""
+    if n_bytes < 1e6:
+        return f"{n_bytes} bytes"
+    return f"{n_bytes / 1e6:.1f} MB" if n_bytes < 1e8 else f"{n_bytes / 1e9:.1f} GB"
 
 
 def _reason(file: RemoteFile, error: Exception) -> str:

@@ -615,7 +615,7 @@ def _add_key(writer: gguf.GGUFWriter, key: str, value: int | float | bool | list
 def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: Vocabulary) -> None:
     writer.add_tokenizer_model(vocabulary.model)
     if vocabulary.model == "gpt2":
-        writer.add_tokenizer_pre("gpt-2")
+        writer.add_tokenizer_pre(vocabulary.pre)
         writer.add_token_merges(vocabulary.merges)
     if vocabulary.scores:
         writer.add_token_scores(vocabulary.scores)

@@ -31,6 +31,7 @@ class Vocabulary:
     bos: int = 0
     eos: int = 1
     adds_bos: bool = True
+    pre: str = "gpt-2"  # how byte-level BPE splits a text into words
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -34,10 +34,11 @@ class Incoming:
         if taken and sink is not None:
             sink(taken)
 
-    def until(self, marks: Sequence[str], sink: Sink | None) -> Reading[str | None]:
+    def until(self, marks: Sequence[str], sink: Sink | None, last: Sequence[str] = ()) -> Reading[str | None]:
         """Pass on the text before the first mark and take the mark; None if the answer ends without one.
 
-        A mark may end with another one, but must not contain it elsewhere.
+        A mark may end with another one, but must not contain it elsewhere. `last` are marks that count only
+        at the very end of the answer.
         """
         pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         while True:
@@ -46,6 +47,11 @@ class Incoming:
                 self.take(found.start(), sink)
                 self.take(len(found[0]))
                 return found[0]
+            end = next((mark for mark in last if self.is_complete and self.text.endswith(mark)), None)
+            if end is not None:
+                self.take(len(self.text) - len(end), sink)
+                self.take(len(end))
+                return end
             n_held = self._possible_beginning(marks)
             if self.is_complete and not (self.is_cut and n_held > _LONGEST_CHANCE):
                 n_held = 0

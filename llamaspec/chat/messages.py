@@ -6,8 +6,7 @@ tokens, and each HTTP API writes them as its own JSON. Templates get messages as
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -77,28 +76,6 @@ class Message:
                 call.as_dict(arguments_in_text=arguments_in_text) for call in self.tool_calls
             ]
         return found
-
-
-def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -> list[Message]:
-    """Return a conversation for a template without tools: the first message lists them, calls are text."""
-    found: list[Message] = []
-    before = ""  # role of the previous message
-    for message in messages:
-        functions = [call.as_dict()["function"] for call in message.tool_calls]
-        calls = [json.dumps(function, ensure_ascii=False) for function in functions]
-        text = "\n".join(filter(None, (message.text, *calls)))
-        role = "user" if message.role == "tool" else message.role
-        if "tool" in (message.role, before) and found and found[-1].role == role == "user":
-            found[-1] = replace(found[-1], text=f"{found[-1].text}\n\n{text}")
-        else:
-            name = None if message.role == "tool" else message.name
-            found.append(Message(role, text, name, reasoning=message.reasoning, place=message.place))
-        before = message.role
-    if tools:
-        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        offer = f'Call a tool: answer with JSON, {{"name": …, "arguments": {{…}}}}. The tools are:\n{listed}'
-        found[0] = replace(found[0], text=f"{offer}\n\n{found[0].text}")
-    return found
 
 
 class TokenLogprobs(NamedTuple):

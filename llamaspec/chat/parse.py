@@ -12,8 +12,9 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from llamaspec.chat import xml_values
 from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning
 from llamaspec.chat.incoming import MAX_HEADER, MAX_SPACE, Incoming, Reading
 from llamaspec.chat.messages import (
@@ -25,6 +26,7 @@ from llamaspec.chat.messages import (
     ReasoningDelta,
     ToolCall,
 )
+from llamaspec.chat.xml_values import json_or_text, quoted
 
 _FENCE = "```"
 _HARMONY_HEADER = re.compile(r"\s*(assistant)?\s*(to=|<\|channel\|>).*?<\|message\|>", re.DOTALL)
@@ -247,21 +249,28 @@ class AnswerParser:
     def _read_xml(self, properties: Json) -> Reading[None]:
         """Read <parameter=key>value</parameter></function>; strings are passed on as they arrive."""
         opening = "{"
-        marks, ends = ("<parameter=", "</function>", "</tool_call>"), ("\n</parameter>", "</parameter>")
+        marks = ("<parameter=", "</function>", "</tool_call>")
         while (mark := (yield from self._incoming.until(marks, None))) == "<parameter=":
             key, _ = yield from self._word((">",))
             yield from self._incoming.match(re.compile(r"(?s:.)"))  # wait for one character
             self._incoming.take(int(self._incoming.text.startswith("\n")))
             self._arguments(f"{opening}{quoted(key)}: ")
             opening = ", "
-            types = _types(properties, key)
-            if types == {"string"}:
-                yield from self._read_string(ends)
+            schema = properties.get(key) if isinstance(properties, Mapping) else None
+            if xml_values.is_text(schema):
+                yield from self._read_string(xml_values.ENDS, xml_values.LAST_ENDS)
             else:
-                value, _ = yield from self._word(ends)
-                self._arguments(_as_json(value, types))
+                word: list[str] = []
+                end = yield from self._incoming.until(xml_values.ENDS, word.append, xml_values.LAST_ENDS)
+                self._put_back_after_value(end)
+                self._arguments(xml_values.as_json("".join(word), schema))
         if mark is not None:
             self._arguments("{}" if opening == "{" else "}")
+
+    def _put_back_after_value(self, end: str | None) -> None:
+        """Put back what an end in xml_values.ENDS contains after the end itself."""
+        if end is not None:
+            self._incoming.text = end.partition("</parameter>")[2] + self._incoming.text
 
     def _read_gemma(self) -> Reading[None]:
         """Read {key:<|"|>text<|"|>,other:1}, after its first brace."""
@@ -277,7 +286,7 @@ class AnswerParser:
             elif mark == '<|"|>':
                 yield from self._read_string((mark,))
             else:
-                self._arguments((_as_json(text) if text else "") + (", " if mark == "," else mark))
+                self._arguments((json_or_text(text) if text else "") + (", " if mark == "," else mark))
                 depth += {"{": 1, "[": 1, ",": 0}.get(mark, -1)
 
     def _word(self, ends: Sequence[str]) -> Reading[tuple[str, str | None]]:
@@ -286,10 +295,11 @@ class AnswerParser:
         end = yield from self._incoming.until(ends, word.append)
         return "".join(word), end
 
-    def _read_string(self, ends: Sequence[str]) -> Reading[None]:
+    def _read_string(self, ends: Sequence[str], last: Sequence[str] = ()) -> Reading[None]:
         """Read a text up to its end, as a JSON string."""
         self._arguments('"')
-        end = yield from self._incoming.until(ends, lambda text: self._arguments(quoted(text)[1:-1]))
+        end = yield from self._incoming.until(ends, lambda text: self._arguments(quoted(text)[1:-1]), last)
+        self._put_back_after_value(end)
         if end is not None:
             self._arguments('"')
 
@@ -310,6 +320,8 @@ class AnswerParser:
             channel = (re.findall(r"<\|channel\|>\s*(\w+)", header) or [""])[-1]
             if self._schemas and re.match(r"functions\..", recipient):
                 self._begin_call(recipient.removeprefix("functions."))
+                if (yield from self._incoming.begins("{")):  # marks in its strings are text
+                    yield from self._incoming.json_object(self._arguments)
                 end = yield from self._incoming.until(_HARMONY_ENDS, self._arguments)
             elif channel == "analysis" and recipient in ("", "assistant"):
                 end = yield from self._read_thoughts(_HARMONY_ENDS)
@@ -317,26 +329,3 @@ class AnswerParser:
                 end = yield from self._incoming.until(_HARMONY_ENDS, self._content)
             if end is not None and end != "<|start|>":
                 end = yield from self._incoming.until(("<|start|>",), self._content)
-
-
-def quoted(text: str) -> str:
-    """Return a text as a JSON string, which is also a Lark string."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _as_json(text: str, types: Iterable[str] = ()) -> str:
-    """Return a text if it is JSON, otherwise as a string; scalars stay strings if `types` allow strings."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return quoted(text)
-    kind = "null" if value is None else "array" if isinstance(value, list) else "object"
-    is_scalar = isinstance(value, str | float | int)
-    return text.strip() if "string" not in types or (kind in types and not is_scalar) else quoted(text)
-
-
-def _types(properties: Json, key: str) -> set[str]:
-    """Return the types that a schema allows for a parameter."""
-    schema = properties.get(key) if isinstance(properties, Mapping) else None
-    types = schema.get("type") if isinstance(schema, Mapping) else None
-    return set(map(str, types if isinstance(types, list) else [types]))

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from llamaspec.chat.accepted import PROBE_TOOL, Accepted
 from llamaspec.chat.families import AnswerFormat, recognize
 from llamaspec.chat.messages import Json, Message
 from llamaspec.chat.sandbox import PROCESS, RenderError, RenderTimeError
@@ -92,28 +93,18 @@ class ChatTemplate:
         return re.search(r"\btools\b", self.source) is not None
 
     @cached_property
-    def takes_later_system(self) -> bool:
-        """Whether a system message may follow others and is rendered."""
-        roles = ("system", "user", "assistant", "system", "user")
-        messages = [Message(role, f"text {i}") for i, role in enumerate(roles)]
-        try:
-            return b"text 3" in self.render(messages).text
-        except PromptError:
-            return False
+    def accepted(self) -> Accepted:
+        """What the template takes."""
 
-    def with_one_system(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the conversation with one system message at its beginning, as most templates require.
+        def writes(forms: Sequence[Mapping[str, Json]], with_tools: bool) -> str | None:
+            try:
+                return self._rendered(
+                    forms, [PROBE_TOOL] if with_tools else None, {}, self._special
+                ).text.decode()
+            except TemplateError:
+                return None
 
-        Later system messages stay where they are if the template accepts that; otherwise they join the first.
-        """
-        n = next((i for i, each in enumerate(messages) if each.role != "system"), len(messages))
-        first, rest = list(messages[:n]), list(messages[n:])
-        later = [each for each in rest if each.role == "system"]
-        if later and not self.takes_later_system:
-            first, rest = first + later, [each for each in rest if each.role != "system"]
-        if not first:
-            return rest
-        return [replace(first[0], text="\n\n".join(each.text for each in first if each.text)), *rest]
+        return Accepted(self.source, writes)
 
     def render(
         self,
@@ -123,20 +114,22 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Json] | None = None,
         parse_special: bool = False,
     ) -> Rendered:
-        """Render the conversation, up to where the assistant's answer begins.
+        """Render the conversation as the template can take it, up to where the assistant's answer begins.
 
         Only the template can write control tokens; with `parse_special`, messages can, too. Tools are in
         OpenAI's form, {"type": "function", "function": {…}}. `template_kwargs` are more variables for the
         template, such as {"enable_thinking": False}; none may be RESERVED.
 
-        TemplateError if the template takes too long, or refuses: many do if user and assistant do not
-        alternate.
+        TemplateError if the template takes too long, or refuses.
         """
         escaped = SpecialTokens(()) if parse_special else self._special
 
+        messages = self.accepted.messages(messages, with_tools=bool(tools))
+        tools = self.accepted.tools(tools) if tools else None
+
         def rendered(*, arguments_in_text: bool) -> Rendered:
-            plain = [message.as_dict(arguments_in_text=arguments_in_text) for message in messages]
-            return self._rendered(plain, tools, template_kwargs or {}, escaped)
+            forms = [self.accepted.form(each, arguments_in_text=arguments_in_text) for each in messages]
+            return self._rendered(forms, tools, template_kwargs or {}, escaped)
 
         try:
             return rendered(arguments_in_text=False)

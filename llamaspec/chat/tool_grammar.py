@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from llamaspec.chat.families import GEMMA4, HARMONY, NAME, QUOTED_NAME, QWEN_XML, AnswerFormat
 from llamaspec.chat.messages import Json
-from llamaspec.chat.parse import quoted
+from llamaspec.chat.xml_values import as_text, choices, escaped, quoted, text_rules, types_of
+from llamaspec.sampling.schemas import compilable
 
 _ANYTHING = r"/(?s:.*)/"
 
@@ -73,7 +74,7 @@ class _Grammar:
             start = f'analysis? {self._mark("<|channel|>")} "final" {self._mark("<|message|>")} answer'
         else:
             start = f"{self._reasoning()}answer"
-        return "\n".join([f"start: {start}", *self._rules, f"answer: %json {json.dumps(schema)}"])
+        return "\n".join([f"start: {start}", *self._rules, f"answer: {_json(schema)}"])
 
     def _mark(self, *texts: str) -> str:
         """Return texts as a part of a rule, with control tokens as tokens: "a" <[7]> "b"."""
@@ -99,7 +100,7 @@ class _Grammar:
             self._rules.append(r"TEXT: /[^{\s](?s:.*)/")
             return f"{think}(TEXT | {body})?"
         mark, *others = calls.opening
-        without = "" if mark in self._controls else f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/"
+        without = "" if mark in self._controls else f" & ~/(?s:.*){escaped(mark)}(?s:.*)/"
         one = " ".join(filter(None, [self._up_to(mark, "begin"), self._mark(*others), body]))
         self._rules.append(f"TAIL: {_ANYTHING}{without}")
         return f"{think}({one})* TAIL" if is_parallel else f"{think}(TAIL | {one})"
@@ -129,11 +130,11 @@ class _Grammar:
     def _up_to(self, mark: str, name: str) -> str:
         """Return the part of a rule for any text up to a mark, and the mark."""
         if mark in self._controls:
-            # The parser also ends reasoning at a mark that is spelled with ordinary tokens.
-            without = f" & ~/(?s:.*){_escaped(mark)}(?s:.*)/" if name == "thought" else ""
+            # The parser also ends reasoning and Gemma's texts at a mark that is spelled with ordinary tokens.
+            without = f" & ~/(?s:.*){escaped(mark)}(?s:.*)/" if name in ("thought", "quoted") else ""
             self._rules.append(f"{name.upper()}: {_ANYTHING}{without}")
             return f"{name.upper()} {self._mark(mark)}"
-        self._rules.append(f"{name}[lazy]: /(?s:.*){_escaped(mark)}/")
+        self._rules.append(f"{name}[lazy]: /(?s:.*){escaped(mark)}/")
         return name
 
     def _call(self, i: int, name: str, schema: Mapping[str, Json]) -> None:
@@ -149,7 +150,7 @@ class _Grammar:
         elif calls is GEMMA4:
             self._rules.append(f"arguments_{i}: object")
         else:
-            self._rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
+            self._rules.append(f"arguments_{i}: {_json(schema)}")
 
     def _parameters(self, i: int, schema: Mapping[str, Json]) -> None:
         """Add `arguments_i`: Qwen's parameters in tags, in the order of the schema; any if it has none."""
@@ -157,7 +158,7 @@ class _Grammar:
             self._rules += [
                 f"arguments_{i}: any_{i}*",
                 f"any_{i}: {self._mark('<parameter=')} /[\\w.-]{{1,64}}/ {quoted('>' + chr(10))} value_{i}",
-                rf"value_{i}[lazy]: /(?s:.*)\n<\/parameter>\n/",
+                *text_rules(f"value_{i}", {}),
             ]
             return
         required, more, end = schema.get("required") or (), quoted(">\n"), "\n</parameter>\n"
@@ -165,12 +166,12 @@ class _Grammar:
         parts = []
         for j, (key, inner) in enumerate((schema.get("properties") or {}).items()):
             rule, inner = f"value_{i}_{j}", inner if isinstance(inner, Mapping) else {}
-            kinds, values = inner.get("type"), inner.get("enum", [])
-            if "string" in (kinds if isinstance(kinds, list) else [kinds]) and "enum" not in inner:
-                self._rules.append(f"{rule}[lazy]: /(?s:.*){_escaped(end)}/")
+            values = choices(inner)
+            if "string" in types_of(inner) and values is None:
+                self._rules += text_rules(rule, inner)
             else:
-                value = " | ".join(quoted(v if isinstance(v, str) else json.dumps(v)) for v in values)
-                value = f"({value})" if value else f"%json {json.dumps({**inner, **shared})}"
+                value = " | ".join(quoted(as_text(value)) for value in values or ())
+                value = f"({value})" if value else _json({**inner, **shared})
                 self._rules += [f"{rule}_json: {value}", f"{rule}: {rule}_json {quoted(end)}"]
             part = f"{self._mark('<parameter=')} {quoted(key)} {more} {rule}"
             parts.append(part if key in required else f"({part})?")
@@ -188,6 +189,6 @@ class _Grammar:
         ]
 
 
-def _escaped(text: str) -> str:
-    """Escape a text for a regular expression in Lark."""
-    return re.escape(text).replace("/", r"\/").replace("\n", "n")
+def _json(schema: Mapping[str, Json]) -> str:
+    """Return the part of a rule for JSON of a schema."""
+    return f"%json {json.dumps(compilable(dict(schema)))}"

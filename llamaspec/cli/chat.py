@@ -27,6 +27,7 @@ from llamaspec.cli.model_options import (
     model_or_plain_options,
 )
 from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
+from llamaspec.cli.signals import signals_reach_input
 from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
 from llamaspec.engine.completion import StopReason
 from llamaspec.engine.stream import Progress
@@ -123,7 +124,7 @@ def chat(
             loop.run(piped_line)
             return
         click.echo(f"Chat with {printable(pair.target.path.name)}. /help lists the commands.", err=True)
-        with line_editing():
+        with line_editing(), signals_reach_input():
             loop.run(terminal_line)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -110,6 +111,8 @@ def serve(
     folder = PrefixFolder(Path(cache_dir), int(cache_dir_gib * 2**30)) if cache_dir is not None else None
     tell = say if settings.log_format == "text" else partial(click.echo, err=True)
     cache_ram = None if cache_ram_mib is None else cache_ram_mib << 20
+    with suppress(OSError, ValueError, AttributeError):  # stderr may be closed
+        faulthandler.enable(all_threads=False)  # a model file that was shortened, or a fault in llama.cpp
     opened = open_socket(settings)
     with opened, learning(plan, models, drafting, cache_ram) as (pair, policy), _prefixes(folder, pair):
         with SlowProgress("preparing the server"), suppress(ConstraintError):
@@ -147,6 +150,7 @@ def _keys_of(name: str | None) -> Sequence[str]:
     if name is None:
         return ()
     text = shared.decoded(shared.read_input(Path(name), "key file"), f"the key file {name}")
+    text = text.removeprefix("\ufeff")  # editors on Windows begin a file with it
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys:
         raise LlamaspecError(f"the key file {name} has no key; write one key per line")

@@ -10,12 +10,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 130
+_AGAIN_SECONDS = 0.02
 _RESET = b"\x1b[0m\x1b[?25h\x1b[?2004l"  # no colour, cursor shown, bracketed paste off
 
 
@@ -58,6 +60,38 @@ def leave_the_terminal_as_found() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, end)
+
+
+@contextmanager
+def signals_reach_input() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end `input` even if they arrive just before it waits for a key.
+
+    Python runs a handler only between two of its own instructions. A signal after the last one, and before
+    the system call that waits, would be answered after the next key. But Python writes each signal into a
+    pipe at once. A thread reads it and sends the signal again, until the handler ends the process.
+    """
+    if not _is_main_thread():
+        yield
+        return
+    main, (reading, writing) = threading.get_ident(), os.pipe()
+    os.set_blocking(writing, False)
+
+    def watch() -> None:
+        while number := os.read(reading, 1):
+            if number[0] in (signal.SIGTERM, signal.SIGHUP):
+                time.sleep(_AGAIN_SECONDS)
+                signal.pthread_kill(main, number[0])
+
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writing)
+        watcher.join()
+        os.close(reading)
 
 
 def _is_main_thread() -> bool:

@@ -25,15 +25,13 @@ Result = TypeVar("Result")
 
 
 def drafting(drafter: Drafter, context: TokenArray, length: SequenceLength) -> Drafting:
-    """Let a drafter draft; return its draft."""
+    """Let a drafter draft; return its draft. TypeError if it returns anything else."""
     proposed: object = drafter.propose(context, length)
-    if isinstance(proposed, Generator):
-        proposed = yield from proposed
-    if not isinstance(proposed, Draft):
-        raise TypeError(
-            f"propose of {type(drafter).__name__} must return a Draft, got {type(proposed).__name__}"
-        )
-    return proposed
+    draft = (yield from proposed) if isinstance(proposed, Generator) else proposed
+    if not isinstance(draft, Draft):
+        name = type(drafter).__name__
+        raise TypeError(f"{name}.propose must return a Draft, got {type(draft).__name__}; see Draft.certain")
+    return draft
 
 
 def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
@@ -42,9 +40,8 @@ def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
     if isinstance(prepared, Generator):
         yield from prepared
     elif prepared is not None:
-        raise TypeError(
-            f"prepare of {type(drafter).__name__} must return None, got {type(prepared).__name__}"
-        )
+        name = type(drafter).__name__
+        raise TypeError(f"{name}.prepare must return nothing, got {type(prepared).__name__}")
 
 
 def metered(

@@ -19,6 +19,7 @@ import os
 import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llamaspec.errors import LlamaspecError
-from llamaspec.files import replacing
+from llamaspec.files import FileLock, replacing
 from llamaspec.llama import runtime
 from llamaspec.llama.trial import release_key
 from llamaspec.values import NO_TOKENS, TokenArray, n_common
@@ -214,11 +215,15 @@ class DamagedError(Exception):
 class PrefixFolder:
     """A private folder with a file for each model and each way to compute its keys and values.
 
-    Raises LlamaspecError if the folder cannot be created or others can write to it.
+    The first process that loads a file has a lock on it until it has saved; others load it, but do not save,
+    because they would replace the sequences of the first. Raises LlamaspecError if the folder cannot be
+    created or others can write to it.
     """
 
     path: Path
     limit: int  # bytes of all files together
+    _locks: dict[str, FileLock] = field(default_factory=dict)  # by the file's stem
+    _foreign: set[str] = field(default_factory=set)  # stems of files that another process had locked
 
     def __post_init__(self) -> None:
         try:
@@ -238,6 +243,9 @@ class PrefixFolder:
         n_tokens = 0
         for model in models:
             path = self.file_of(model)
+            if not self._owns(path.stem):
+                name = model.path.name
+                report(f"another process saves prefixes of {name} in {self.path}, so this one will not")
             try:
                 n_tokens += _read_nodes(path, model.store)
             except FileNotFoundError:
@@ -251,18 +259,51 @@ class PrefixFolder:
 
     def save(self, models: Sequence[LlamaModel], report: Callable[[str], None]) -> None:
         """Save the finished sequences of some models; delete the oldest files of others over the limit."""
-        room, paths = self.limit, [self.file_of(model) for model in models]
         try:
-            for model, path in zip(models, paths, strict=True):
+            room = self.limit - self._sweep()
+            saved = [(self.file_of(model), model) for model in models]
+            saved = [(path, model) for path, model in saved if self._owns(path.stem)]
+            for path, model in saved:
                 model.store_finished()
                 room -= _write_nodes(path, model.store, room)
-            others = [path for path in self.path.glob(f"*{SUFFIX}") if path not in paths]
+            others = [path for path in self.path.glob(f"*{SUFFIX}") if path not in dict(saved)]
             for path in sorted(others, key=lambda path: path.lstat().st_mtime, reverse=True):
                 room -= path.lstat().st_size
                 if room < 0:
                     path.unlink()
         except OSError as error:
             report(f"cannot save prefixes in {self.path}: {error.strerror}")
+        finally:
+            while self._locks:
+                self._locks.popitem()[1].release()
+
+    def _owns(self, stem: str) -> bool:
+        """Whether this process may replace a file: no other had it when this process first asked."""
+        if stem not in self._locks and stem not in self._foreign:
+            lock = self._lock(stem)
+            if lock is None:
+                self._foreign.add(stem)
+            else:
+                self._locks[stem] = lock
+        return stem in self._locks
+
+    def _lock(self, stem: str) -> FileLock | None:
+        return FileLock.taken(self.path / f"{stem}.lock")
+
+    def _sweep(self) -> int:
+        """Delete the temporary files of killed processes; return the bytes of those still being written."""
+        n_bytes = 0
+        for path in self.path.glob(".*.tmp"):
+            stem = path.name[1:].partition(".")[0]
+            lock = None if stem in self._locks else self._lock(stem)
+            if stem in self._locks or lock is not None:
+                path.unlink(missing_ok=True)
+            else:
+                with suppress(FileNotFoundError):  # it has its final name now
+                    n_bytes += path.lstat().st_size
+            if lock is not None:
+                lock.release()
+        return n_bytes
 
     def file_of(self, model: LlamaModel) -> Path:
         """Return the file for a model: other weights, settings or builds of llama.cpp have other files."""

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
+import threading
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ClosedError, PairError, PromptError
+from llamaspec.large_stack import STACK_BYTES, with_large_stack
 from llamaspec.llama.runtime import Handle
 from llamaspec.values import TokenArray
 
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
+# Many tokenizers of llama.cpp split a text into words with std::regex, which recurses over the characters of
+# a word: 320 bytes of stack for each, so that a word of 26,000 would end the process.
+SHORT = 1000  # bytes of a text that any stack suffices for
+LONGEST = STACK_BYTES // 512  # bytes of a text that the large stack suffices for, even as one word
+_BETWEEN_LINES = re.compile(rb"[!-~]\n(?=[!-~])")
+_ONE_AT_A_TIME = threading.Lock()  # long words of many requests would take as many stacks
 MAX_SIZE_DIFFERENCE = 128  # unused tokens at the end of a vocabulary; llama.cpp allows as many
 
 
@@ -36,6 +47,7 @@ class LlamaVocabulary:
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
         self.bos: int = lib.llama_vocab_bos(self._vocab)  # -1 if the model has none
         self.eos: int = lib.llama_vocab_eos(self._vocab)
+        self._is_bpe = lib.llama_vocab_type(self._vocab) == lib.LLAMA_VOCAB_TYPE_BPE
         self.adds_bos: bool = lib.llama_vocab_get_add_bos(self._vocab)
         self._pieces: dict[int, bytes] = {}  # not lru_cache: a reference cycle would keep the model alive
         self._ends: dict[int, bool] = {}
@@ -89,6 +101,17 @@ class LlamaVocabulary:
             raise PromptError(
                 f"the prompt is not UTF-8: byte {error.start} is 0x{text[error.start]:02x}; convert it first"
             ) from error
+        if len(text) <= SHORT:
+            return self._tokenized(text, add_special, parse_special)
+        found: list[TokenArray] = []
+        for part in parts_of(text) if self._is_bpe else [text]:
+            work = partial(self._tokenized, part, add_special and not found, parse_special)
+            with _ONE_AT_A_TIME:
+                found.append(with_large_stack(work))
+        return np.concatenate(found)
+
+    def _tokenized(self, text: bytes, add_special: bool, parse_special: bool) -> TokenArray:
+        """Return the token ids of a text that the stack of this thread suffices for."""
         tokens = np.empty(len(text) + 8, dtype=np.int32)
         n = lib.llama_tokenize(
             self._vocab,
@@ -146,6 +169,24 @@ class LlamaVocabulary:
         if token not in self._ends:
             self._ends[token] = bool(lib.llama_vocab_is_eog(self._vocab, token))
         return self._ends[token]
+
+
+def parts_of(text: bytes) -> Iterator[bytes]:
+    """Split UTF-8 text into parts of at most LONGEST bytes, between lines.
+
+    Between two lines that are not empty, every tokenizer begins another word, so the tokens stay the same.
+    Only a longer line is split elsewhere.
+    """
+    start = 0
+    while len(text) - start > LONGEST:
+        end = start + LONGEST
+        while text[end] & 0xC0 == 0x80:  # within a character
+            end -= 1
+        for found in _BETWEEN_LINES.finditer(text, start, end):
+            end = found.end()
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def check_pair(target: LlamaVocabulary, draft: LlamaVocabulary) -> None:

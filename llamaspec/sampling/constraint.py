@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -23,17 +21,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from llamaspec.errors import ConstraintError, printable
+from llamaspec.large_stack import with_large_stack
 from llamaspec.protocols import SequenceConstraint, WholeVocabulary, token_names
+from llamaspec.sampling.schemas import compilable
 from llamaspec.values import NO_TOKENS, TokenArray, n_common
-
-Result = TypeVar("Result")
 
 MAX_TEXT = 64 << 10  # bytes of a schema or grammar
 # One space, or a line break with indentation: with unlimited blanks a model might never end.
 WHITESPACE = r"[ ]|\n[ ]{0,20}"
 _KEPT = 24  # results that a sequence remembers, because a round asks twice for each draft token
-_STACK = 256 << 20  # bytes; llguidance recurses over rules, and a chain of 3,000 overflows the usual 8 MiB
-_STACK_LOCK = threading.Lock()  # the stack size is a setting of the process
 _LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:(?!:=))")
 
 
@@ -134,7 +130,9 @@ class Grammars:
         return self._compiled("grammar", _grammar_source(text))
 
     def _compiled(self, kind: str, source: str) -> Grammar:
-        matcher = _with_stack(lambda: LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits))
+        matcher = with_large_stack(
+            lambda: LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        )
         grammar = Grammar(matcher, self._ends, self._size)
         if matcher.is_error():
             raise _unusable(kind, matcher.get_error())
@@ -156,7 +154,7 @@ def check_grammar(text: str) -> None:
 
 
 def _check(kind: str, source: str) -> None:
-    if fault := _with_stack(lambda: LLMatcher.validate_grammar(source)):
+    if fault := with_large_stack(lambda: LLMatcher.validate_grammar(source)):
         raise _unusable(kind, fault)
 
 
@@ -183,11 +181,11 @@ def _grammar_source(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any] | str) -> str:
-    """Return a schema as JSON text; raise if it is not a JSON object."""
+    """Return a schema as JSON text, as llguidance can compile it; raise if it is not a JSON object."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         _check_size("JSON schema", text)
-        parsed = json.loads(text)
+        parsed = compilable(json.loads(text))
     except RecursionError as error:
         raise ConstraintError("the JSON schema is nested too deeply; flatten it") from error
     except (TypeError, ValueError) as error:
@@ -195,7 +193,7 @@ def _json(schema: Mapping[str, Any] | str) -> str:
         raise ConstraintError(f"the JSON schema is not JSON: {reason}; correct it") from error
     if not isinstance(parsed, dict):
         raise ConstraintError(f"a JSON schema must be a JSON object, got {_first_line(text)}")
-    return text
+    return json.dumps(parsed)
 
 
 def _check_size(kind: str, text: str) -> None:
@@ -257,19 +255,6 @@ class _Tokens:
             is_mark = token in self._specials and len(piece) > 1
             found += [*self._split(piece[:1]), *self._split(piece[1:])] if is_mark else [token]
         return found
-
-
-def _with_stack(work: Callable[[], Result]) -> Result:
-    """Call a function in a thread with a stack that no grammar of the allowed size can overflow."""
-    pool = ThreadPoolExecutor(1, "llamaspec-grammar")
-    with _STACK_LOCK:
-        usual = threading.stack_size(_STACK)
-        try:
-            result = pool.submit(work)
-        finally:
-            threading.stack_size(usual)
-    pool.shutdown(wait=False)  # Ctrl-C does not wait for it
-    return result.result()
 
 
 Answer = TypeVar("Answer")

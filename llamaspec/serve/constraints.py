@@ -6,7 +6,7 @@ tests/serve/test_shapes.py, tests/serve/test_schemas.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as default
 from functools import lru_cache
@@ -21,6 +21,7 @@ from llamaspec.errors import ConstraintError
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint
 from llamaspec.sampling.constraint import WHITESPACE
+from llamaspec.sampling.schemas import subschemas, without_prose
 from llamaspec.serve.bodies import Fields
 from llamaspec.serve.errors import bad_field, not_supported
 from llamaspec.serve.messages import ToolUse
@@ -256,39 +257,3 @@ def _tool_text(function: Schema, is_strict: bool, answer_format: AnswerFormat) -
     # If lenient, llguidance ignores keywords that it does not know.
     schema.setdefault("x-guidance", {**_spaces(answer_format), "lenient": not is_strict})
     return json.dumps({"name": function["name"], "parameters": schema, "strict": is_strict})
-
-
-# Keywords that do not affect validity; and keywords whose value is an object with names as keys.
-_PROSE = frozenset(
-    ("description", "title", "examples", "default", "deprecated", "readOnly", "writeOnly", "$schema",
-     "$comment", "markdownDescription", "enumDescriptions")
-)  # fmt: skip
-_NAMES = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "$defs", "definitions")
-
-
-def without_prose(schema: Any, *, is_names: bool = False) -> Any:
-    """Return a schema without descriptions and the like, which would count towards the grammar's size."""
-    if isinstance(schema, list):
-        return [without_prose(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: value
-        if key in ("enum", "const") and not is_names
-        else without_prose(value, is_names=key in _NAMES and not is_names)
-        for key, value in schema.items()
-        if is_names or key not in _PROSE
-    }
-
-
-def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas in a schema, each with its path, such as `properties.a` or `anyOf.0`."""
-    for key, value in schema.items():
-        inner: Iterable[tuple[str, Any]] = ()
-        if isinstance(value, dict) and key in _NAMES:
-            inner = ((f"{key}.{name}", each) for name, each in value.items())
-        elif isinstance(value, dict) and key not in ("const", "x-guidance"):
-            inner = ((key, value),)
-        elif isinstance(value, list) and key != "enum":
-            inner = ((f"{key}.{i}", each) for i, each in enumerate(value))
-        yield from ((path, each) for path, each in inner if isinstance(each, dict))

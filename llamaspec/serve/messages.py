@@ -67,17 +67,23 @@ class MessageFields(Fields):
     tool_calls: Annotated[list[CallFields], Field(max_length=MAX_MESSAGES)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | dict[str, Any] | list[Any] | None = (
+        None  # another server's name for it; text, or objects of its own
+    )
 
 
 def conversation(field: str, messages: Iterable[tuple[int, MessageFields]]) -> list[Message]:
     """Return the messages for the chat template. Each message of the request comes with its index in `field`.
 
-    RequestError if there are none, or if a message is not supported.
+    RequestError if there are none, or if the last one has a part that is not text. In earlier ones a mark
+    stands for such a part: clients send it again in every turn.
     """
     found: list[Message] = []
     names: dict[str, str] = {}  # call id -> tool; some templates need the tool's name with its result
-    for i, fields in messages:
-        for message in _messages(fields, place := f"{field}.{i}"):
+    given = list(messages)
+    for i, fields in given:
+        is_last = fields is given[-1][1]
+        for message in _messages(fields, place := f"{field}.{i}", is_last=is_last):
             names.update({call.id: call.name for call in message.tool_calls})
             name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
             found.append(replace(message, name=name, place=place))
@@ -91,33 +97,30 @@ def parts_of(content: Content | None) -> list[ContentPart]:
     return [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
 
 
-def text_of(content: Content | None, place: str, *, is_result: bool = False) -> str:
+def text_of(content: Content | None, place: str, *, may_omit: bool = False) -> str:
     """Return the text of a message, with its parts joined; RequestError if a part is not text.
 
-    In a tool result, a placeholder replaces such a part: agents send it again in every turn.
+    With `may_omit`, a mark stands for such a part.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(
-        f"[{part.type} left out: not text]"
-        if is_result and part.type not in _TEXTS
-        else _part_text(part, f"{place}.{i}")
-        for i, part in enumerate(content)
-    )
+    return "".join(_part_text(part, f"{place}.{i}", may_omit=may_omit) for i, part in enumerate(content))
 
 
-def _part_text(part: ContentPart, place: str) -> str:
+def _part_text(part: ContentPart, place: str, *, may_omit: bool) -> str:
     if part.type not in _TEXTS:
+        if may_omit:
+            return f"[{part.type} left out: not text]"
         raise not_supported(f"{place}.type", "only text is supported here, no images, audio or files")
     return required(part.refusal if part.type == "refusal" else part.text, f"{place}.text")
 
 
-def _messages(fields: MessageFields, place: str) -> list[Message]:
+def _messages(fields: MessageFields, place: str, *, is_last: bool) -> list[Message]:
     """Return a message, after the tool results among its parts, which become messages of their own."""
     role = {"developer": "system", "function": "tool"}.get(fields.role, fields.role)
     content, is_assistant = fields.content, role == "assistant"
     if role == "tool":
-        text = text_of(content, f"{place}.content", is_result=True)
+        text = text_of(content, f"{place}.content", may_omit=True)
         return [Message("tool", text, name=fields.name, tool_call_id=fields.tool_call_id)]
     if fields.tool_calls and not is_assistant:
         raise bad_field(f"{place}.tool_calls", "only the assistant calls tools")
@@ -125,7 +128,8 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
         ToolCall(call.id or "", call.function.name, _as_text(call.function.arguments))
         for call in fields.tool_calls or ()
     ]
-    text, reasoning, results = "", fields.reasoning_content or "", list[Message]()
+    thoughts = fields.reasoning_content or fields.reasoning
+    text, reasoning, results = "", thoughts if isinstance(thoughts, str) else "", list[Message]()
     for i, part in enumerate(parts_of(content)):
         at = f"{place}.content.{i}"
         if part.type == "thinking" and is_assistant:
@@ -137,10 +141,10 @@ def _messages(fields: MessageFields, place: str) -> list[Message]:
             calls.append(ToolCall(call_id, name, _as_text(part.input)))
         elif part.type == "tool_result" and role == "user":
             call_id = required(part.tool_use_id, f"{at}.tool_use_id")
-            result = text_of(part.content, f"{at}.content", is_result=True)
+            result = text_of(part.content, f"{at}.content", may_omit=True)
             results.append(Message("tool", result, tool_call_id=call_id))
         else:
-            text += _part_text(part, at)
+            text += _part_text(part, at, may_omit=not is_last and part.type not in _PARTS)
     if results and not text:
         return results
     if role == "system":
@@ -169,7 +173,7 @@ def required(value: str | None, place: str) -> str:
 # Tools
 
 MAX_TOOLS = 512
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 _CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
@@ -251,7 +255,8 @@ def tool_use(
         if each.strict:
             strict.add(name)
         description = {} if each.description is None else {"description": each.description}
-        parameters = each.parameters or each.input_schema or _NO_ARGUMENTS
+        schema = each.parameters or each.input_schema or _NO_ARGUMENTS
+        parameters = {key: value for key, value in schema.items() if value is not None}
         function = {"name": name, **description, "parameters": parameters}
         found.append({"type": "function", "function": function})
     given = ToolChoiceFields(type=choice) if isinstance(choice, str) else choice or ToolChoiceFields()

@@ -78,6 +78,7 @@ class OllamaBody(Fields):
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Literal["true", "false", "low", "medium", "high", "max"] | None = None
+    keep_alive: float | str | None = None  # only its answer differs
 
     def wanted_format(self) -> ResponseFormat | None:
         """Return the format of the answer, if one is given."""
@@ -85,6 +86,11 @@ class OllamaBody(Fields):
             return None
         schema = {"type": "object"} if self.format == "json" else self.format
         return ResponseFormat.of_schema(schema, "format", "format")
+
+    @property
+    def is_unloading(self) -> bool:
+        """Whether a request without a prompt asks to unload the model."""
+        return str(self.keep_alive).rstrip("hms") in ("0", "0.0")
 
     @property
     def reasoning(self) -> ReasoningOptions:
@@ -100,7 +106,17 @@ class OllamaMessage(MessageFields):
 
     name: Annotated[str | None, Field(alias="tool_name")] = None
     reasoning_content: Annotated[str | None, Field(alias="thinking")] = None
-    images: NoImages | None = None
+    images: list[str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_images_as_parts(cls, given: Any) -> Any:
+        """Make images parts of the content, as in the other APIs."""
+        images = given.get("images") if isinstance(given, dict) else None
+        if not images or not isinstance(images, list) or not isinstance(given.get("content", ""), str):
+            return given
+        text = {"type": "text", "text": given.get("content", "")}
+        return {**given, "content": [text, *({"type": "image"} for _ in images)], "images": None}
 
 
 class OllamaChatBody(OllamaBody):
@@ -137,7 +153,7 @@ async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Respon
     """Answer a conversation."""
     form = OllamaForm(service.model_name, is_chat=True)
     if not body.messages:
-        return JSONResponse(form.loaded())
+        return JSONResponse(form.loaded(body))
     return await _respond(service, http, body, await service.chat(body.chat_request()), form)
 
 
@@ -145,7 +161,7 @@ async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -
     """Answer a prompt, or continue a text."""
     builder, form = service.builder, OllamaForm(service.model_name, is_chat=False)
     if not body.prompt:
-        return JSONResponse(form.loaded())
+        return JSONResponse(form.loaded(body))
     if not (body.raw or body.suffix or builder.template is None):
         prompt = await service.chat(body.chat_request())
     else:
@@ -183,13 +199,19 @@ async def _show(service: Service, *_: object) -> Response:
     """Describe the model, whatever name the client gives."""
     about, target, builder = _about(service), service.pair.target, service.builder
     family = about["details"]["family"]
-    info = {"general.architecture": family, f"{family}.context_length": target.context_size}
+    architecture = target.metadata("general.architecture") or family
+    info = {"general.architecture": architecture, "general.parameter_count": target.facts().n_parameters,
+            f"{architecture}.context_length": target.context_size}  # fmt: skip
+    for name in ("embedding_length", "block_count"):
+        if value := target.metadata(f"{architecture}.{name}"):
+            info[f"{architecture}.{name}"] = int(value)
     able = ["completion", *(["tools"] if builder.takes_tools else [])]
     able += ["thinking"] if builder.answer_format.reasoning else []
+    able += ["insert"] if builder.vocabulary.fim else []
     template = "" if builder.template is None else builder.template.source
     rest = {"modified_at": about["modified_at"], "model_info": info, "capabilities": able}
-    return JSONResponse({"modelfile": "", "parameters": "", "template": template, **rest,
-                         "details": about["details"]})  # fmt: skip
+    return JSONResponse({"license": "", "modelfile": "", "parameters": "", "system": "", "template": template,
+                         **rest, "details": about["details"]})  # fmt: skip
 
 
 def _about(service: Service) -> Data:
@@ -231,9 +253,10 @@ class OllamaForm(Form):
             more["tool_calls"] = calls
         return {"message": {"role": "assistant", "content": content, **more}}
 
-    def loaded(self) -> Data:
-        """Return the response to a request without a prompt."""
-        return {**self._head(), **self._part(""), "done": True, "done_reason": "load"}
+    def loaded(self, body: OllamaBody) -> Data:
+        """Return the response to a request without a prompt. The model stays loaded."""
+        reason = "unload" if body.is_unloading else "load"
+        return {**self._head(), **self._part(""), "done": True, "done_reason": reason}
 
     def whole(self, answers: Sequence[WholeAnswer]) -> Data:
         """Return the response object."""

@@ -24,7 +24,7 @@ from llamaspec.serve.bodies import (
     refused,
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
-from llamaspec.serve.errors import ContextOverflowError, bad_field, openai_error
+from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported, openai_error
 from llamaspec.serve.forms import Data, Form, WholeAnswer, figures, new_id, openai_usage, sse
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
@@ -55,7 +55,7 @@ MAX_METADATA = 1024  # entries
 # another server.
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _RESULTS = tuple(f"{kind}_output" for kind in _CALLS)
-_MESSAGES = ("message", "reasoning", *_CALLS, *_RESULTS)
+_MESSAGES = ("message", "item_reference", "reasoning", *_CALLS, *_RESULTS)
 _ITEMS = (*_MESSAGES, "additional_tools")
 _NOT_KEPT = "this server keeps no conversations; send the whole conversation as input"
 
@@ -114,10 +114,9 @@ class ResponsesBody(GenerationBody, ReasoningFields):
         """Return the conversation to answer."""
         given = self.input
         items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
-        messages = conversation("input", _messages(items))
+        system = [system_message(self.instructions, "instructions")] if self.instructions else []
+        messages = [*system, *(conversation("input", _messages(items)) if items or not system else ())]
         left_out = [f"item {item.type}" for item in items if item.is_left_out]
-        if self.instructions:
-            messages = [system_message(self.instructions, "instructions"), *messages]
         use = tool_use(self.functions()[0], self.tool_choice, self.parallel_tool_calls)
         reasoning = self.reasoning_options(None if self.reasoning is None else self.reasoning.effort)
         wanted = inner_format(self.text, "text")
@@ -151,6 +150,8 @@ def _messages(items: Sequence[InputItem]) -> list[tuple[int, MessageFields]]:
 def _message(item: InputItem, place: str) -> MessageFields | None:
     """Return the message of an item; None for reasoning that is encrypted or empty."""
     kind = item.type or "message"
+    if kind == "item_reference":
+        raise not_supported(f"{place}.type", _NOT_KEPT)
     if kind == "message":
         if item.role is None:
             raise bad_field(f"{place}.role", "is missing")

@@ -13,10 +13,11 @@ from itertools import takewhile
 import numpy as np
 from starlette.concurrency import run_in_threadpool
 
+from llamaspec.chat.accepted import in_words
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat
 from llamaspec.chat.infill import infill_prompt
-from llamaspec.chat.messages import Message, in_words
+from llamaspec.chat.messages import Message
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import RESERVED, ChatTemplate, TemplateError, texts_in
 from llamaspec.drafters.fallback import NoDrafter
@@ -166,7 +167,7 @@ class RequestBuilder:
         if template is None:
             remedy = "use /v1/completions, or start the server with --chat-template"
             raise RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
-        messages = template.with_one_system(request.before)
+        messages = request.before
         tools, begun = request.tool_use.offered, request.begun
         kwargs = request.reasoning.template_kwargs
         if not self.takes_tools:

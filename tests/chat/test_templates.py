@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from chat_models import TEMPLATE
 from command import invoke, naming
 from llamaspec import ModelFileError, Pair, PromptError, open_pair
-from llamaspec.chat.messages import Message, ToolCall, in_words
+from llamaspec.chat.accepted import in_words
+from llamaspec.chat.messages import Message, ToolCall
 from llamaspec.chat.template import ChatTemplate, SpecialTokens, TemplateError
 
 

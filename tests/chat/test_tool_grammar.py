@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llamaspec.chat import families
 from llamaspec.chat.families import AnswerFormat, Reasoning
@@ -356,3 +359,131 @@ def test_names_never_become_control_tokens() -> None:
         grammar = tool_grammar(AnswerFormat(calls), tools, {name: 7}, is_forced=True, is_parallel=False)
         if grammar is not None:
             assert grammar.count("<[7]>") == calls.opening.count(name)
+
+
+# What a grammar lets a model write, the parser reads
+
+KINDS = ["a", "2", 1, None, "</parameter>"]
+NOTE = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "kind": {"enum": KINDS},
+    },
+    "required": ["text", "kind"],
+    "additionalProperties": False,
+}
+NOTES: list[Any] = [{"type": "function", "function": {"name": "note", "parameters": NOTE}}]
+FAMILIES = {
+    "harmony": families.HARMONY, "gemma4": families.GEMMA4, "qwen-xml": families.QWEN_XML,
+    "hermes": families.HERMES, "mistral-args": families.MISTRAL_ARGS, "mistral": families.MISTRAL,
+    "llama3": families.LLAMA3, "any": families.JSON_CALL,
+}  # fmt: skip
+TRICKS = [
+    *MARKS, "</parameter>", "<parameter=kind>", "</function>", "\n", "\n", "a", " ", '"', "\\", "}", "]",
+    "<function=note>", "<|call|>", "<|return|>",
+]  # fmt: skip
+XML_TEXT = "<parameter=text>\n{}\n</parameter>\n<parameter=kind>\n{}\n</parameter>\n"
+
+
+@functools.cache
+def _matcher_of(family: str, marks: tuple[str, ...]) -> Any:
+    words = Bytes([*marks])
+    grammar = tool_grammar(AnswerFormat(FAMILIES[family]), NOTES, words.controls, is_forced=True)
+    assert grammar is not None
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(words))
+    return llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
+
+
+def written(family: str, text: str, kind: Any) -> tuple[str, str, str]:
+    """Return a call as a model of the family writes it: what comes before its arguments, these, the rest."""
+    calls = FAMILIES[family]
+    names = {families.NAME: "note", families.QUOTED_NAME: '"note"'}
+    before = "".join([*calls.opening, *(names.get(part, part) for part in calls.before_call)])
+    arguments = {"text": text, "kind": kind}
+    if calls.arguments == "xml":
+        spelled = XML_TEXT.format(text, kind if isinstance(kind, str) else json.dumps(kind))
+    else:
+        spelled = gemma(arguments) if calls.arguments == "gemma" else json.dumps(arguments)
+    return before, spelled, calls.after_call + "".join(calls.closing)
+
+
+@pytest.mark.parametrize("marks", [(), tuple(MARKS)], ids=["text", "tokens"])
+@pytest.mark.parametrize("family", [*FAMILIES])
+@given(text=st.lists(st.sampled_from(TRICKS), max_size=6).map("".join), kind=st.sampled_from(KINDS))
+def test_what_the_grammar_writes_is_read(family: str, marks: tuple[str, ...], text: str, kind: Any) -> None:
+    """print("</parameter>") became a broken call."""
+    if family == "harmony":
+        marks = tuple(MARKS)
+    before, arguments, after = written(family, text, kind)
+    words, matcher = Bytes([*marks]), _matcher_of(family, marks).deep_copy()
+    spelled = list(arguments.encode())  # only Gemma's quotes are tokens within the arguments
+    if family == "gemma4":
+        parts = arguments.split(f"{Q}{text}{Q}")
+        spelled = [*words.tokenize(parts[0] + Q), *text.encode(), *words.tokenize(Q)]
+        for part in parts[1:]:
+            spelled += words.tokenize(part)
+    tokens = [*words.tokenize(before), *spelled, *words.tokenize(after)]
+    if matcher.try_consume_tokens(tokens) < len(tokens) or "\n</parameter>\n" in f"{text}\n":
+        return
+    parser = AnswerParser(AnswerFormat(FAMILIES[family]), NOTES)
+    found = message_of([*parser.feed(before + arguments + after), *parser.finish()])
+    assert [call.name for call in found.tool_calls] == ["note"]
+    assert json.loads(found.tool_calls[0].arguments) == {"text": text, "kind": kind}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+@pytest.mark.parametrize("text", ['print("</parameter>")', "a</parameter>b\n</parameter> c", "</function>"])
+def test_marks_may_be_written(family: str, text: str) -> None:
+    before, arguments, after = written(family, text, "a")
+    marks = tuple(MARKS)
+    words, matcher = Bytes([*marks]), _matcher_of(family, marks).deep_copy()
+    tokens = words.tokenize(before + arguments + after)
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"const": "on"}, ["on"], ["off", "o"]),
+        ({"const": 3}, ["3"], ["4"]),
+        ({"enum": ["a/b", 1]}, ["a/b", "1"], ["2"]),
+        ({"type": "string", "maxLength": 3}, ["", "abc", "é\né"], ["abcd"]),
+        ({"type": "string", "minLength": 2}, ["ab", "abc"], ["a"]),
+        ({"type": "string", "pattern": "^a/[0-9]+$"}, ["a/12"], ["a/", "b", "a/1b"]),
+        ({"type": "string", "pattern": "b"}, ["b", "abc"], ["a"]),
+        ({"type": "string", "pattern": "^(on|off)$", "maxLength": 2}, ["on"], ["off", "x"]),
+        ({"type": ["string", "null"], "maxLength": 1}, ["a"], ["ab"]),
+    ],
+)
+def test_text_in_xml_is_held_to_its_schema(
+    schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    """Only "type" and "enum" were."""
+    parameters = {"type": "object", "properties": {"text": schema}, "required": ["text"]}
+    tools: list[Any] = [{"function": {"name": "note", "parameters": parameters}}]
+    words = Bytes([])
+    grammar = tool_grammar(AnswerFormat(families.QWEN_XML), tools, words.controls, is_forced=True)
+    assert grammar is not None
+    call = "<tool_call>\n<function=note>\n<parameter=text>\n{}\n</parameter>\n</function>\n</tool_call>"
+    for text in right:
+        assert matches(grammar, words, call.format(text)), text
+    for text in wrong:
+        assert not matches(grammar, words, call.format(text)), text
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen-xml", "harmony"])
+def test_integers_of_calls_end(family: str) -> None:
+    """At temperature 0, a model wrote zeros up to the limit."""
+    calls, words = FAMILIES[family], Bytes(MARKS)
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    tools: list[Any] = [{"function": {"name": "note", "parameters": parameters}}]
+    grammar = tool_grammar(AnswerFormat(calls), tools, words.controls, is_forced=True)
+    assert grammar is not None
+    before, _, after = written(family, "", "")
+    for n_digits, is_right in ((18, True), (30, False)):
+        number = "1" * n_digits
+        spelled = (
+            f"<parameter=n>\n{number}\n</parameter>\n" if calls.arguments == "xml" else f'{{"n":{number}}}'
+        )
+        assert matches(grammar, words, before + spelled + after) is is_right

@@ -31,9 +31,9 @@ main()
 SIGNALS = {signal.SIGINT: {0, 130, -2}, signal.SIGTERM: {0, -15}, signal.SIGHUP: {0, -1}, signal.SIGPIPE: {0}}
 
 
-def at_terminal(*arguments: str | Path) -> pexpect.spawn[bytes]:
+def at_terminal(*arguments: str | Path, program: str = START) -> pexpect.spawn[bytes]:
     """A command at a terminal of its own."""
-    command = [sys.executable, "-c", START, *map(str, arguments)]
+    command = [sys.executable, "-c", program, *map(str, arguments)]
     child = pexpect.spawn(command[0], command[1:], env=environment({"TERM": "xterm"}), timeout=PATIENCE)
     child.expect_exact("started")
     return child
@@ -83,4 +83,28 @@ def test_a_chat_that_is_ended_leaves_the_terminal_as_it_was(
     until(lambda: termios.tcgetattr(child.child_fd) != usual)
     until_it_waits(child.pid)
     child.kill(number)
+    assert ended(child, usual) == -number
+
+
+# The signal arrives in another thread, so that it does not wake the main thread, as if it had arrived just
+# before that waits for a key.
+UNSEEN = """
+import signal, sys, termios, threading, time
+usual = termios.tcgetattr(0)
+def send():
+    while termios.tcgetattr(0) == usual:
+        time.sleep(.01)
+    time.sleep(.3)
+    signal.pthread_kill(threading.get_ident(), NUMBER)
+threading.Thread(target=send, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_just_before_a_chat_waits_for_a_key(
+    talker: list[Path], usual: list[Any], number: signal.Signals
+) -> None:
+    """It was answered only after the next key."""
+    program = UNSEEN.replace("NUMBER", str(int(number))) + START
+    child = at_terminal("chat", *naming(talker), program=program)
     assert ended(child, usual) == -number

@@ -207,14 +207,21 @@ class Fails(CountingUp):
             raise ZeroDivisionError
         if self.how == "unknown token":
             return Draft.certain([V + 5])
+        if self.how == "a list":  # ended the completion as if its reader had left
+            return [1, 2]  # type: ignore[return-value]
         return self.asks()
 
     def asks(self) -> Asking:
-        yield ForwardRequest("nobody", tokens(1))
-        return Draft()
+        yield ForwardRequest("nobody" if self.how == "unknown model" else TARGET, tokens(1))
+        return Draft() if self.how == "unknown model" else [1, 2]  # type: ignore[return-value]
 
 
-ERRORS = {"raises": ZeroDivisionError, "unknown token": ValueError, "unknown model": ValueError}
+ERRORS = {
+    "a list": TypeError,
+    "raises": ZeroDivisionError,
+    "unknown token": ValueError,
+    "unknown model": ValueError,
+}
 
 
 @pytest.mark.parametrize("how", list(ERRORS))

@@ -12,6 +12,7 @@ import pytest
 
 from forward_requests import Count, assert_same, request, text
 from llamaspec import LlamaModel, LlamaspecError
+from llamaspec.files import FileLock
 from llamaspec.llama.cells import Cells
 from llamaspec.llama.prefix_store import PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
@@ -53,7 +54,7 @@ def test_another_process_computes_the_same_logits(
         answer = after.forward(ForwardRequest(TARGET, tokens), number)
         assert np.array_equal(answer, logits)
     assert evaluated.taken() == 3
-    (file,) = folder.path.iterdir()
+    (file,) = folder.path.glob("*.prefixes")
     assert (folder.path.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
@@ -192,3 +193,45 @@ def test_a_failed_write_is_reported_in_one_line(opened: OpenModel, tmp_path: Pat
     filled(model)
     folder.save([model], reported.append)
     assert reported == [f"cannot save prefixes in {folder.path}: No such file or directory"]
+
+
+def test_two_processes_do_not_lose_each_other_s_prefixes(opened: OpenModel, tmp_path: Path) -> None:
+    """The one that stopped last replaced the other's file."""
+    first, second, reported = opened(), opened(), list[str]()
+    ours, theirs = PrefixFolder(tmp_path / "saved", LARGE), PrefixFolder(tmp_path / "saved", LARGE)
+    ours.load([first], reported.append)
+    assert reported == []
+    theirs.load([second], reported.append)
+    (line,) = reported
+    assert "another process saves prefixes" in line
+    filled(first)
+    ours.save([first], reported.append)
+    (file,) = ours.path.glob("*.prefixes")
+    content = file.read_bytes()
+    second.forget()
+    theirs.save([second], reported.append)
+    assert file.read_bytes() == content
+    assert [path.name for path in ours.path.iterdir()] == [file.name]
+    PrefixFolder(ours.path, LARGE).load([second], reported.append)
+    assert reported[1:] == [f"loaded {92 + 71 + 90} tokens of prefixes"]
+
+
+def test_temporary_files_of_killed_processes_go(opened: OpenModel, tmp_path: Path) -> None:
+    """They stayed for an hour, those of other models for ever, and did not count for the folder's size."""
+    model, reported = opened(), list[str]()
+    folder = PrefixFolder(tmp_path / "saved", LARGE)
+    stem = folder.file_of(model).stem
+    for name in (stem, "0" * 32, "1" * 32):
+        (folder.path / f".{name}.prefixe.0123456789ab.tmp").write_bytes(b"x" * 1000)
+    writer = FileLock.taken(folder.path / f"{'1' * 32}.lock")  # a process that writes just now
+    assert writer is not None
+    filled(model)
+    folder.save([model], reported.append)
+    (left,) = folder.path.glob(".*.tmp")
+    assert left.name.startswith(".1111")
+    size = folder.file_of(model).stat().st_size
+    small = PrefixFolder(folder.path, size + 999)  # what is being written counts
+    small.save([model], reported.append)
+    assert small.file_of(model).stat().st_size < size
+    assert reported == []
+    writer.release()

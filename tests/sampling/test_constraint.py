@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -252,3 +253,35 @@ def test_one_constraint_in_several_threads(opened: OpenModel) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+DIGITS = "9" * 18
+INTEGER = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (INTEGER, ["0", "-7", DIGITS, f"-{DIGITS}", str(2**63 - 1)], [f"{DIGITS}99", f"-{DIGITS}99"]),
+        ({"type": ["integer", "null"]}, ["null", DIGITS], [f"{DIGITS}99"]),
+        (INTEGER | {"minimum": 5}, ["5", DIGITS], ["4", f"{DIGITS}99"]),
+        (INTEGER | {"exclusiveMaximum": 5}, ["4", f"-{DIGITS}"], ["5", f"-{DIGITS}99"]),
+        (INTEGER | {"minimum": 10**18}, [str(2 * 10**18)], ["5"]),
+        (INTEGER | {"multipleOf": 10}, ["70", f"{DIGITS[:-1]}0"], ["7", f"{DIGITS}90"]),
+        ({"type": "array", "items": INTEGER}, ["[1]"], [f"[{DIGITS}99]"]),
+        ({"type": "object", "properties": {"type": INTEGER}, "required": ["type"]},
+         ['{"type":1}'], [f'{{"type":{DIGITS}99}}']),
+        ({"anyOf": [INTEGER, {"type": "string"}]}, [f'"{DIGITS}99"'], [f"{DIGITS}99"]),
+        ({"$ref": "#/$defs/n", "$defs": {"n": INTEGER}}, ["1"], [f"{DIGITS}99"]),
+        ({"enum": [10**25]}, [str(10**25)], [DIGITS]),
+        ({"const": {"type": "integer"}}, ['{"type":"integer"}'], []),
+    ],
+)  # fmt: skip
+def test_an_integer_ends(opened: OpenModel, schema: Any, right: list[str], wrong: list[str]) -> None:
+    """At temperature 0, a model wrote zeros up to the limit."""
+    vocabulary = opened("llama", Recipe(vocabulary=BYTES)).vocabulary
+    grammar = Grammars(vocabulary).json_schema(schema)
+    for text in right:
+        assert accepts(grammar, vocabulary, text), text
+    for text in wrong:
+        assert not accepts(grammar, vocabulary, text), text

@@ -135,15 +135,15 @@ TALK = [Message("system", "one"), Message("system", "two"), Message("user", "u")
         (TALKER, [Message("system", "one\n\ntwo"), *TALK[2:]]),
         (STRICT, [Message("system", "one\n\ntwo\n\nthree"), TALK[2], TALK[4]]),
         ("{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}",
-         [Message("system", "one\n\ntwo\n\nthree"), TALK[2], TALK[4]]),
+         [Message("user", "one\n\ntwo\n\nthree\n\nu"), TALK[4]]),
     ],
     ids=["takes it", "refuses it", "drops it"],
 )  # fmt: skip
 def test_system_messages_become_one(source: str, expected: list[Message]) -> None:
     """A later one stays in its place if the template accepts that, so that the cached prefix stays valid."""
-    template = ChatTemplate(source, "<s>", "</s>")
-    assert template.with_one_system(TALK) == expected
-    assert template.with_one_system(TALK[2:3]) == TALK[2:3]
+    accepted = ChatTemplate(source, "<s>", "</s>").accepted
+    assert accepted.messages(TALK) == expected
+    assert accepted.messages(TALK[2:3]) == TALK[2:3]
 
 
 def test_system_messages_of_every_api(demo: Pair) -> None:

@@ -143,6 +143,9 @@ def test_the_description_of_the_model(client: ollama.Client, server: Served) -> 
     assert "completion" in (about.capabilities or [])
     lengths = [value for key, value in (about.modelinfo or {}).items() if key.endswith(".context_length")]
     assert lengths == [server.service.pair.target.context_size]
+    info = about.modelinfo or {}
+    assert info["general.parameter_count"] > 0
+    assert {"embedding_length", "block_count"} <= {key.rpartition(".")[2] for key in info}
     assert [each.model for each in client.ps().models] == [model.model]
     assert server.client.get("/api/version").json()["version"]
 
@@ -175,3 +178,12 @@ def test_a_switch_in_words_is_the_switch() -> None:
     reasoning = [OllamaChatBody(think=think).reasoning for think in ("false", False, "true", True)]
     assert reasoning[0] == reasoning[1] == ({"enable_thinking": False}, 0)
     assert reasoning[2] == reasoning[3] != reasoning[0]
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"), [(0, "unload"), ("0", "unload"), ("0s", "unload"), ("5m", "load"), (-1, "load")]
+)
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_unloading_is_answered(server: Served, path: str, keep_alive: Any, reason: str) -> None:
+    """Clients wait for this answer, although the model stays."""
+    assert server.post(path, {"keep_alive": keep_alive}).json()["done_reason"] == reason

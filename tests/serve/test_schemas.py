@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from llamaspec import Pair
-from llamaspec.serve.constraints import subschemas, without_prose
+from llamaspec.sampling.schemas import subschemas, without_prose
 from serve_soak import TEMPLATE as TALKER
 from serving import Served, served
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import socket
 import sys
@@ -17,9 +19,11 @@ import pytest
 from command import Answer, run, said
 from llamaspec import Pair
 from llamaspec.serve import app
+from model_store import ModelStore
 from patience import PATIENCE, until
 from rpc_workers import needs_rpc, running_worker
 from serving import Gate, parse_events, process, served
+from tiny_models import Recipe
 
 LONG = {"prompt": "def f(", "max_tokens": 400, "seed": 1, "stream": True}
 HELD = """
@@ -118,7 +122,7 @@ def test_after_the_grace_time_answers_end_with_an_error(demo: Pair, monkeypatch:
 
 def test_the_key_from_the_environment(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("from-file\n\n")
+    file.write_text("\ufefffrom-file\n\n", encoding="utf-8")  # as an editor on Windows saves it
     with process("--api-key-file", str(file), env={"LLAMASPEC_API_KEY": "from-env"}) as server:
         codes = [
             httpx.get(f"{server.url}/v1/models", headers={"X-Api-Key": key}).status_code
@@ -211,3 +215,17 @@ def test_the_next_server_knows_the_prompt(demo_files: tuple[Path, Path], tmp_pat
     again, n_prompt, n_cached, lines = asked("--cache-dir", str(folder))
     assert (again, n_cached) == (text, n_prompt - 1)
     assert any("tokens of prefixes" in line for line in lines)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what happens depends on the system")
+def test_a_model_file_that_is_shortened_leaves_a_line(store: ModelStore, tmp_path: Path) -> None:
+    """It ended the server without a word. The file is mapped, so nothing can be done about the end."""
+    path = tmp_path / "model.gguf"
+    shutil.copy(store.path("llama", Recipe(n_layers=8, width=256, n_ffn=1024)), path)
+    with process("--target", str(path)) as server:
+        os.truncate(path, 4096)
+        body = {"prompt": "one", "max_tokens": 40}
+        with pytest.raises(httpx.TransportError):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE)
+        assert server.ended() == -signal.SIGBUS
+    assert any("Bus error" in line for line in server.lines)

@@ -1,0 +1,104 @@
+"""Values of parameters in Qwen's XML: how a grammar lets a model write them, and how the parser reads them.
+
+A value has a line of its own: <parameter=key>, the value, </parameter>. Text is not quoted, so it ends where
+it looks like the end. Models that no grammar constrains sometimes omit the line breaks.
+tests/chat/test_tool_grammar.py: what the grammar lets a model write, the parser reads.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+
+from llamaspec.chat.messages import Json
+
+# "</parameter>" is an end between two line breaks, and before the next mark; elsewhere it is text.
+_AFTER = ("<parameter=", "</function>", "</tool_call>")
+END = "\n</parameter>\n"
+ENDS = (END, *(f"{a}</parameter>{b}{mark}" for a in ("\n", "") for b in ("\n", "") for mark in _AFTER))
+LAST_ENDS = ("\n</parameter>", "</parameter>")  # where the answer ends, too
+_ONE_GROUP = re.compile(r"\^?\([^()]*\)\$?")
+
+
+def quoted(text: str) -> str:
+    """Return a text as a JSON string, which is also a Lark string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_or_text(text: str, types: Iterable[str] = ()) -> str:
+    """Return a text if it is JSON, otherwise as a string; scalars stay strings if `types` allow strings."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return quoted(text)
+    kind = "null" if value is None else "array" if isinstance(value, list) else "object"
+    is_scalar = isinstance(value, str | float | int)
+    return text.strip() if "string" not in types or (kind in types and not is_scalar) else quoted(text)
+
+
+def as_json(text: str, schema: Json) -> str:
+    """Return a parameter's value as JSON: the choice that is spelled so, or what its type says."""
+    allowed = choices(schema)
+    for value in allowed or ():
+        if text == as_text(value):
+            return json.dumps(value, ensure_ascii=False)
+    return json_or_text(text, types_of(schema))
+
+
+def types_of(schema: Json) -> set[str]:
+    """Return the types that the schema of a parameter allows."""
+    types = schema.get("type") if isinstance(schema, Mapping) else None
+    return set(map(str, types if isinstance(types, list) else [types]))
+
+
+def choices(schema: Json) -> list[Json] | None:
+    """Return the only values that the schema of a parameter allows; None if there are others."""
+    if not isinstance(schema, Mapping):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def as_text(value: Json) -> str:
+    """Return a value of a parameter as XML has it: text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def is_text(schema: Json) -> bool:
+    """Whether a parameter is any text."""
+    return types_of(schema) == {"string"} and choices(schema) is None
+
+
+# For grammars
+
+
+def text_rules(rule: str, schema: Mapping[str, Json]) -> list[str]:
+    """Return a rule for text up to its end, with the length and the pattern of its schema."""
+    low, high, pattern = (schema.get(key) for key in ("minLength", "maxLength", "pattern"))
+    limits = f"{low if isinstance(low, int) else 0},{high if isinstance(high, int) else ''}"
+    texts = ["(?s:.*)" if limits == "0," else f"(?s:.{{{limits}}})"]
+    texts += [_whole(pattern)] if isinstance(pattern, str) else []
+    body = " & ".join(f"/{text}{escaped(END)}/" for text in texts)
+    earlier = "|".join(map(escaped, ENDS[1:]))  # where the parser would end it
+    return [f"{rule.upper()}: {body} & ~/(?s:.*)({earlier})(?s:.*)/", f"{rule}[lazy]: {rule.upper()}"]
+
+
+def _whole(pattern: str) -> str:
+    """Return a schema's pattern, which may match anywhere, as a pattern of the whole text, for Lark.
+
+    llguidance knows no anchors. Inside alternatives they stay, and the grammar does not compile.
+    """
+    has_end = re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
+    before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if has_end else "(?s:.*)"
+    if "|" not in pattern or _ONE_GROUP.fullmatch(pattern):
+        pattern = pattern.removeprefix("^")
+        pattern = pattern[:-1] if has_end else pattern
+    slashes = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern)
+    return f"{before}({slashes}){after}"
+
+
+def escaped(text: str) -> str:
+    """Escape a text for a regular expression in Lark."""
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")

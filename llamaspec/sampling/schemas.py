@@ -1,0 +1,80 @@
+"""JSON schemas: their parts, and what is left out or added before they become constraints.
+
+tests/serve/test_schemas.py, tests/sampling/test_constraint.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+# The 64-bit integers, as llguidance can bound them. At temperature 0, a small model writes zeros without end.
+SMALLEST, LARGEST = 1024 - 2**63, 2**63 - 1
+# Keywords that do not affect validity; and keywords whose value is an object with names as keys.
+_PROSE = frozenset(
+    ("description", "title", "examples", "default", "deprecated", "readOnly", "writeOnly", "$schema",
+     "$comment", "markdownDescription", "enumDescriptions")
+)  # fmt: skip
+_NAMES = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "$defs", "definitions")
+
+
+def without_prose(schema: Any, *, is_names: bool = False) -> Any:
+    """Return a schema without descriptions and the like, which would count towards the grammar's size."""
+    if isinstance(schema, list):
+        return [without_prose(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value
+        if key in ("enum", "const") and not is_names
+        else without_prose(value, is_names=key in _NAMES and not is_names)
+        for key, value in schema.items()
+        if is_names or key not in _PROSE
+    }
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the schemas in a schema, each with its path, such as `properties.a` or `anyOf.0`."""
+    for key, value in schema.items():
+        inner: Iterable[tuple[str, Any]] = ()
+        if isinstance(value, dict) and key in _NAMES:
+            inner = ((f"{key}.{name}", each) for name, each in value.items())
+        elif isinstance(value, dict) and key not in ("const", "x-guidance"):
+            inner = ((key, value),)
+        elif isinstance(value, list) and key != "enum":
+            inner = ((f"{key}.{i}", each) for i, each in enumerate(value))
+        yield from ((path, each) for path, each in inner if isinstance(each, dict))
+
+
+def compilable(schema: Any, *, is_names: bool = False) -> Any:
+    """Return a schema as llguidance can compile it.
+
+    Its integers have at most 19 digits, unless it bounds them itself. `uniqueItems` is left out, because no
+    grammar can hold a text to it, and so are names of properties that may be any string.
+    """
+    if isinstance(schema, list):
+        return [compilable(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        key: value
+        if key in ("enum", "const") and not is_names
+        else compilable(value, is_names=key in _NAMES and not is_names)
+        for key, value in schema.items()
+        if is_names or not (key == "uniqueItems" or (key == "propertyNames" and value == {"type": "string"}))
+    }
+    types = found.get("type")
+    kinds = types if isinstance(types, list) else [types]
+    if is_names or "integer" not in kinds or "number" in kinds or "enum" in found or "const" in found:
+        return found
+    low = _bounds(found, "minimum", "exclusiveMinimum")
+    high = _bounds(found, "maximum", "exclusiveMaximum")
+    if not low and all(bound > SMALLEST for bound in high):
+        found["minimum"] = SMALLEST
+    if not high and all(bound < LARGEST for bound in low):
+        found["maximum"] = LARGEST
+    return found
+
+
+def _bounds(schema: Mapping[str, Any], *keys: str) -> list[float]:
+    return [schema[key] for key in keys if isinstance(schema.get(key), int | float)]

@@ -1,0 +1,125 @@
+"""Conversations as a chat template can take them: a template for each probe, in the words of real ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from chat_models import say, session
+from llamaspec import Pair
+from llamaspec.chat.accepted import PROBE_TOOL, PROBES
+from llamaspec.chat.messages import Message, ToolCall
+from llamaspec.chat.template import ChatTemplate
+
+# All of these were refused, or lost the text of a message without a word.
+LENIENT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+GEMMA2 = """{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for m in messages %}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
+{{- '<' + m.role + '>' + m.content | trim }}{% endfor %}"""
+LOSES_SYSTEM = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+QWEN35 = (
+    """{% set ns = namespace(found=false) %}{% for m in messages if m.role == 'user' %}
+{%- set ns.found = true %}{% endfor %}
+{%- if not ns.found %}{{ raise_exception('No user query found in messages.') }}{% endif %}"""
+    + LENIENT
+)
+LLAMA31 = (
+    """{% set rest = messages | rejectattr('role', 'eq', 'system') | list %}
+{%- if tools is not none and (rest | length == 0 or rest[0].role != 'user') %}
+{{- raise_exception('Cannot put tools in the first user message when there is none!') }}{% endif %}
+"""
+    + LENIENT
+)
+MISTRAL = """{% if messages[0].role == 'system' %}<system>{{ messages[0].content }}
+{%- set messages = messages[1:] %}{% endif %}{% set ns = namespace(index=0) %}
+{%- for m in messages %}
+{%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+{%- if (m.role == 'user') != (ns.index % 2 == 0) %}
+{{- raise_exception('After the optional system message, conversation roles must alternate') }}{% endif %}
+{%- set ns.index = ns.index + 1 %}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
+NEMO = """{% if messages[0].role == 'system' %}{% set system = messages[0].content %}
+{%- set messages = messages[1:] %}{% endif %}{% for m in messages %}<{{ m.role }}>
+{%- if loop.last and m.role == 'user' and system is defined %}{{ system + ': ' }}{% endif %}
+{{- m.content if not m.tool_calls }}{% endfor %}"""
+PARTS = """{% for m in messages %}<{{ m.role }}>
+{%- for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}{% endfor %}"""
+PARTS_OF_USERS = """{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' %}{{ m.content[0]['text'] }}
+{%- else %}{{ m.content + '' }}{% endif %}{% endfor %}"""
+
+SYSTEM, USER, ANSWER = Message("system", "s"), Message("user", "u"), Message("assistant", "a")
+CALL = Message("assistant", "c", tool_calls=(ToolCall("abcdefghi", "probe", "{}"),))
+RESULT = Message("tool", "r", name="probe", tool_call_id="abcdefghi")
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "written"),
+    [
+        (LENIENT, [SYSTEM], "<system>s"),
+        (LENIENT, [SYSTEM, CALL, RESULT], "<system>s<assistant>c<tool>r"),
+        (LENIENT, [SYSTEM, USER, USER, SYSTEM], "<system>s<user>u<user>u<system>s"),
+        (LENIENT, [ANSWER, USER], "<assistant>a<user>u"),
+        (GEMMA2, [SYSTEM], "<user>s"),
+        (GEMMA2, [SYSTEM, USER], "<user>s\n\nu"),
+        (GEMMA2, [SYSTEM, ANSWER, USER], "<user>s<assistant>a<user>u"),
+        (GEMMA2, [USER, USER, SYSTEM, ANSWER, ANSWER, USER], "<user>s\n\nu\n\nu<assistant>a\n\na<user>u"),
+        (GEMMA2, [ANSWER, USER], "<user><assistant>a<user>u"),
+        (LOSES_SYSTEM, [SYSTEM, USER, ANSWER], "<user>s\n\nu<assistant>a"),
+        (QWEN35, [SYSTEM], "<system>s<user>"),
+        (QWEN35, [SYSTEM, CALL, RESULT], "<system>s<user><assistant>c<tool>r"),
+        (QWEN35, [SYSTEM, ANSWER, USER], "<system>s<assistant>a<user>u"),
+        (LLAMA31, [SYSTEM, CALL, RESULT], "<system>s<user><assistant>c<tool>r"),
+        (MISTRAL, [SYSTEM, USER, CALL, RESULT, ANSWER, USER, USER],
+         "<system>s<user>u<assistant>c<tool>r<assistant>a<user>u\n\nu"),
+        (MISTRAL, [SYSTEM, ANSWER, ANSWER], "<system>s<user><assistant>a\n\na"),
+        (NEMO, [SYSTEM, USER], "<user>s: u"),
+        (NEMO, [SYSTEM, USER, CALL, RESULT], "<user>s\n\nu<assistant><tool>r"),
+        (PARTS, [SYSTEM, USER, CALL, RESULT], "<system>s<user>u<assistant>c<tool>r"),
+        (PARTS_OF_USERS, [SYSTEM, USER, CALL, RESULT], "<system>s<user>u<assistant>c<tool>r"),
+    ],
+)  # fmt: skip
+def test_what_is_written(source: str, messages: list[Message], written: str) -> None:
+    rendered = ChatTemplate(source, "<s>", "</s>").render(messages, [PROBE_TOOL])
+    assert rendered.text.decode().replace("\n<", "<") == written
+
+
+@pytest.mark.parametrize(
+    ("source", "refused"),
+    [
+        (LENIENT, set()),
+        (GEMMA2, set(PROBES)),
+        (LOSES_SYSTEM, {name for name in PROBES if "system" in name} | {"no user message"}),
+        (QWEN35, {"only a system message", "no user message"}),
+        (MISTRAL, {"an answer first", "user, user", "assistant, assistant"}),
+        (PARTS, set()),
+    ],
+)
+def test_what_templates_take(source: str, refused: set[str]) -> None:
+    accepted = ChatTemplate(source, "<s>", "</s>").accepted
+    assert {name for name in PROBES if not accepted.takes(name)} == refused
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_the_name_that_the_template_reads(name: str) -> None:
+    source = f"{{% for m in messages %}}{{{{ m.content }}}}{{{{ m.{name} | default('') }}}}{{% endfor %}}"
+    answer = Message("assistant", "a", reasoning="why")
+    assert ChatTemplate(source, "", "").render([USER, answer]).text == b"uawhy"
+
+
+def test_joined_messages_keep_everything() -> None:
+    again = Message("assistant", "b", tool_calls=CALL.tool_calls, reasoning="why")
+    accepted = ChatTemplate(GEMMA2, "", "").accepted
+    assert accepted.messages([USER, CALL, again])[1] == Message(
+        "assistant", "c\n\nb", tool_calls=(*CALL.tool_calls, *CALL.tool_calls), reasoning="why"
+    )
+
+
+def test_a_chat_with_such_a_template_keeps_its_system_prompt(pair: Pair) -> None:
+    """The system prompt was refused."""
+    template = ChatTemplate(GEMMA2, "<s>", "</s>")
+    talk = session(pair, system="Be brief.", template=template, max_tokens=4)
+    assert say(talk, "Hi")
+    assert say(talk, "Again")
+    assert [message.role for message in talk.messages] == ["system", "user", "assistant", "user", "assistant"]

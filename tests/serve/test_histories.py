@@ -1,0 +1,183 @@
+"""Conversations as clients send them back: compacted, with images, with reasoning under another name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from llamaspec import Pair
+from llamaspec.chat.messages import Message
+from llamaspec.serve.anthropic import MessagesBody
+from llamaspec.serve.errors import RequestError
+from llamaspec.serve.ollama import OllamaChatBody
+from llamaspec.serve.openai_chat import ChatBody
+from llamaspec.serve.openai_responses import ResponsesBody
+from serving import served
+
+# Gemma 2's: no system messages, and turns.
+GEMMA2 = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+{{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
+{{- '# ' + m.role + ': ' + m.content | trim + '\n' }}{% endfor %}# assistant:"""
+
+
+def chat(*messages: Any) -> list[Message]:
+    return list(ChatBody.model_validate({"messages": [*messages]}).chat_request().messages)
+
+
+def messages_api(*messages: Any) -> list[Message]:
+    body = {"messages": [*messages], "max_tokens": 1}
+    return list(MessagesBody.model_validate(body).chat_request().messages)
+
+
+def responses(*items: Any) -> list[Message]:
+    return list(ResponsesBody.model_validate({"input": [*items]}).chat_request().messages)
+
+
+def ollama(*messages: Any) -> list[Message]:
+    return list(OllamaChatBody.model_validate({"messages": [*messages]}).chat_request().messages)
+
+
+def told(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def seen(kind: str, text_kind: str = "text") -> dict[str, Any]:
+    return told("user", [{"type": text_kind, "text": "See "}, {"type": kind, "source": {"data": "aGk="}}])
+
+
+@pytest.mark.parametrize(
+    ("api", "with_image", "kind"),
+    [
+        (chat, seen("image_url"), "image_url"),
+        (chat, seen("input_audio"), "input_audio"),
+        (messages_api, seen("document"), "document"),
+        (responses, seen("input_file", "input_text"), "input_file"),
+        (ollama, told("user", "See ") | {"images": ["aGk="]}, "image"),
+    ],
+)
+def test_an_image_in_an_earlier_message(
+    api: Callable[..., list[Message]], with_image: dict[str, Any], kind: str
+) -> None:
+    """Every later turn was refused, so that the session was lost."""
+    found = api(with_image, told("assistant", "I cannot."), told("user", "Then not."))
+    assert found[0].text == f"See [{kind} left out: not text]"
+    with pytest.raises(RequestError, match="no images"):
+        api(told("user", "Hi"), with_image)
+
+
+def test_a_part_at_a_wrong_place_is_refused_everywhere() -> None:
+    part = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
+    with pytest.raises(RequestError):
+        chat(told("assistant", [part]), told("user", "Hi"))
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_reasoning_under_either_name(name: str) -> None:
+    assert chat(told("user", "Hi"), told("assistant", "Yes") | {name: "Hm."})[1].reasoning == "Hm."
+
+
+def test_reasoning_in_a_form_of_another_server_is_left_out() -> None:
+    given = told("assistant", "Yes") | {"reasoning": {"id": "rs_1"}}
+    assert chat(told("user", "Hi"), given)[1].reasoning is None
+
+
+def test_a_compacted_conversation_in_every_api(demo: Pair) -> None:
+    """No user message is left, and the template wants one at the beginning."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    talk = [
+        told("system", "Be brief."),
+        told("assistant", "So far: nothing.") | {"tool_calls": [call]},
+        told("tool", "Done.") | {"tool_call_id": "abcdefghi"},
+    ]
+    use = {"type": "tool_use", "id": "abcdefghi", "name": "f", "input": {}}
+    blocks = [
+        told("assistant", [{"type": "text", "text": "So far: nothing."}, use]),
+        told("user", [{"type": "tool_result", "tool_use_id": "abcdefghi", "content": "Done."}]),
+    ]
+    items = [
+        *talk[:1],
+        told("assistant", "So far: nothing."),
+        {"type": "function_call", "call_id": "abcdefghi", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "abcdefghi", "output": "Done."},
+    ]
+    simple = [talk[0], told("assistant", "So far: nothing."), told("tool", "Done.")]
+    with served(demo, template=GEMMA2) as server:
+        lone = {"messages": talk[:1], "max_tokens": 2}
+        answers = [
+            server.post("/v1/chat/completions", {"messages": talk, "max_tokens": 2}),
+            server.post("/v1/chat/completions", lone),
+            server.post("/v1/responses", {"input": items, "max_output_tokens": 2}),
+            server.post("/v1/messages", {"system": "Be brief.", "messages": blocks, "max_tokens": 2}),
+            server.post("/api/chat", {"messages": simple, "options": {"num_predict": 2}}),
+        ]
+    assert [answer.status_code for answer in answers] == [200] * 5, [answer.text for answer in answers]
+
+
+def test_a_reference_to_an_item_is_refused() -> None:
+    """Its message was missing without a word."""
+    with pytest.raises(RequestError, match="keeps no conversations"):
+        responses({"type": "item_reference", "id": "msg_1"}, told("user", "Go on."))
+
+
+def test_instructions_without_input() -> None:
+    body = ResponsesBody.model_validate({"input": [], "instructions": "Write a haiku."})
+    assert [message.text for message in body.chat_request().messages] == ["Write a haiku."]
+    with pytest.raises(RequestError, match="must not be empty"):
+        responses()
+
+
+# As real templates list the fields of tools.
+LISTING = """{% for tool in tools or [] %}{{ tool.function.name }}(
+{%- for key, field in tool.function.parameters.properties.items() %}{{ key }}: {{ field.type }}{% endfor %})
+{% endfor %}{% for m in messages %}# {{ m.role }}: {{ m.content }}
+{% endfor %}# assistant:"""
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"type": "object"}, {"type": "object", "properties": None, "required": None}, {}, None]
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_tool_without_properties(demo: Pair, parameters: Any, strict: bool) -> None:
+    """A template that lists properties refused it."""
+    function = {"name": "files/read.v1", "parameters": parameters, "strict": strict}
+    body = {
+        "messages": [told("user", "Hi")],
+        "max_tokens": 3,
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    }
+    with served(demo, template=LISTING) as server:
+        answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        {"type": "object", "additionalProperties": {"type": "string"}, "propertyNames": {"type": "string"}},
+    ],
+)
+def test_a_format_with_keywords_that_say_little(demo: Pair, schema: dict[str, Any]) -> None:
+    """Sets and dictionaries of pydantic; they were accepted in tools only."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": [told("user", "Hi")], "max_tokens": 3, "response_format": wanted}
+    with served(demo) as server:
+        answer = server.post("/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        schema["propertyNames"] = {"pattern": "^a"}
+        if schema["type"] == "object":
+            assert server.post("/v1/chat/completions", body).status_code == 400
+
+
+def test_what_a_template_writes_is_limited_before_it_is_tokenized(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that writes 16 MB cost 4 s in each request."""
+    with served(demo, template="{{ messages[0].content }}{{ 'x ' * 4000000 }}") as server:
+        monkeypatch.setattr(demo.target.vocabulary, "tokenize", lambda *_, **__: pytest.fail("tokenized"))
+        answer = server.post("/v1/chat/completions", {"messages": [told("user", "Hi")], "max_tokens": 2})
+    assert answer.status_code == 400
+    assert "exceeds the available context size" in answer.text
