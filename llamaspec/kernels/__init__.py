@@ -178,6 +178,11 @@ class KernelLibrary:
             self._library.llamaspec_kernels_enable(1)
             self._reason = None
 
+    def use_level(self, name: str) -> bool:
+        """Use another instruction set, to measure it; False if the processor lacks it, or kernels are off."""
+        active = self._active
+        return active is not None and bool(active.llamaspec_kernels_set_level(name.encode()))
+
     def covers(self, ggml_type: int) -> bool:
         """Whether the kernels are on and take weights of a type of ggml."""
         active = self._active

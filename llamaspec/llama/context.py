@@ -95,7 +95,9 @@ class Context:
         if options.heads:
             nextn.show_hidden_rows(pointer, scored_only=self.scored_only)
         self._governors: Sequence[ThreadGovernor] = governors() if options.threads is None else ()
-        self._governor = self._governors[options.flash_attention != "off"] if self._governors else None
+        # llama.cpp's flash attention is the only kernel whose bits depend on the number of threads.
+        is_sensitive = options.flash_attention != "off" and runtime.kernels().level is None
+        self._governor = self._governors[is_sensitive] if self._governors else None
         self._n_threads = options.threads or resources.default_threads()
         self.cache: KVCache | RecurrentCache
         store = store or PrefixStore()

@@ -5,9 +5,9 @@ them wait (docs/hardware.md), so there are only as many threads as cores that ot
 Spinning threads use all the time of their cores; if they got less, other programs took the rest. Cores that
 were idle during evaluations can be used again.
 
-Without flash attention, logits have the same bits at every number of threads, so the number follows the load
-at once. With flash attention over f16 values, llama.cpp splits a long cache among threads and adds up in
-another order, so near ties may be decided differently: the number follows only a lasting load.
+With our kernels, and without flash attention, logits have the same bits at every number of threads, so the
+number follows the load at once. In llama.cpp's flash attention over f16 values, threads share a long cache
+and add up in another order, so near ties may be decided differently: the number follows only a lasting load.
 """
 
 from __future__ import annotations

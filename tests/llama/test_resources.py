@@ -12,6 +12,7 @@ import pytest
 from llama_cpp import llama_cpp as lib
 
 from forward_requests import evaluate, request, text
+from llamaspec.kernels import Kernels
 from llamaspec.llama import context, resources, runtime
 from llamaspec.llama.resources import LASTING_WINDOW, PAUSE, WINDOW, ThreadGovernor, Usage
 from model_store import OpenModel
@@ -309,10 +310,14 @@ def test_missed_time_depends_on_the_threads_that_were_used() -> None:
     assert machine.governor.n_threads == 2
 
 
-@pytest.mark.parametrize(("flash_attention", "which"), [("on", 1), ("off", 0)])
-def test_flash_attention_follows_only_lasting_loads(
-    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, flash_attention: str, which: int
+@pytest.mark.parametrize(
+    ("flash_attention", "kernels", "which"),
+    [("on", Kernels(), 1), ("off", Kernels(), 0), ("on", Kernels("avx2", 1), 0)],
+)
+def test_only_llama_cpps_flash_attention_waits_for_a_lasting_load(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, flash_attention: str, kernels: Kernels, which: int
 ) -> None:
+    monkeypatch.setattr(runtime, "kernels", lambda: kernels)
     machines = Machine(4), Machine(4, shortest=LASTING_WINDOW)
     monkeypatch.setattr(context, "governors", lambda: tuple(each.governor for each in machines))
     model = opened(threads=None, flash_attention=flash_attention)
