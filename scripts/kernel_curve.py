@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
-PROMPT, REPEATS, SCORED = 512, 7, 48
+WIDTHS = (1, 2, 4, 8, 16, 64)
+PROMPT, REPEATS, SCORED = 512, 5, 48
 TEXT = Path(__file__).read_bytes()  # what the accuracy is measured on
 ROWS = {"off": "llama.cpp", "avx512": "AVX-512", "avx-vnni": "AVX-VNNI", "avx2": "AVX2"}
 

@@ -19,7 +19,7 @@ KINDS = list(tiny.WRITERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_finite_and_lively(kind: str, tmp_path: Path) -> None:
     path = tiny.WRITERS[kind](tmp_path / "model.gguf")
-    assert path.stat().st_size < 600_000
+    assert path.stat().st_size < 900_000
     with PlainLlama(path) as model:
         prompt = model.tokenize(TEXT)
         text = model.greedy(prompt, 60)

@@ -29,7 +29,7 @@ LATENT, ROPE = 32, 16  # sizes of latent attention
 NEVER = -30.0
 HIDDEN_SHARE = 0.02  # share of the hidden row in the input of a prediction head
 STATE_SHARE = 0.03  # share of the first layer of Qwen 3.5, which its prediction head does not have
-N_EXPERTS, N_USED = 6, 2  # of a mixture of experts
+N_EXPERTS, N_USED = 4, 2  # of a mixture of experts
 WINDOW = 16  # positions that a sliding-window layer sees
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
