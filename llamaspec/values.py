@@ -105,6 +105,20 @@ class ForwardRequest:
         return ForwardRequest(self.model, self.tokens[:n], n_logits=0)
 
 
+class Attention(NamedTuple):
+    """How many cached tokens the positions of an evaluation attend to, added up over its sequences."""
+
+    first: float = 0.0  # the first position of each sequence
+    others: float = 0.0  # all other positions
+
+    def plus(self, depth: float, n: int) -> Attention:
+        """Add a sequence whose `n` positions attend to `depth` cached tokens, on average."""
+        return Attention(self.first + depth, self.others + (n - 1) * depth)
+
+
+NO_ATTENTION = Attention()  # nothing is cached
+
+
 class Evaluation(NamedTuple):
     """A call of llama.cpp, which several sequences may share."""
 
@@ -112,6 +126,8 @@ class Evaluation(NamedTuple):
     n_sequences: int = 1  # that have a round in it; 1 for a prompt chunk alone
     serial: int = 0  # number of the evaluation
     n_prefill: int = 0  # positions of that prompt chunk, whose share of the seconds is not counted
+    attention: Attention = NO_ATTENTION  # of all sequences
+    is_disturbed: bool = False  # other programs took cores, so its seconds tell little about others
 
 
 class Forward(NamedTuple):

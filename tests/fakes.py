@@ -72,6 +72,7 @@ class FakeModel:
     can_share: bool = True
     max_chunked_prefill: int = 0
     n_cells: int | None = None
+    is_disturbed: bool = False
     spread: float = 1.5
     before: Callable[[int], None] = lambda n: None  # gets the number of the evaluation; may raise or wait
     is_full: Callable[[int, ForwardRequest], bool] = lambda row, request: False
@@ -88,6 +89,9 @@ class FakeModel:
     _latest: list[Logits] = field(default_factory=list)
     _known: dict[bytes, Logits] = field(default_factory=dict)
     _busy: threading.Lock = field(default_factory=threading.Lock)
+
+    def attended(self, n_tokens: int) -> float:
+        return n_tokens
 
     def after(self, tokens: TokenArray) -> Logits:
         """Return the logits after the last of some tokens, float32 [V]."""
@@ -212,6 +216,7 @@ class Length:
     n_draft: int = 0
     timed: Callable[[], int | None] = lambda: None
     rounds: list[Round] = field(default_factory=list)  # observed
+    begun: list[tuple[float, Sequence[SequenceLength]]] = field(default_factory=list)  # depth, others
     n_closed: int = 0
     reading: PromptReading | None = None
 
@@ -223,6 +228,9 @@ class Length:
 
     def n_verified(self, draft: Draft) -> int:
         return len(draft)
+
+    def begin_round(self, depth: float, others: Sequence[SequenceLength]) -> None:
+        self.begun.append((depth, others))
 
     def timed_width(self) -> int | None:
         return self.timed()

@@ -121,7 +121,7 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
     round_: Round = yield replace(
         round_of(made, draft, forward, verification, rule, p),
         logprobs=() if n_top is None else round_logprobs(forward.logits, draft, verification, n_top),
-        plain_seconds=None if reading is None else reading.plain_seconds(forward.evaluation.n_sequences),
+        plain_seconds=None if reading is None else reading.plain_seconds(forward.evaluation),
     )
     length.observe(round_)
     return round_

@@ -20,7 +20,6 @@ SHARE, CREDIT = 0.015, 2.0  # budget for timing and exploring: share of all time
 CHANGED = 0.1  # relative change of plain decoding after which it is timed again soon
 USUAL = 256.0  # tokens of a completion, before any has ended
 REMEMBERED = 6  # completions in the average length: requests of a kind follow each other
-SETTLED = 3  # runs of a pair after which its costs are trusted: one of them may have been on a busy machine
 NEAREST, FARTHEST = 4, 512  # minimum and maximum rounds between two explorations
 
 
@@ -59,13 +58,12 @@ class LearnedPrior:
     log_odds: tuple[float, ...] = ()  # acceptance of the draft
     distance: int = NEAREST  # rounds between two explorations
     copy_log_odds: tuple[float, ...] = ()  # acceptance of copies of earlier text
-    n_runs: int = SETTLED  # in which costs were measured; a probe counts as enough
     n_learnt: int = 0  # draft tokens from which `log_odds` were learnt; counting stops at a few hundred
 
     def __post_init__(self) -> None:
         kinds = ((self.log_odds, Acceptance()), (self.copy_log_odds, Acceptance(is_copied=True)))
         is_whole = all(len(log_odds) in (0, len(usual.log_odds)) for log_odds, usual in kinds)
-        if not is_whole or self.distance < 1 or min(self.n_runs, self.n_learnt) < 0:
+        if not is_whole or self.distance < 1 or self.n_learnt < 0:
             raise ValueError("a prior of another kind")
         if not all(abs(number) < 50 for number in (*self.log_odds, *self.copy_log_odds)):
             raise ValueError("a prior must be finite")
@@ -105,9 +103,9 @@ class AutoLength:
         if longest < 1:
             raise ValueError(f"the longest draft must be >= 1, got {longest}")
         if not isinstance(prior, LearnedPrior):
-            prior = LearnedPrior(prior, n_runs=0 if prior is None else SETTLED)
+            prior = LearnedPrior(prior)
         self._prior = prior
-        self.costs = Costs(prior.curve, pads=pads, is_settled=self.is_settled)
+        self.costs = Costs(prior.curve, pads=pads)
         self.longest, self.sources = longest, frozenset(sources)
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
         self.acceptance[self.drafting] = Acceptance(prior.log_odds)
@@ -123,11 +121,6 @@ class AutoLength:
     def drafting(self) -> Source:
         """The source whose tokens need draft steps."""
         return min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether costs were measured often enough to be trusted."""
-        return self._prior.n_runs >= SETTLED
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> AutoSequence:
         """Start a completion."""
@@ -149,24 +142,20 @@ class AutoLength:
         log_odds, copies = (
             tuple(self.acceptance[source].log_odds.tolist()) for source in (self.drafting, Source.NGRAM)
         )
-        n_runs = min(self._prior.n_runs + 1, SETTLED)
         n_learnt = min(self._prior.n_learnt, MOST) + self.acceptance[self.drafting].n_learnt
-        return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies, n_runs, n_learnt)
+        return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies, n_learnt)
 
-    def running(self) -> list[AutoSequence]:
-        """Return the completions that are expected in the next evaluation."""
-        return [each for each in self.sequences if each.takes_part(max(self._latest - 1, 0))]
-
-    def learn(self, round_: Round, plan: RoundPlan, *, paid: bool, n_unread: int) -> None:
+    def learn(self, round_: Round, plan: RoundPlan, *, paid: bool, n_unread: int, depth: float) -> None:
         """Learn from a round of a completion; an evaluation that several share is learnt once.
 
         `paid`: a draft token was accepted. `n_unread`: tokens that the draft model also had to process.
+        `depth`: cached tokens that a position attended to.
         """
         n_made, n_steps = round_.n_accepted + 1, round_.n_priced_steps
         if self.trees is not None and round_.draft.parents is not None:
             self.trees.learn(round_)
         if n_steps and round_.draft.is_chain:
-            self.costs.observe_draft(n_steps, n_unread, round_.draft_seconds)
+            self.costs.observe_draft(n_steps, n_unread, round_.draft_seconds, depth)
         seconds = round_.seconds / round_.n_sequences
         self.credit += SHARE * seconds
         if round_.evaluation != self._latest or round_.n_sequences == 1:
@@ -184,11 +173,16 @@ class AutoLength:
         self.plain.n_since += 1
         if round_.verified_in.n_prefill:  # the seconds without the prompt chunk are unknown
             return
-        before = self.costs.seconds(round_.width)
-        self.costs.observe_verify(round_.width, round_.verify_seconds)
+        seen = round_.verified_in
+        before = self.costs.seconds(seen.width, seen.attention)
+        self.costs.observe_verify(
+            seen.width, round_.verify_seconds, seen.attention, is_disturbed=seen.is_disturbed
+        )
         if self.costs.n_timed == TIMED:
             self.credit = CREDIT * self.costs.seconds(1)
         if round_.width == round_.n_sequences:
-            self.plain.learn(paid=abs(self.costs.seconds(round_.width) / before - 1.0) > CHANGED)
+            self.plain.learn(
+                paid=abs(self.costs.seconds(seen.width, seen.attention) / before - 1.0) > CHANGED
+            )
         elif self.costs.is_surprised:  # does plain decoding take longer, too?
             self.plain.n_since = FARTHEST

@@ -187,6 +187,11 @@ class Context:
             self._n_threads = self._governor.n_threads
             lib.llama_set_n_threads(pointer, self._n_threads, self._n_threads)
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the latest evaluation used fewer threads than on an idle machine."""
+        return self._governor is not None and self._n_threads < resources.default_threads()
+
     def logits(self, n: int) -> Logits:
         """Return a view of the first `n` rows of logits; ScoresError unless all are finite."""
         n_vocabulary = self.weights.vocabulary.size

@@ -162,6 +162,18 @@ class LlamaModel:
         """Return facts about the weights."""
         return self.weights.facts
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the latest evaluation used fewer threads than on an idle machine."""
+        return any(context.is_disturbed for context in self._contexts)
+
+    def attended(self, n_tokens: int) -> float:
+        """Return how many of `n_tokens` cached tokens a position attends to, averaged over the layers."""
+        facts = self.weights.facts
+        if facts.window is None or n_tokens <= facts.window:
+            return n_tokens
+        return n_tokens - facts.windowed_share * (n_tokens - facts.window)
+
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | ContextFullError]:
         """Make room for requests; return for each its number of cached tokens, or why there is no room.
 

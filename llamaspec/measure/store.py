@@ -88,7 +88,7 @@ def keep_probe(pair: Models, probe: Probe, notify: Notify = _ignore) -> None:
     keep(pair, probe, notify)
     earlier = stored(pair, LearnedPrior) or LearnedPrior()
     usual = LearnedPrior(probe.curve)
-    keep(pair, replace(earlier, curve=probe.curve, distance=usual.distance, n_runs=usual.n_runs))
+    keep(pair, replace(earlier, curve=probe.curve, distance=usual.distance))
 
 
 def keep_gains(pair: Models, speed_ups: Mapping[str, float]) -> None:

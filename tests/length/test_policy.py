@@ -162,8 +162,8 @@ def test_a_stall_of_the_host_is_overcome(first: int, last: int) -> None:
 
 
 def test_costs_that_drift_are_followed() -> None:
-    """The context grows: an evaluation at the end takes three times as long as at the beginning."""
-    on = machine("slope", growth=3.0)
+    """The context grows: at the end, a plain evaluation takes twice as long, and a wide one much longer."""
+    on = machine("slope", attention=1 / 512)
     autos = [play(AutoLength(on.curve()), on, mixed(seed), seed).to_plain for seed in range(4)]
     best = [min(play(FixedLength(n), on, mixed(seed)).to_plain for n in range(7)) for seed in range(4)]
     assert mean(autos) <= 1.03 * mean(best)
@@ -262,9 +262,7 @@ def test_if_the_rule_drops_nothing_a_draft_is_verified_whole_or_not_at_all(curve
 
 def test_an_unsure_draft_is_cut_before_verification() -> None:
     on = machine("slope", jitter=0.0, spikes=0.0)
-    policy = AutoLength(on.curve())
-    play(policy, on, mixed())
-    sequence = policy.start_sequence(drops=True)
+    sequence = AutoLength(on.curve()).start_sequence(drops=True)
     sequence.observe(
         Round(Draft(), (), 0, Evaluation(1, 1, 1000), verify_seconds=float(on.verify_seconds[0]))
     )
@@ -369,7 +367,7 @@ def test_a_copy_is_as_long_as_is_cheap_per_token(beyond: float, expected: int) -
     sequence = AutoLength(CostCurve(widths, seconds, 0.0), sources={Source.NGRAM}).start_sequence(drops=True)
     for i, n in enumerate((16, 32, 64, 128, 256)):
         copied(sequence, n, n, i, float(np.interp(n + 1, widths, seconds)))
-    assert copying(sequence, 400) == expected
+    assert copying(sequence, 400) == pytest.approx(expected, abs=1)
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0001, 256), (0.002, 250), (0.02, 64)])
@@ -454,12 +452,11 @@ def test_a_long_prompt_is_processed_by_the_draft_after_some_tokens_if_that_saves
         copied(copies, 15, 15, 20 + i, 1.3)
 
 
-def test_prompt_chunks_show_the_cost_of_wide_evaluations_after_a_plain_one_was_timed() -> None:
+def test_prompt_chunks_show_the_cost_of_wide_evaluations() -> None:
     policy = AutoLength(sources={Source.NGRAM})
     sequence = policy.start_sequence(drops=True)
-    sequence.reading.observe_prompt(512, 8.0)
-    assert policy.costs.widest_timed() == 1
+    sequence.reading.observe_prompt(Evaluation(512), 8.0)
     sequence.observe(Round(Draft(), (), 0, Evaluation(1), verify_seconds=0.1))
     assert policy.costs.widest_timed() == 512
-    assert policy.costs.seconds(512) == pytest.approx(8.0)
-    assert policy.costs.seconds(64) == pytest.approx(0.1 + 63 / 511 * 7.9, rel=0.01)
+    assert policy.costs.seconds(512) == pytest.approx(8.0, rel=0.1)
+    assert policy.costs.seconds(64) == pytest.approx(0.1 + 63 / 511 * 7.9, rel=0.1)
