@@ -26,14 +26,13 @@ from llamaspec.engine.text import Detokenizer
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import FixedLength
-from llamaspec.length.policy import AutoLength
+from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.plan import DraftPlan, make_plan
+from llamaspec.plan import DraftPlan
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceLength
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars, TimedConstraint
@@ -71,7 +70,7 @@ class Pair:
         self.clock = clock  # seconds
         self.owned = ExitStack()  # closes the models that belong to the pair
         self._drafters = SequenceDrafters.of(target, self.draft_models, heads, copying)
-        self._length = AutoLength(sources=self.sources)  # the default for streams
+        self.length: LengthPolicy = self.auto_length()  # the default for streams
         models: dict[str, Model] = {TARGET: target}
         for level, model in enumerate(self.draft_models):
             models[draft_name(level)] = model
@@ -99,6 +98,11 @@ class Pair:
     def sources(self) -> frozenset[Source]:
         """Where draft tokens come from."""
         return self._drafters.sources
+
+    def auto_length(self, prior: LearnedPrior | None = None, *, trees: bool = False) -> AutoLength:
+        """Return a new length policy for this pair, which starts from what earlier runs have learnt."""
+        pads = not self.target.keeps_states
+        return AutoLength(prior, sources=self.sources, trees=trees, pads=pads)
 
     def stream(
         self,
@@ -139,7 +143,7 @@ class Pair:
         rule : str
             "coupled", "rejection" or "block".
         policy : LengthPolicy, optional
-            How many tokens to draft. Default: as many as speed things up, learned across streams.
+            How many tokens to draft. Default: `length`, which drafts as many as speed things up.
         drafter : Drafter, optional
             Where draft tokens come from. Default: the draft that the pair was opened with. `NoDrafter()` is
             plain decoding.
@@ -186,7 +190,7 @@ class Pair:
         )
         # All arguments are valid from here on, so whatever starts is closed with the stream.
         if policy is None:
-            policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self._length
+            policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self.length
         length = policy.start_sequence(drops=config.rule.drops, max_tokens=max_tokens)
         config = replace(config, length=length)
         if drafter is None:
@@ -282,58 +286,8 @@ def demo_draft() -> Path:
     return Path(str(files("llamaspec") / "demo" / "draft.gguf"))
 
 
-def open_pair(
-    target: str | Path,
-    draft: str | Path | Sequence[str | Path] | None = None,
-    *,
-    ngram: bool | None = None,
-    target_options: ModelOptions | None = None,
-    draft_options: ModelOptions | None = None,
-    cache_ram: int | None = None,
-    on_load: LoadProgress | None = None,
-) -> Pair:
-    """Load a target and, if given, its draft.
-
-    Parameters
-    ----------
-    target : str or Path
-        A file, a name from the list of models, or hf:owner/repo:file.
-    draft : str, Path or sequence of them, optional
-        The same, or "auto": the draft known for the target, or else the target's own prediction heads; "mtp":
-        these heads; "ngram": only copies of earlier text. Of several, each drafts for the previous one.
-    ngram : bool, optional
-        Copy draft tokens from earlier text. Default: yes, except beside a draft model with a fixed draft
-        length, because nothing weighs copies against the model's tokens then.
-    cache_ram : int, optional
-        Bytes of main memory for the KV caches of finished sequences, so that a known beginning of a prompt is
-        not processed again. Default: a quarter of the free memory, at most 8 GiB; 0 = none.
-
-    Raises
-    ------
-    ModelFileError, MemoryFullError
-        A model cannot be found or loaded.
-    PairError
-        The draft shares too few tokens with the target, or the vocabularies of several drafts differ; or the
-        target has no prediction heads.
-
-    Examples
-    --------
-    >>> with open_pair(demo_target(), demo_draft()) as pair:  # doctest: +SKIP
-    ...     for piece in pair.stream("import os", sampling=Sampling(temperature=0.7), seed=7):
-    ...         print(piece.text, end="")
-    """
-    plan = make_plan(
-        target,
-        draft,
-        copying=Copying.of(ngram),
-        target_options=target_options,
-        draft_options=draft_options,
-    )
-    return open_plan(plan, cache_ram=cache_ram, on_load=on_load)
-
-
-def open_plan(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadProgress | None = None) -> Pair:
-    """Load the models of a plan; parameters and errors are those of `open_pair`."""
+def load_pair(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadProgress | None = None) -> Pair:
+    """Load the models of a plan; parameters and errors are those of `open_pair` in `opening.py`."""
     start, heads = time.perf_counter(), None
     drafts: list[LlamaModel] = []
     with ExitStack() as opened:  # if opening a model fails, this closes the others

@@ -34,7 +34,6 @@ from llamaspec.errors import ContextFullError, MemoryFullError
 from llamaspec.llama import runtime
 from llamaspec.llama.cells import CellTable
 from llamaspec.measure.probe import sample_tokens
-from llamaspec.measure.store import auto_length
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import ForwardRequest, Logits, TokenArray
 from model_store import ModelStore
@@ -381,7 +380,7 @@ def assert_the_same_in_every_situation(
         pytest.skip(reason)
     recorder = Recorder(pair.target)
     recorder.arrange(monkeypatch)
-    in_every_situation(pair, auto_length(pair), prompts, n)
+    in_every_situation(pair, pair.auto_length(), prompts, n)
     assert recorder.n_compared > 7 * n
     assert recorder.differing == []
 

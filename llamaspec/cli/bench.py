@@ -20,7 +20,7 @@ from rich.console import Console
 
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, option_group
 from llamaspec.cli.model_options import ModelChoice, check_files, find_plan, model_options
-from llamaspec.cli.options import JSON_OPTION, Drafting, drafting_options
+from llamaspec.cli.options import JSON_OPTION, drafting_options
 from llamaspec.cli.output import SlowProgress, check_writable, print_table, say
 from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
@@ -43,6 +43,7 @@ from llamaspec.measure.report import (
 from llamaspec.measure.served_arms import own_arms, peer_arms, program_version, serving
 from llamaspec.measure.store import keep_gains
 from llamaspec.measure.tasks import TASKS, context_for, quick_tasks, read_tasks
+from llamaspec.opening import Drafting
 from llamaspec.plan import DraftPlan
 from llamaspec.values import Copying
 

@@ -13,7 +13,6 @@ from click.core import ParameterSource
 
 from llamaspec.catalog import locate_model, resolve_model
 from llamaspec.cli.grouped import Decorator, option_group
-from llamaspec.cli.options import Drafting, make_policy
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import RemoteFile
 from llamaspec.kernels import AUTO as AUTO_KERNELS
@@ -24,10 +23,10 @@ from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.measure.doctor import OK, option_findings
 from llamaspec.measure.reasons import pair_verdict
-from llamaspec.measure.store import keep_learnt, stored
-from llamaspec.pair import Pair, demo_draft, demo_target, open_plan
+from llamaspec.measure.store import stored
+from llamaspec.opening import Drafting, open_plan
+from llamaspec.pair import Pair, demo_draft, demo_target
 from llamaspec.plan import AUTO, NGRAM, DraftPlan, Find, known_draft, make_plan
-from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Copying, Source
 
 ALMOST = 0.99  # most progress shown while loading: after the weights, contexts are created
@@ -228,8 +227,13 @@ def check_files(plan: DraftPlan) -> None:
         check_gguf(model.path)
 
 
-def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = None) -> Pair:
-    """Load the models with a progress bar, and warn on stderr about surprising settings."""
+def open_models(
+    plan: DraftPlan,
+    choice: ModelChoice,
+    drafting: Drafting = Drafting(),  # noqa: B008  # immutable
+    cache_ram: int | None = None,
+) -> Pair:
+    """Open a pair with a progress bar, and warn on stderr about surprising settings."""
     if choice.is_embedded:
         say("no --target given, using the small embedded pair")
     elif choice.no_draft:
@@ -240,39 +244,40 @@ def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = No
         say("no --draft given, so draft tokens are only copied from earlier text; try --draft auto")
     check_files(plan)
     with SlowProgress("loading") as progress:
-        pair = open_plan(plan, cache_ram=cache_ram, on_load=lambda done: progress(min(done, ALMOST)))
+        pair = open_plan(
+            plan,
+            drafting,
+            cache_ram=cache_ram,
+            on_load=lambda done: progress(min(done, ALMOST)),
+            notify=say,
+        )
     _warn(pair)
     return pair
 
 
 @contextmanager
-def learning(
+def reporting(
     plan: DraftPlan,
     choice: ModelChoice,
     drafting: Drafting,
     cache_ram: int | None = None,
     *,
     quiet: bool = False,
-) -> Iterator[tuple[Pair, LengthPolicy]]:
-    """Open a pair and make its policy; at the end, keep what the policy has learnt.
+) -> Iterator[Pair]:
+    """Open a pair, and close it at the end.
 
     Unless `quiet`, say after the first run that the pair was measured, and as soon as it is known, how much
     faster drafting is.
     """
-    with open_models(plan, choice, cache_ram) as pair:
-        with SlowProgress("measuring the speed of the pair"):
-            policy = make_policy(pair, drafting)
-        drafts = isinstance(policy, AutoLength) and Source.MODEL in pair.sources
-        reports = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
-        is_first = stored(pair, LearnedPrior) is None
-        try:
-            yield pair, policy
-        finally:
-            keep_learnt(pair, policy)
-        if reports and is_first and stored(pair, LearnedPrior) is not None:
-            say("first run with this pair: its speed was measured, and the next runs start from that")
-        if reports and (found := pair_verdict(pair)) is not None:
-            say(found)
+    with open_models(plan, choice, drafting, cache_ram) as pair:
+        drafts = isinstance(pair.length, AutoLength) and Source.MODEL in pair.sources
+        reports = drafts and not quiet and not choice.is_embedded and pair_verdict(plan) is None
+        is_first = stored(plan, LearnedPrior) is None
+        yield pair
+    if reports and is_first and stored(plan, LearnedPrior) is not None:
+        say("first run with this pair: its speed was measured, and the next runs start from that")
+    if reports and (found := pair_verdict(plan)) is not None:
+        say(found)
 
 
 def _warn(pair: Pair) -> None:

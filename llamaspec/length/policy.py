@@ -7,7 +7,7 @@ tests/simulator.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from llamaspec.length.acceptance import MOST, Acceptance
@@ -115,6 +115,7 @@ class AutoLength:
         self.credit = 0.0  # seconds that timing and exploring may cost now
         self.sequences: list[AutoSequence] = []
         self.usual_length = USUAL  # tokens of a completion
+        self.on_work: Callable[[float], object] = _ignore  # receives the seconds of each round
         self._latest = -1  # serial number of the latest evaluation
 
     @property
@@ -166,6 +167,7 @@ class AutoLength:
             self.credit -= max(seconds - n_made * plan.plain, 0.0)
         if n_steps and plan.explored is self.drafting:
             self.drafts.learn(paid=paid)
+        self.on_work(seconds)
 
     def _learn_costs(self, round_: Round) -> None:
         self._latest = round_.evaluation
@@ -186,3 +188,6 @@ class AutoLength:
             )
         elif self.costs.is_surprised:  # does plain decoding take longer, too?
             self.plain.n_since = FARTHEST
+
+
+def _ignore(_seconds: float) -> None: ...

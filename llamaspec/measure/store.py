@@ -1,4 +1,4 @@
-"""Measurements of a pair on this machine, kept between runs, and the length policy that starts from them.
+"""Measurements of a pair on this machine, and what runs have learnt about it, kept between runs.
 
 Each kind has a file of its own in the user's cache folder. A damaged file is ignored with a warning, and the
 next write replaces it. Another format has other file names.
@@ -11,30 +11,24 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from llamaspec.errors import LlamaspecError
 from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.policy import LearnedPrior
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.model import LlamaModel
-from llamaspec.measure.probe import Probe, time_draft_step
+from llamaspec.measure.probe import Probe
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
-from llamaspec.protocols import LengthPolicy
-from llamaspec.sequence_drafters import Stage
-from llamaspec.values import Source
 
 FORMAT = 8  # of the files
-WORTH_KEEPING = 24  # evaluations of the target; what a shorter run learns is not kept
 _MAX_BYTES = 4 << 20
 
 T = TypeVar("T")
-Models: TypeAlias = DraftPlan | Pair | Stage  # `models` of each: the target and its draft models
-Notify: TypeAlias = Callable[[str], None]  # receives one line
+Models: TypeAlias = DraftPlan | Pair  # `models` of each: the target and its draft models
+Notify: TypeAlias = Callable[[str], object]  # receives one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,32 +97,6 @@ def forget(pair: Models) -> bool:
     for path in paths:
         path.unlink()
     return bool(paths)
-
-
-def auto_length(pair: Pair, notify: Notify = _ignore, *, trees: bool = False) -> AutoLength:
-    """Return a new length policy for a pair.
-
-    Each draft model that has a draft of its own also gets a policy. In the first runs of a pair a draft step
-    is timed. `notify` receives warnings about damaged files.
-    """
-    pads = not pair.target.keeps_states
-    for stage in pair.stages:
-        stage.length = AutoLength(stored(stage, LearnedPrior, notify), sources=stage.sources, pads=pads)
-    prior = stored(pair, LearnedPrior, notify)
-    policy = AutoLength(prior, sources=pair.sources, trees=trees, pads=pads)
-    if Source.MODEL in pair.sources and not (policy.is_settled and policy.costs.knows_step):
-        with suppress(LlamaspecError):  # a draft that fails is reported when it is used
-            policy.costs.observe_first_step(time_draft_step(pair))
-    return policy
-
-
-def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
-    """Keep what a run has learned about a pair and its stages, if the run was long enough."""
-    learners: list[tuple[Pair | Stage, LengthPolicy]] = [(pair, policy)]
-    learners += [(stage, stage.length) for stage in pair.stages]
-    for models, learned in learners:
-        if isinstance(learned, AutoLength) and learned.costs.n_timed >= WORTH_KEEPING:
-            keep(models, learned.experience())
 
 
 def _path(pair: Models, kind: type[object]) -> Path:
