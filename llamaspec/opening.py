@@ -123,11 +123,11 @@ def start_learning(
 ) -> AutoLength:
     """Let a pair start from what earlier runs have learnt, and keep what it learns.
 
-    `models` names the pair in the store. If a draft step was not timed often enough, it is timed now.
+    `models` names the pair in the store. If the time of a draft step is not certain, it is measured now.
     """
     prior = stored(models, LearnedPrior, notify)
     policy = pair.auto_length(prior, trees=trees)
-    if Source.MODEL in pair.sources and not (policy.is_settled and policy.costs.knows_step):
+    if Source.MODEL in pair.sources and not policy.costs.is_step_certain:
         with suppress(LlamaspecError):  # a draft that fails is reported when it is used
             policy.costs.observe_first_step(time_draft_step(pair))
     keeper = _Keeper(models, policy, notify)

@@ -66,6 +66,7 @@ class CostCurve:
     attention: float = 0.0  # cost of a cached token, relative to width 1; 0 if unknown
     attention_share: float = 0.0  # of that, for each position of a sequence but the first; 0 if unknown
     draft_attention: float = 0.0  # of the draft model, relative to its step; 0 if unknown
+    draft_deviation: float = PROBED  # of the logarithm of a draft step
 
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.verify_seconds) or self.widths[:1] != (1,):
@@ -79,9 +80,8 @@ class CostCurve:
         )  # fmt: skip
         if not all(SHORTEST <= seconds <= LONGEST for seconds in times):
             raise ValueError(f"seconds must be positive, from {SHORTEST:g} to {LONGEST:g}")
-        if len(self.deviations) not in (0, len(self.widths)) or not all(
-            0 <= d < 100 for d in self.deviations
-        ):
+        is_whole = len(self.deviations) in (0, len(self.widths))
+        if not is_whole or not all(0 <= each < 100 for each in (*self.deviations, self.draft_deviation)):
             raise ValueError("deviations must be one for each width, from 0 to 100")
         if not all(0 <= each < 1 for each in (self.attention, self.draft_attention)):
             raise ValueError("a cached token must cost less than an evaluation")
@@ -116,7 +116,7 @@ class Costs:
         self._scale = add(log(plain), ANYTHING)
         self._attention = add(*believed(prior.attention, CACHED))
         self._share = add(*believed(prior.attention_share, SHARE))
-        self._step = add(*believed(step / plain, STEP))
+        self._step = add(log(step / plain or STEP), hypot(prior.draft_deviation, AGED) if step else GUESS)
         self._step_attention = add(*believed(prior.draft_attention, prior.attention or CACHED))
         self._reading = add(*believed(reading / plain, READING * (step / plain or STEP)))
         self._ratios: dict[int, int] = {}  # width -> index of its logarithm
@@ -148,6 +148,11 @@ class Costs:
     def knows_plain(self) -> bool:
         """Whether enough evaluations were timed, now or in a prior, to plan drafts."""
         return self._n.total() >= TIMED
+
+    @property
+    def is_step_certain(self) -> bool:
+        """Whether a draft step was timed, not too many runs ago."""
+        return self.knows_step and self._belief.deviation(self._step) <= STALE
 
     def seconds(self, width: int, attention: Attention = NO_ATTENTION) -> float:
         """Seconds of an evaluation of this width."""
@@ -275,6 +280,7 @@ class Costs:
             min(self._of(self._attention), 0.9),
             self._share_of(self._belief.means),
             min(self._of(self._step_attention), 0.9),
+            self._belief.deviation(self._step),
         )
 
     def _of(self, i: int) -> float:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llamaspec.length.acceptance import SequenceAcceptance, expected_accepted, verified_tokens
-from llamaspec.length.costs import DENSE, Array
+from llamaspec.length.belief import Array
+from llamaspec.length.costs import DENSE
 from llamaspec.length.reading import DraftPrompt
 from llamaspec.length.tree import TreePlan, plan_tree
 from llamaspec.protocols import SequenceLength

@@ -16,7 +16,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from llamaspec.length.acceptance import Acceptance
-from llamaspec.length.costs import Array, Costs
+from llamaspec.length.belief import Array
+from llamaspec.length.costs import Costs
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import Draft, Round, Source, TokenArray
 

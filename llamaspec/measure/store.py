@@ -23,7 +23,7 @@ from llamaspec.measure.probe import Probe
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
 
-FORMAT = 8  # of the files
+FORMAT = 9  # of the files
 _MAX_BYTES = 4 << 20
 
 T = TypeVar("T")

@@ -138,15 +138,3 @@ def test_a_server_heals_after_a_busy_time(is_noticed: bool) -> None:
             ratios.append(play(knowing, on, text(seed), seed).seconds[-1] / run.seconds[-1])
         seed += 1
     assert np.mean(ratios) >= 0.97
-
-
-def main() -> None:
-    """Print the table of docs/architecture.md."""
-    for name, history in HISTORIES.items():
-        for depth in (0, 30_000):
-            ratios = compared(after(history), machine(), depth)
-            print(f"| {name} | {depth:,} | " + " | ".join(f"{each:.2f}" for each in ratios) + " |")
-
-
-if __name__ == "__main__":
-    main()
