@@ -7,7 +7,7 @@ killed loses little, and when it is closed. tests/test_opening.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ class Drafting:
 
 def open_pair(
     target: str | Path,
-    draft: str | Path | Sequence[str | Path] | None = None,
+    draft: str | Path | None = None,
     *,
     ngram: bool | None = None,
     target_options: ModelOptions | None = None,
@@ -59,9 +59,9 @@ def open_pair(
     ----------
     target : str or Path
         A file, a name from the list of models, or hf:owner/repo:file.
-    draft : str, Path or sequence of them, optional
+    draft : str or Path, optional
         The same, or "auto": the draft known for the target, or else the target's own prediction heads; "mtp":
-        these heads; "ngram": only copies of earlier text. Of several, each drafts for the previous one.
+        these heads; "ngram": only copies of earlier text.
     ngram : bool, optional
         Copy draft tokens from earlier text. Default: yes, except beside a draft model with a fixed draft
         length, because nothing weighs copies against the model's tokens then.
@@ -74,8 +74,7 @@ def open_pair(
     ModelFileError, MemoryFullError
         A model cannot be found or loaded.
     PairError
-        The draft shares too few tokens with the target, or the vocabularies of several drafts differ; or the
-        target has no prediction heads.
+        The draft shares too few tokens with the target, or the target has no prediction heads.
 
     Examples
     --------

@@ -36,7 +36,6 @@ class Source(str, Enum):
     """Where draft tokens come from."""
 
     MODEL = "model"  # a draft model, one token at a time
-    STAGE = "stage"  # a draft model that has a draft of its own
     NGRAM = "ngram"  # copied from earlier in the same sequence, at no cost
     PREDICTION = "prediction"  # copied from the text that the caller expects, at no cost
     GRAMMAR = "grammar"  # the only token that a constraint allows

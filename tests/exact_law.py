@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,7 +24,6 @@ from fakes import (
     sure,
 )
 from fixed_tree import FixedTree
-from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
 from llamaspec.drafters.model import ModelDrafter, TreeDrafter
@@ -40,16 +39,14 @@ from llamaspec.protocols import (
     Stream,
 )
 from llamaspec.sampling.filters import Floats, Sampling, distribution
-from llamaspec.sampling.random_streams import CascadeStreams
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, NO_DRAFT, TARGET, Distribution, Draft, Round, TokenArray
 
 N_TOKENS = 3
 PROMPT: TokenArray = np.array([1], dtype=np.int32)
-SECOND, THIRD = "draft-2", "draft-3"
-THREE = {TARGET: FakeModel(seed=1), DRAFT: FakeModel(seed=2), SECOND: FakeModel(seed=3), THIRD: FakeModel(9)}
+THREE = {TARGET: FakeModel(seed=1), DRAFT: FakeModel(seed=2)}
 FOUR = {TARGET: FakeModel(7, vocabulary_size=4), DRAFT: FakeModel(8, vocabulary_size=4)}
-SELF = {TARGET: THREE[TARGET], DRAFT: THREE[TARGET], SECOND: THREE[TARGET], THIRD: THREE[TARGET]}
+SELF = {TARGET: THREE[TARGET], DRAFT: THREE[TARGET]}
 Models = dict[str, FakeModel]
 Law = dict[tuple[int, ...], float]
 Answer = TypeVar("Answer")
@@ -85,45 +82,13 @@ def model_drafter(
     rule: Rule,
     streams: RandomStreams,
     constraint: SequenceConstraint | None = None,
-    name: str = DRAFT,
 ) -> ModelDrafter:
-    draft = models[name]
+    draft = models[DRAFT]
     tokens, sampler = same_tokens(draft), Sampler(sampling, len(PROMPT), constraint)
-    return ModelDrafter(tokens, draft.context_size, sampler, rule, streams, model=name)
-
-
-def cascade_drafter(
-    models: Models,
-    lengths: Sequence[Length],
-    sampling: Sampling,
-    rule: Rule,
-    streams: RandomStreams,
-    constraint: SequenceConstraint | None = None,
-    *,
-    helper: Drafter | None = None,
-    names: Sequence[str] = (DRAFT, SECOND, THIRD),
-) -> CascadeDrafter:
-    """Return a cascade with one stage for each length; the last stage's helper is `helper`, or a model."""
-    own, (length, *others) = CascadeStreams(streams), lengths
-    if others:
-        helper = cascade_drafter(
-            models, others, sampling, rule, own, constraint, helper=helper, names=names[1:]
-        )
-    elif helper is None:
-        helper = model_drafter(models, sampling, rule, own, constraint, names[1])
-    model = model_drafter(models, sampling, rule, streams, constraint, names[0])
-    return CascadeDrafter(model, helper, length.start_sequence(drops=rule.drops), own)
+    return ModelDrafter(tokens, draft.context_size, sampler, rule, streams)
 
 
 MakeDrafter = Callable[[Sampling, Rule, RandomStreams], Drafter]
-CASCADES: dict[str, MakeDrafter] = {
-    "a draft's draft": lambda *chance: cascade_drafter(THREE, [Length(2)], *chance),
-    "until a token": lambda *chance: cascade_drafter(THREE, [UntilToken(1)], *chance),
-    "copies for a draft": lambda *chance: cascade_drafter(
-        THREE, [Length(2)], *chance, helper=NgramDrafter(min_match=1)
-    ),
-    "nobody for a draft": lambda *chance: cascade_drafter(THREE, [Length(2)], *chance, helper=NoDrafter()),
-}
 CHAINS: dict[str, MakeDrafter] = {
     "model": lambda *chance: model_drafter(THREE, *chance),
     "model at another temperature": lambda _, *chance: model_drafter(THREE, WARM, *chance),

@@ -241,7 +241,6 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
         "rule": rule,
         "target": str(pair.target.path),
         "draft": draft,
-        "draft_models": [str(model.path) for model in pair.draft_models],
         "statistics": {
             "rounds": summary.n_rounds,
             "rounds_without_draft": summary.n_rounds_without_draft,

@@ -121,6 +121,11 @@ def test_copies_that_are_asked_for_and_forbidden() -> None:
     assert plain.code == 0, "as the plain server of a benchmark is started"
 
 
+def test_a_second_draft() -> None:
+    answer = invoke("generate", "--draft", "a.gguf", "-md", "b.gguf", "x")
+    assert_refused(answer, "a target has one draft; drop all but one --draft", 2)
+
+
 @pytest.mark.parametrize("arguments", [["x", "-p", "y"], ["-p", "x", "-f", "LONG_PROMPT"]])
 def test_two_prompts(arguments: list[str]) -> None:
     assert_refused(invoke("generate", *arguments), "give the prompt once", 2)

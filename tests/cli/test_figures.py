@@ -190,7 +190,7 @@ def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
 
 def a_pair(**others: Any) -> Any:
     return SimpleNamespace(target=SimpleNamespace(path=Path("big.gguf")), heads=None, draft=None,
-                           draft_models=(), load_seconds=0.75, **others)  # fmt: skip
+                           load_seconds=0.75, **others)  # fmt: skip
 
 
 def test_the_line_of_json_after_a_text() -> None:
@@ -217,7 +217,6 @@ def test_the_line_of_json_after_a_text() -> None:
     assert told == {
         "text": "", "tokens": [1, 2, 4, 6, 7], "prompt_tokens": 40, "cached_tokens": 0,
         "stop_reason": "limit", "seed": 7, "rule": "x", "target": "big.gguf", "draft": None,
-        "draft_models": [],
     }  # fmt: skip
 
 
@@ -281,7 +280,7 @@ PROBE = Probe(
 def probed(models: list[Path], own_cache: None) -> None:
     """PROBE is the stored result of an earlier probe."""
     target, draft = (ModelFile(path, ModelOptions(threads=1)) for path in models)
-    keep_probe(DraftPlan(target, (draft,)), PROBE)
+    keep_probe(DraftPlan(target, draft), PROBE)
 
 
 @pytest.mark.usefixtures("probed")
@@ -324,7 +323,7 @@ def test_a_probe_on_a_busy_machine_says_so(models: list[Path]) -> None:
     assert "busy" not in invoke("probe", *naming(models), "--show").stdout
     target, draft = (ModelFile(path, ModelOptions(threads=1)) for path in models)
     noisy = replace(PROBE.widths[0], timings=(Spread(0.005, 0.010, 0.013), PROBE.widths[0].timings[1]))
-    keep_probe(DraftPlan(target, (draft,)), replace(PROBE, widths=(noisy, *PROBE.widths[1:])))
+    keep_probe(DraftPlan(target, draft), replace(PROBE, widths=(noisy, *PROBE.widths[1:])))
     assert "the machine was busy" in invoke("probe", *naming(models), "--show").stdout
 
 

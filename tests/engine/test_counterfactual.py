@@ -18,7 +18,6 @@ from exact_law import (
     TREES,
     MakeDrafter,
     TableStreams,
-    cascade_drafter,
     mean,
     model_drafter,
     noise_tables,
@@ -182,9 +181,8 @@ def test_counterfactuals_of_a_draft_that_is_the_target_are_accepted(
     chain, n_shadows = SAMPLINGS[sampling], 0
     for seed in range(8):
         streams = SeededStreams(seed)
-        alone = model_drafter(SELF, chain, RULES[rule], streams)
-        helped = cascade_drafter(SELF, [Partly(3, n), Length(1)], chain, RULES[rule], streams)
-        made = rounds(SELF, (alone, helped)[seed % 2], Partly(4, n), RULES[rule], chain, streams, 39)
+        drafter = model_drafter(SELF, chain, RULES[rule], streams)
+        made = rounds(SELF, drafter, Partly(4, n), RULES[rule], chain, streams, 39)
         assert all(round_.n_accepted == len(round_.draft) for round_ in made)
         told = [round_.counterfactual and round_.counterfactual[1] for round_ in made]
         assert {*told} <= {None, 1.0}
@@ -234,18 +232,6 @@ def test_policies_observe_dropped_tokens_and_counterfactuals() -> None:
     assert [round_.counterfactual for round_ in length.rounds] == [
         round_.counterfactual for round_ in done.rounds
     ]
-
-
-def test_the_policy_of_a_stage_observes_its_counterfactuals() -> None:
-    chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(1)
-    drafter = cascade_drafter(SELF, [Partly(3, every_second)], chain, rule, streams)
-    rounds(SELF, drafter, Length(10), rule, chain, streams, 30)
-    assert isinstance(drafter.length, Partly)
-    told = [
-        (round_.n_dropped, round_.counterfactual and round_.counterfactual[1])
-        for round_ in drafter.length.rounds
-    ]
-    assert told[:4] == [(3, 1.0), (0, None)] * 2
 
 
 def test_all_draft_steps_are_priced() -> None:
