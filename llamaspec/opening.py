@@ -37,7 +37,6 @@ class Drafting:
 
     draft_length: int | None = None  # None = automatic
     exact: bool = False  # refuse to run if results may depend on what is evaluated beside them
-    trees: bool = False  # draft tokens may branch
 
 
 def open_pair(
@@ -110,22 +109,20 @@ def open_plan(
         if drafting.exact and (reason := pair.call(pair.target.why_inexact)) is not None:
             raise InexactError(f"--exact is impossible: {reason}")
         if drafting.draft_length is None:
-            start_learning(pair, plan, notify, trees=drafting.trees)
+            start_learning(pair, plan, notify)
         else:
             pair.length = FixedLength(drafting.draft_length)
         opened.pop_all()
     return pair
 
 
-def start_learning(
-    pair: Pair, models: Models, notify: Notify = _ignore, *, trees: bool = False
-) -> AutoLength:
+def start_learning(pair: Pair, models: Models, notify: Notify = _ignore) -> AutoLength:
     """Let a pair start from what earlier runs have learnt, and keep what it learns.
 
     `models` names the pair in the store. If the time of a draft step is not certain, it is measured now.
     """
     prior = stored(models, LearnedPrior, notify)
-    policy = pair.auto_length(prior, trees=trees)
+    policy = pair.auto_length(prior)
     if Source.MODEL in pair.sources and not policy.costs.is_step_certain:
         with suppress(LlamaspecError):  # a draft that fails is reported when it is used
             policy.costs.observe_first_step(time_draft_step(pair))

@@ -101,10 +101,10 @@ class Pair:
         """Where draft tokens come from."""
         return self._drafters.sources
 
-    def auto_length(self, prior: LearnedPrior | None = None, *, trees: bool = False) -> AutoLength:
+    def auto_length(self, prior: LearnedPrior | None = None) -> AutoLength:
         """Return a new length policy for this pair, which starts from what earlier runs have learnt."""
         pads = not self.target.keeps_states
-        return AutoLength(prior, sources=self.sources, trees=trees, pads=pads)
+        return AutoLength(prior, sources=self.sources, pads=pads)
 
     def stream(
         self,

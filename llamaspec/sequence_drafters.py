@@ -6,22 +6,18 @@ tokens that its constraint forces. tests/test_oracles.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
-from llamaspec.drafters.model import DeferredPrompt, ModelDrafter, TreeDrafter
+from llamaspec.drafters.model import DeferredPrompt, ModelDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
 from llamaspec.engine.speculate import Speculation
-from llamaspec.length.tree import TreeLength
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.vocabulary import difference
 from llamaspec.protocols import Drafter
-from llamaspec.sampling.acceptance_rules import Coupled
 from llamaspec.values import DRAFT, MTP, NO_TOKENS, Copying, Source, TokenArray
 
 
@@ -64,8 +60,7 @@ class SequenceDrafters:
     ) -> Drafter:
         """Return the drafter of a sequence, made of everything that can draft for it.
 
-        Drafts are trees if the length policy, both models and the rule allow it. Draft tokens are copied
-        from `prediction`, and from earlier text unless `copies` is false.
+        Draft tokens are copied from `prediction`, and from earlier text unless `copies` is false.
         """
         drafters: list[Drafter] = []
         copying = self.copying if copies else Copying.OFF
@@ -92,27 +87,15 @@ class SequenceDrafters:
         draft, length = self.draft, config.length
         assert draft is not None
         deferred = None if length.reading is None else DeferredPrompt(length.reading, draft.n_cached)
-        kind: Callable[..., ModelDrafter] = ModelDrafter
-        if isinstance(length, TreeLength) and self._can_have_trees(config):
-            kind = partial(TreeDrafter, trees=length)
-        return self._asking(draft, config, kind=kind, deferred=deferred)
-
-    def _can_have_trees(self, config: Speculation) -> bool:
-        has_states = self.target.keeps_states or (
-            self.draft is not None and self.draft.keeps_states
-        )  # a state has one branch
-        is_unrestricted = self.common is None and config.constraint is None
-        return config.rule.name == Coupled.name and is_unrestricted and not has_states
+        return self._asking(draft, config, deferred=deferred)
 
     def _asking(
         self,
         asked: LlamaModel | PredictionHeads,
         config: Speculation,
         name: str = DRAFT,
-        *,
-        kind: Callable[..., ModelDrafter] = ModelDrafter,
         **settings: Any,
     ) -> ModelDrafter:
         tokens = self.common or SameTokens(asked.vocabulary_size, self.target.vocabulary_size)
         size, sampler = asked.context_size, config.sampler
-        return kind(tokens, size, sampler, config.rule, config.streams, model=name, **settings)
+        return ModelDrafter(tokens, size, sampler, config.rule, config.streams, model=name, **settings)

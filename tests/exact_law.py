@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
 from fakes import (
-    Branching,
     CountingUp,
     FakeModel,
     Length,
@@ -23,24 +21,21 @@ from fakes import (
     every_second,
     sure,
 )
-from fixed_tree import FixedTree
 from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
-from llamaspec.drafters.model import ModelDrafter, TreeDrafter
+from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.protocols import (
     Drafter,
-    Drafting,
     RandomStreams,
     Rule,
     SequenceConstraint,
-    SequenceLength,
     Stream,
 )
-from llamaspec.sampling.filters import Floats, Sampling, distribution
+from llamaspec.sampling.filters import Sampling, distribution
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import DRAFT, NO_DRAFT, TARGET, Distribution, Draft, Round, TokenArray
+from llamaspec.values import DRAFT, TARGET, Distribution, Round, TokenArray
 
 N_TOKENS = 3
 PROMPT: TokenArray = np.array([1], dtype=np.int32)
@@ -102,33 +97,6 @@ CHAINS: dict[str, MakeDrafter] = {
 }
 
 
-@dataclass
-class Grown:
-    """A drafter whose model grows trees of one shape."""
-
-    drafter: TreeDrafter
-
-    def prepare(self, context: TokenArray) -> None:
-        pass
-
-    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting | Draft:
-        return self.drafter.propose(context, length) if length.wants_more(NO_DRAFT) else NO_DRAFT
-
-
-def grown(
-    models: Models, widths: tuple[int, ...], sampling: Sampling, rule: Rule, streams: RandomStreams
-) -> Grown:
-    draft = models[DRAFT]
-    size, sampler, trees = 4 * draft.context_size, Sampler(sampling, len(PROMPT)), FixedTree(widths)
-    return Grown(TreeDrafter(same_tokens(draft), size, sampler, rule, streams, trees=trees))
-
-
-SHAPES = ((1, 1, 1), (2,), (3, 1), (2, 2), (1, 3, 2))
-TREES: dict[str, MakeDrafter] = {"tree": lambda *_: Branching()} | {
-    f"tree {widths}": lambda *chance, widths=widths: grown(THREE, widths, *chance) for widths in SHAPES
-}
-
-
 class RepeatedDrawError(Exception):
     """Two draws used the same random number."""
 
@@ -170,9 +138,6 @@ class WalkingStreams:
         self.probability *= probabilities[self.path[i]]
         return self.path[i]
 
-    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
-        raise AssertionError("only the coupled rule draws candidates")
-
 
 class TableStreams:
     """Noise from a table: a vector for each position, the same for draft and target."""
@@ -184,12 +149,6 @@ class TableStreams:
         assert (stream, attempt) == (Stream.TOKEN, 0), "the coupled rule draws nothing else"
         noise = np.array(self.noise[position])[distribution.tokens]
         return int(distribution.tokens[np.argmax(np.log(distribution.probabilities) + noise)])
-
-    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
-        assert stream == Stream.TOKEN
-        noise: Floats = np.array(self.noise[position])[distribution.tokens]
-        noise += np.log(distribution.probabilities)
-        return noise
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         raise AssertionError("the coupled rule decides nothing by chance")

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from fakes import Length, Partly, all_but_last, every_second, nothing, sure
-from fixed_tree import FixedTree
 from forward_requests import EXACT, MEMORIES, scores
 from llamaspec import (
     Completion,
@@ -254,39 +253,6 @@ def test_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore, dtype:
         assert set(self_draft_rates(pair, rule, 40, (1, 2, 5, 8))) == {1.0}
 
 
-@pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
-def test_same_seed_same_tokens_with_trees(store: ModelStore, dtype: str) -> None:
-    """Siblings and rejected branches change no token; some accepted branches are not the first."""
-    target, n_aside = Recipe(dtype=dtype), 0
-    with opened(store.path("llama", target), store.path("llama", target.draft(0.1))) as pair:
-        for found in assert_same(
-            pair, "the end", [FixedTree(widths) for widths in ((2,), (4, 2, 1), (1, 3, 2))]
-        ):
-            n_aside += sum(round_.path != tuple(range(len(round_.path))) for round_ in found.rounds)
-    assert n_aside > 20
-
-
-@pytest.mark.parametrize("kind", MEMORIES)
-def test_every_memory_has_trees_or_chains(store: ModelStore, kind: str) -> None:
-    """If layers keep states, chains are drafted instead of trees."""
-    target = Recipe()
-    with opened(store.path(kind, target), store.path(kind, target.draft())) as pair:
-        sampling = Sampling(temperature=0.7, top_k=None, top_p=None, min_p=None)
-        right = plain(pair, "the", sampling, 1, 40)
-        found = assisted(pair, "the", sampling, 1, 40, FixedTree((3, 2)))
-        assert_same_or_close(pair, "the", sampling, 1, right, found)
-        shapes = {round_.draft.n_branches for round_ in found.rounds[:-3]}
-        assert shapes == ({6} if kind in ("llama", "gemma3") else {1})
-
-
-def test_the_first_branch_of_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore) -> None:
-    path = store.path("llama", Recipe(dtype="q8_0"))
-    with opened(path, path) as pair:
-        for seed, sampling in enumerate(AT_TEMPERATURES):
-            found = assisted(pair, "the end", sampling, seed, 41, FixedTree((3, 2, 1)))
-            assert {round_.path for round_ in found.rounds[:-1]} == {(0, 1, 2)}
-
-
 @contextmanager
 def opened_with_heads(store: ModelStore, kind: str) -> Iterator[Pair]:
     """Open a target whose own prediction heads draft."""
@@ -469,9 +435,7 @@ class InChunks:
     def plain_seconds(self, n_sequences: int) -> float | None: ...
 
 
-@pytest.mark.parametrize(
-    "policy", [lambda: FixedLength(3), lambda: FixedTree((2, 2)), lambda: Length(3, reading=InChunks())]
-)
+@pytest.mark.parametrize("policy", [lambda: FixedLength(3), lambda: Length(3, reading=InChunks())])
 @pytest.mark.parametrize("kind", FAILING)
 def test_a_draft_that_fails_ends_no_text(
     store: ModelStore, kind: str, policy: Callable[[], LengthPolicy], monkeypatch: pytest.MonkeyPatch

@@ -214,8 +214,7 @@ def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
             {
                 "text": text(token),
                 "confidence": round_.confidences[i],
-                "parent": draft.parent(i),
-                "kept": i in round_.path,
+                "kept": i < round_.n_accepted,
             }
             for i, token in enumerate(draft.tokens.tolist())
         ],

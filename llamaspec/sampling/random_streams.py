@@ -45,19 +45,13 @@ class SeededStreams:
         """Draw one token of `distribution`."""
         if len(distribution.tokens) == 1:
             return int(distribution.tokens[0])
-        return int(distribution.tokens[self.perturbed(distribution, stream, position, attempt).argmax()])
+        uniform = self._uniform(distribution.tokens.astype(np.uint64), stream, position, attempt)
+        perturbed = np.log(distribution.probabilities) - np.log(-np.log(uniform))
+        return int(distribution.tokens[perturbed.argmax()])
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         """Return True with the given probability."""
         return float(self._uniform(np.zeros(1, dtype=np.uint64), stream, position, attempt)[0]) < probability
-
-    def perturbed(
-        self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0
-    ) -> npt.NDArray[np.float64]:
-        """Return log p + noise of each token, of which `choose` takes the greatest: float64 [S]."""
-        uniform = self._uniform(distribution.tokens.astype(np.uint64), stream, position, attempt)
-        perturbed: npt.NDArray[np.float64] = np.log(distribution.probabilities) - np.log(-np.log(uniform))
-        return perturbed
 
     def _uniform(
         self, tokens: npt.NDArray[np.uint64], stream: Stream, position: int, attempt: int

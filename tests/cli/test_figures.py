@@ -170,15 +170,15 @@ def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
             {
                 "draft": 0.25, "verify": 1.0, "rest": 0.0, "accepted": 2, "verified": 3, "copied": False,
                 "drafted": [
-                    {"text": "b", "confidence": 0.5, "parent": -1, "kept": True},
-                    {"text": "c", "confidence": 0.6, "parent": 0, "kept": True},
-                    {"text": "d", "confidence": 0.7, "parent": 1, "kept": False},
+                    {"text": "b", "confidence": 0.5, "kept": True},
+                    {"text": "c", "confidence": 0.6, "kept": True},
+                    {"text": "d", "confidence": 0.7, "kept": False},
                 ],
                 "next": "e",
             },
             {
                 "draft": 0.25, "verify": 1.5, "rest": 1.0, "accepted": 0, "verified": 1, "copied": True,
-                "drafted": [{"text": "f", "confidence": 0.5, "parent": -1, "kept": False}],
+                "drafted": [{"text": "f", "confidence": 0.5, "kept": False}],
                 "next": "g",
             },
         ],
