@@ -7,7 +7,7 @@ killed loses little, and when it is closed. tests/test_opening.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,12 +37,11 @@ class Drafting:
 
     draft_length: int | None = None  # None = automatic
     exact: bool = False  # refuse to run if results may depend on what is evaluated beside them
-    trees: bool = False  # draft tokens may branch
 
 
 def open_pair(
     target: str | Path,
-    draft: str | Path | Sequence[str | Path] | None = None,
+    draft: str | Path | None = None,
     *,
     ngram: bool | None = None,
     target_options: ModelOptions | None = None,
@@ -59,9 +58,9 @@ def open_pair(
     ----------
     target : str or Path
         A file, a name from the list of models, or hf:owner/repo:file.
-    draft : str, Path or sequence of them, optional
+    draft : str or Path, optional
         The same, or "auto": the draft known for the target, or else the target's own prediction heads; "mtp":
-        these heads; "ngram": only copies of earlier text. Of several, each drafts for the previous one.
+        these heads; "ngram": only copies of earlier text.
     ngram : bool, optional
         Copy draft tokens from earlier text. Default: yes, except beside a draft model with a fixed draft
         length, because nothing weighs copies against the model's tokens then.
@@ -74,8 +73,7 @@ def open_pair(
     ModelFileError, MemoryFullError
         A model cannot be found or loaded.
     PairError
-        The draft shares too few tokens with the target, or the vocabularies of several drafts differ; or the
-        target has no prediction heads.
+        The draft shares too few tokens with the target, or the target has no prediction heads.
 
     Examples
     --------
@@ -111,22 +109,20 @@ def open_plan(
         if drafting.exact and (reason := pair.call(pair.target.why_inexact)) is not None:
             raise InexactError(f"--exact is impossible: {reason}")
         if drafting.draft_length is None:
-            start_learning(pair, plan, notify, trees=drafting.trees)
+            start_learning(pair, plan, notify)
         else:
             pair.length = FixedLength(drafting.draft_length)
         opened.pop_all()
     return pair
 
 
-def start_learning(
-    pair: Pair, models: Models, notify: Notify = _ignore, *, trees: bool = False
-) -> AutoLength:
+def start_learning(pair: Pair, models: Models, notify: Notify = _ignore) -> AutoLength:
     """Let a pair start from what earlier runs have learnt, and keep what it learns.
 
     `models` names the pair in the store. If the time of a draft step is not certain, it is measured now.
     """
     prior = stored(models, LearnedPrior, notify)
-    policy = pair.auto_length(prior, trees=trees)
+    policy = pair.auto_length(prior)
     if Source.MODEL in pair.sources and not policy.costs.is_step_certain:
         with suppress(LlamaspecError):  # a draft that fails is reported when it is used
             policy.costs.observe_first_step(time_draft_step(pair))

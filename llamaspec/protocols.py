@@ -10,9 +10,6 @@ from collections.abc import Generator, Mapping, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
 from llamaspec.errors import ContextFullError
 from llamaspec.values import (
     Distribution,
@@ -294,9 +291,6 @@ class RandomStreams(Protocol):
     def choose(self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0) -> int:
         """Draw one token of `distribution`."""
 
-    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> npt.NDArray[np.float64]:
-        """Return log p + noise of each token, float64 [S]; `choose` takes the greatest."""
-
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""
 
@@ -305,7 +299,7 @@ class TargetDistributions(Protocol):
     """The target's distributions along a draft, computed on demand."""
 
     def after(self, i: int) -> Distribution:
-        """Return p after the context and the path to draft token `i`; -1 = after the context alone."""
+        """Return p after the context and draft tokens 0 to `i`; -1 = after the context alone."""
 
 
 class Rule(Protocol):

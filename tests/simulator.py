@@ -248,11 +248,10 @@ class SimulatedSequence:
         n = len(self.draft)
         right = self._texts[self.draft.source].stands[self.position : self.position + n]
         n_accepted = n if right.all() else int(np.argmin(right))
-        path = tuple(range(n_accepted))
         self.length.observe(
             Round(
                 self.draft,
-                path,
+                n_accepted,
                 0,
                 evaluation,
                 n_draft_steps=self.n_steps,

@@ -152,7 +152,7 @@ def run(context: click.Context, arguments: tuple[str, ...]) -> None:
         fetched_model(name)
         inner.params["target"] = name
         if not inner.params["draft"] and known_draft(name, fetched_model) is not None:
-            inner.params["draft"] = (AUTO,)
+            inner.params["draft"] = AUTO
         chat.invoke(inner)
 
 

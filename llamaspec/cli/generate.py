@@ -214,8 +214,7 @@ def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
             {
                 "text": text(token),
                 "confidence": round_.confidences[i],
-                "parent": draft.parent(i),
-                "kept": i in round_.path,
+                "kept": i < round_.n_accepted,
             }
             for i, token in enumerate(draft.tokens.tolist())
         ],
@@ -241,7 +240,6 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
         "rule": rule,
         "target": str(pair.target.path),
         "draft": draft,
-        "draft_models": [str(model.path) for model in pair.draft_models],
         "statistics": {
             "rounds": summary.n_rounds,
             "rounds_without_draft": summary.n_rounds_without_draft,

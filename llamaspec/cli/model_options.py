@@ -47,6 +47,12 @@ class _KernelsChoice(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
+def _only_one(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
+    if len(names) > 1:
+        raise click.UsageError(f"a target has one draft; drop all but one --{parameter.name}", ctx)
+    return names[0] if names else None
+
+
 _CACHE = click.Choice(list(CACHE_TYPES))
 
 KERNELS_OPTION = click.option(
@@ -61,10 +67,10 @@ _NAMES: tuple[Decorator, ...] = (
                  help="The large model: a file, a name from llamaspec models list, hf:owner/repo:FILE, "
                       "hf:owner/repo:QUANTIZATION, or the address of its page on the hub."),
     click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
-                 type=_DraftName(), envvar="LLAMASPEC_DRAFT",
+                 type=_DraftName(), callback=_only_one, envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens. auto = the draft known for the target, or else "
                       "its prediction heads; mtp = the target's own prediction heads; ngram = no model, only "
-                      "copies of earlier text. May be repeated: each drafts for the previous one."),
+                      "copies of earlier text."),
     click.option("--pair", metavar="NAME",
                  help="A target and its draft, by a name from llamaspec models list."),
     click.option("--ngram/--no-ngram", default=None,
@@ -112,7 +118,7 @@ class ModelChoice:
     """The models as given on the command line."""
 
     target: str
-    drafts: tuple[str, ...]  # each drafts for the one before it
+    draft: str | None
     is_embedded: bool  # no target was given, so the embedded pair is used
     copying: Copying
     no_draft: bool
@@ -121,7 +127,7 @@ class ModelChoice:
 
 
 def _choice(
-    *, target: str | None, draft: tuple[str, ...], pair: str | None, ngram: bool | None,
+    *, target: str | None, draft: str | None, pair: str | None, ngram: bool | None,
     verbose: bool, no_draft: bool = False, **given: Any,
 ) -> ModelChoice:  # fmt: skip
     """Make a ModelChoice; --pair overrides the environment variables."""
@@ -130,15 +136,15 @@ def _choice(
         for name in ("target", "draft"):
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise ValueError(f"--pair names both models; drop --{name}")
-        target, draft = pair, (AUTO, *draft[1:])
-    if NGRAM in draft and ngram is False and not no_draft:
+        target, draft = pair, AUTO
+    if draft == NGRAM and ngram is False and not no_draft:
         raise ValueError("--draft ngram and --no-ngram contradict each other; drop one")
     runtime.log.verbose = verbose
     is_embedded, copying = target is None, Copying.of(ngram)
     if no_draft:
-        draft, copying = (), Copying.OFF
-    elif is_embedded and draft in ((), (AUTO,)):
-        draft = (str(demo_draft()),)
+        draft, copying = None, Copying.OFF
+    elif is_embedded and draft in (None, AUTO):
+        draft = str(demo_draft())
     threads = given["threads"]
     target_options = ModelOptions(
         n_ctx=given["n_ctx"],
@@ -206,7 +212,7 @@ def find_plan(choice: ModelChoice, find: Find = fetched_model) -> DraftPlan:
     n_ctx = choice.draft_options.n_ctx or choice.target_options.n_ctx
     return make_plan(
         choice.target,
-        choice.drafts,
+        choice.draft,
         copying=choice.copying,
         target_options=choice.target_options,
         draft_options=replace(choice.draft_options, n_ctx=n_ctx),
@@ -240,7 +246,7 @@ def open_models(
         pass
     elif plan.is_plain:
         say("no --draft given, decoding plainly")
-    elif not choice.drafts and known_draft(choice.target, lambda _: plan.target.path) is not None:
+    elif choice.draft is None and known_draft(choice.target, lambda _: plan.target.path) is not None:
         say("no --draft given, so draft tokens are only copied from earlier text; try --draft auto")
     check_files(plan)
     with SlowProgress("loading") as progress:

@@ -175,9 +175,6 @@ _DRAFTING: tuple[Decorator, ...] = (
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
                  metavar=f"auto|0-{MAX_DRAFT}",
                  help="Draft tokens per round; 0 = plain decoding, auto = as many as are fastest."),
-    click.option("--trees", is_flag=True,
-                 help="Let drafts branch into trees if that is expected to be faster. Trees need cheap large "
-                      "batches and the coupled rule."),
     click.option("--exact", is_flag=True,
                  help="Refuse to run if the bits of a result could depend on what ran before or runs at the "
                       "same time."),

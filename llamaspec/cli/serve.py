@@ -141,10 +141,10 @@ def serve(
 
 def _in_short(pair: Pair, parallel: int, url: str) -> Sequence[str]:
     """Describe the models and the addresses for clients."""
-    drafts = " and ".join(model.description for model in pair.draft_models)
+    draft = None if pair.draft is None else pair.draft.description
     if pair.heads is not None:
-        drafts = "its own prediction heads"
-    what = f"{pair.target.description}, {f'draft: {drafts}' if drafts else 'no draft'}"
+        draft = "its own prediction heads"
+    what = f"{pair.target.description}, {'no draft' if draft is None else f'draft: {draft}'}"
     return (
         f"{what}; {pair.target.weights.kernels}",
         f"{parallel} requests at once, up to {pair.target.context_size} tokens each",
@@ -186,8 +186,8 @@ def _with_room(plan: DraftPlan, models: ModelChoice, per_request: int | None, pa
     def roomy(file: ModelFile, n_ctx: int | None) -> ModelFile:
         return replace(file, options=replace(file.options, n_ctx=n_ctx, n_cells=n_cells))
 
-    drafts = tuple(roomy(file, models.draft_options.n_ctx or per_request) for file in plan.drafts)
-    return replace(plan, target=roomy(plan.target, per_request), drafts=drafts)
+    draft = plan.draft and roomy(plan.draft, models.draft_options.n_ctx or per_request)
+    return replace(plan, target=roomy(plan.target, per_request), draft=draft)
 
 
 @contextmanager

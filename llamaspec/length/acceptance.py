@@ -101,9 +101,6 @@ def expected_accepted(acceptance: float, longest: int) -> Array:
 
 
 def verified_tokens(round_: Round) -> list[tuple[float, bool]]:
-    """Return confidence and acceptance of each verified token; in a tree, of first candidates only."""
-    found: list[tuple[float, bool]] = []
-    for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
-        if children := round_.draft.children(node):
-            found.append((round_.confidences[children[0]], children[0] == drawn))
-    return found
+    """Return confidence and acceptance of each accepted token, and of the first rejected one."""
+    n = round_.n_accepted
+    return [(confidence, i < n) for i, confidence in enumerate(round_.confidences[: n + 1])]

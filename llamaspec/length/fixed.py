@@ -58,10 +58,7 @@ class FixedLength:
 
 @dataclass(slots=True, eq=False)
 class SequenceAtMost:
-    """The length of one sequence, limited to a number of draft tokens.
-
-    It grows no trees, because a tree grows without asking `wants_more`.
-    """
+    """The length of one sequence, limited to a number of draft tokens."""
 
     limit: int
     sequence: SequenceLength

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from llamaspec.length.acceptance import MOST, Acceptance
 from llamaspec.length.costs import TIMED, CostCurve, Costs
 from llamaspec.length.sequence import FREE, AutoSequence, RoundPlan
-from llamaspec.length.tree import TreeAcceptance
 from llamaspec.values import COPIES, Round, Source
 
 SHARE, CREDIT = 0.015, 2.0  # budget for timing and exploring: share of all time; plain tokens at first
@@ -80,8 +79,6 @@ class AutoLength:
         Maximum draft tokens of a completion in one round.
     sources : collection of Source
         Where draft tokens come from.
-    trees : bool
-        Drafts may branch into trees.
     pads : bool
         Plain rounds may be padded to time a width.
 
@@ -97,7 +94,6 @@ class AutoLength:
         longest: int = 15,
         sources: Collection[Source] = frozenset({Source.MODEL}),
         *,
-        trees: bool = False,
         pads: bool = True,
     ) -> None:
         if longest < 1:
@@ -110,7 +106,6 @@ class AutoLength:
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
         self.acceptance[self.drafting] = Acceptance(prior.log_odds)
         self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, is_copied=True)
-        self.trees = TreeAcceptance(self.acceptance[self.drafting]) if trees else None
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # each while the other is used
         self.credit = 0.0  # seconds that timing and exploring may cost now
         self.sequences: list[AutoSequence] = []
@@ -153,9 +148,7 @@ class AutoLength:
         `depth`: cached tokens that a position attended to.
         """
         n_made, n_steps = round_.n_accepted + 1, round_.n_priced_steps
-        if self.trees is not None and round_.draft.parents is not None:
-            self.trees.learn(round_)
-        if n_steps and round_.draft.is_chain:
+        if n_steps:
             self.costs.observe_draft(n_steps, n_unread, round_.draft_seconds, depth)
         seconds = round_.seconds / round_.n_sequences
         self.credit += SHARE * seconds

@@ -18,7 +18,6 @@ from llamaspec.length.acceptance import SequenceAcceptance, expected_accepted, v
 from llamaspec.length.belief import Array
 from llamaspec.length.costs import DENSE
 from llamaspec.length.reading import DraftPrompt
-from llamaspec.length.tree import TreePlan, plan_tree
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import CHUNK, COPIES, LONGEST_COPY, WAIT_SECONDS, Attention, Draft, Round, Source
 
@@ -84,20 +83,11 @@ class AutoSequence:
         plan, source = self._begun(), draft.source
         if source is plan.explored and (source in FREE or not self._drops):
             return 0
-        if not len(draft) or not self._drops or source in FREE or draft.parents is not None:
+        if not len(draft) or not self._drops or source in FREE:
             return len(draft)
         expected = self._expected(source, draft.confidences)
         n = int((expected - plan.rate * plan.prices[: len(expected)]).argmax())
         return max(n, int(plan.explored is source))  # prices may be wrong, and only an evaluation shows it
-
-    def tree(self) -> TreePlan | None:
-        """The plan of the next round's tree; None if a chain is as good, or drafts are only explored."""
-        policy, plan = self._policy, self._begun()
-        if policy.trees is None or plan.explored is not None or self.reading.n_to_read:
-            return None
-        usual = self._acceptance[policy.drafting].probability()
-        prices = plan.prices[: plan.limits.get(policy.drafting, 0) + 1]
-        return plan_tree(policy.trees, usual, prices, plan.step, policy.costs, plan.rate, plan.plain)
 
     def timed_width(self) -> int | None:
         """The width to time in this round; None = no padding."""

@@ -35,7 +35,6 @@ QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # wide batches are often cheap with the
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 _ORIGINS = {
     Source.MODEL: "from the draft model",
-    Source.STAGE: "from the draft model",
     Source.MTP: "from the prediction heads",
     Source.NGRAM: "copied from earlier text",
     Source.PREDICTION: "copied from the prediction",
@@ -189,13 +188,15 @@ def _other_quantization(pair: Models, curve: CostCurve) -> str:
 
     It must be in the same folder. Empty if there is none.
     """
-    target, *drafts = (ModelFile(model.path, model.options) for model in pair.models)
+    target, draft = ModelFile(pair.target.path, pair.target.options), None
+    if pair.draft is not None:
+        draft = ModelFile(pair.draft.path, pair.draft.options)
     name = target.path.name
     for kind in (each for upper in QUANTIZATIONS for each in (upper, upper.lower())):
         other = target.path.with_name(_QUANTIZATION.sub(kind, name))
         if other == target.path or not other.is_file():
             continue
-        prior = stored(DraftPlan(ModelFile(other, target.options), tuple(drafts)), LearnedPrior)
+        prior = stored(DraftPlan(ModelFile(other, target.options), draft), LearnedPrior)
         if prior is None or prior.curve is None or not prior.curve.draft_step_seconds:
             continue
         best = best_length(round_seconds(prior.curve), LIKELY)

@@ -27,7 +27,7 @@ FORMAT = 9  # of the files
 _MAX_BYTES = 4 << 20
 
 T = TypeVar("T")
-Models: TypeAlias = DraftPlan | Pair  # `models` of each: the target and its draft models
+Models: TypeAlias = DraftPlan | Pair  # `models` of each: the target and its draft model
 Notify: TypeAlias = Callable[[str], object]  # receives one line
 
 

@@ -359,7 +359,7 @@ SEAMS = [
     "drafter.prepare", "drafter.propose", "drafter.close",
     "length.begin_round", "length.wants_more", "length.n_verified", "length.timed_width", "length.observe",
     "length.close",
-    "rule.draw", "rule.verify", "streams.choose", "streams.perturbed",
+    "rule.draw", "rule.verify", "streams.choose",
     "constraint.allowed", "constraint.forced", "constraint.is_complete",
     "vocabulary.piece", "vocabulary.is_end",
 ]  # fmt: skip

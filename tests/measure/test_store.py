@@ -165,7 +165,7 @@ def use(prior: CostCurve | LearnedPrior) -> None:
     row = (policy := AutoLength(prior)).start_sequence()
     for evaluation in range(3):
         row.wants_more(Draft())
-        row.observe(Round(Draft(), (), 0, Evaluation(1, 1, evaluation), verify_seconds=0.02))
+        row.observe(Round(Draft(), 0, 0, Evaluation(1, 1, evaluation), verify_seconds=0.02))
     policy.experience()
 
 

@@ -23,7 +23,7 @@ POOR = (*Acceptance().log_odds[:-1].tolist(), -5.0)
 @pytest.fixture
 def pair(target_file: Path, own_cache: None) -> DraftPlan:
     model = ModelFile(target_file, ModelOptions(threads=1))
-    return DraftPlan(model, (model,))
+    return DraftPlan(model, model)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_another_quantization_is_named_if_it_was_measured_and_wins(
     for name, path in files.items():
         path.write_bytes(target_file.read_bytes() + name.encode())  # each has an identity of its own
     draft = ModelFile(target_file, ModelOptions(threads=1))
-    pairs = {name: DraftPlan(ModelFile(path, draft.options), (draft,)) for name, path in files.items()}
+    pairs = {name: DraftPlan(ModelFile(path, draft.options), draft) for name, path in files.items()}
     keep(pairs["Q4_K_M"], LearnedPrior(DEAR, KNOWN))
     alone = pair_verdict(pairs["Q4_K_M"])
     assert alone is not None

@@ -138,15 +138,6 @@ def test_copying_can_be_switched_off(demo_files: tuple[Path, Path]) -> None:
     assert copied["timings"]["draft_n"] > not_copied["timings"]["draft_n"] == 0
 
 
-def test_without_copies_all_other_drafts_remain(demo_files: tuple[Path, Path]) -> None:
-    """Once, the server forgot the draft of the draft."""
-    target, draft = demo_files
-    body = {**BODY, "speculative": {"ngram": False, "rounds": True}}
-    with open_demo((target, [draft, draft])) as pair, served(pair) as server:
-        rounds = server.post("/v1/completions", body).json()["rounds"]
-    assert {each["source"] for each in rounds if each["drafted"]} == {"stage"}
-
-
 @pytest.mark.parametrize(
     "prompts", [["def f(", "import"], ["def f("], [[70], [71, 72]], [[70]], [70], "def f("]
 )
