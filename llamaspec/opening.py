@@ -18,7 +18,7 @@ from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.probe import time_draft_step
-from llamaspec.measure.store import Models, keep, stored
+from llamaspec.measure.store import Models, stored, update
 from llamaspec.pair import Pair, load_pair
 from llamaspec.plan import DraftPlan, make_plan
 from llamaspec.values import Copying, Source
@@ -142,7 +142,8 @@ class _Keeper:
 
     def __init__(self, models: Models, policy: AutoLength, notify: Notify) -> None:
         self._models, self._policy, self._notify = models, policy, notify
-        self._seconds = 0.0  # of generation since the last time
+        self._latest = policy.experience()  # at the start, or kept last
+        self._seconds = 0.0  # of generation since then
 
     def count(self, seconds: float) -> None:
         """Add seconds of generation; keep what was learnt if it is time."""
@@ -151,7 +152,14 @@ class _Keeper:
             self.keep()
 
     def keep(self) -> None:
-        """Keep what was learnt, if the run was long enough."""
+        """Keep what was learnt, if the run was long enough, beside what other processes have kept."""
         self._seconds = 0.0
-        if self._policy.costs.n_timed >= WORTH_KEEPING:
-            keep(self._models, self._policy.experience(), self._notify)
+        if self._policy.costs.n_timed < WORTH_KEEPING:
+            return
+        start, learnt = self._latest, self._policy.experience()
+
+        def merged(kept: LearnedPrior | None) -> LearnedPrior:
+            return learnt if kept is None else learnt.merged(start, kept)
+
+        update(self._models, LearnedPrior, merged, self._notify)
+        self._latest = learnt

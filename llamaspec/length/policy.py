@@ -8,10 +8,10 @@ tests/simulator.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from llamaspec.length.acceptance import MOST, Acceptance
-from llamaspec.length.costs import TIMED, CostCurve, Costs
+from llamaspec.length.acceptance import KEPT, Acceptance
+from llamaspec.length.costs import PROBED, TIMED, CostCurve, Costs
 from llamaspec.length.sequence import FREE, AutoSequence, RoundPlan
 from llamaspec.length.tree import TreeAcceptance
 from llamaspec.values import COPIES, Round, Source
@@ -58,15 +58,97 @@ class LearnedPrior:
     log_odds: tuple[float, ...] = ()  # acceptance of the draft
     distance: int = NEAREST  # rounds between two explorations
     copy_log_odds: tuple[float, ...] = ()  # acceptance of copies of earlier text
-    n_learnt: int = 0  # draft tokens from which `log_odds` were learnt; counting stops at a few hundred
+    counts: tuple[int, ...] = ()  # tokens from which each of `log_odds` was learnt, at most `KEPT`
+    copy_counts: tuple[int, ...] = ()  # the same for `copy_log_odds`
 
     def __post_init__(self) -> None:
-        kinds = ((self.log_odds, Acceptance()), (self.copy_log_odds, Acceptance(is_copied=True)))
-        is_whole = all(len(log_odds) in (0, len(usual.log_odds)) for log_odds, usual in kinds)
-        if not is_whole or self.distance < 1 or self.n_learnt < 0:
+        kinds = (
+            (self.log_odds, self.counts, Acceptance()),
+            (self.copy_log_odds, self.copy_counts, Acceptance(is_copied=True)),
+        )
+        is_whole = all(
+            len(log_odds) in (0, len(usual.log_odds)) and len(counts) in (0, len(log_odds))
+            for log_odds, counts, usual in kinds
+        )
+        if not is_whole or self.distance < 1:
             raise ValueError("a prior of another kind")
+        if not all(0 <= n <= KEPT for n in (*self.counts, *self.copy_counts)):
+            raise ValueError(f"counts must be from 0 to {KEPT}")
         if not all(abs(number) < 50 for number in (*self.log_odds, *self.copy_log_odds)):
             raise ValueError("a prior must be finite")
+
+    @property
+    def n_learnt(self) -> int:
+        """Draft tokens from which acceptance was learnt; counting stops at `KEPT`."""
+        return self.counts[-1] if self.counts else 0
+
+    def merged(self, start: LearnedPrior, kept: LearnedPrior) -> LearnedPrior:
+        """Return this, with what other runs have kept meanwhile where this run has learnt nothing new.
+
+        `start` is what this run started from, or what it has kept last.
+        """
+        log_odds, counts = _newest(_bins(self), _bins(start), _bins(kept))
+        copies, copy_counts = _newest(_copy_bins(self), _copy_bins(start), _copy_bins(kept))
+        return replace(
+            self,
+            curve=_merged_curve(self.curve, kept.curve),
+            log_odds=log_odds,
+            counts=counts,
+            copy_log_odds=copies,
+            copy_counts=copy_counts,
+            distance=kept.distance if self.distance == start.distance else self.distance,
+        )
+
+
+_Bin = tuple[float, int]  # log-odds, and the tokens that they were learnt from
+
+
+def _bins(prior: LearnedPrior) -> list[_Bin]:
+    return [*zip(prior.log_odds, prior.counts or (0,) * len(prior.log_odds), strict=True)]
+
+
+def _copy_bins(prior: LearnedPrior) -> list[_Bin]:
+    return [*zip(prior.copy_log_odds, prior.copy_counts or (0,) * len(prior.copy_log_odds), strict=True)]
+
+
+def _newest(
+    mine: list[_Bin], start: list[_Bin], kept: list[_Bin]
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return log-odds and counts: a bin of `kept` wherever `mine` is still as at the `start`."""
+    if len(mine) == len(start) == len(kept):
+        mine = [other if own == old else own for own, old, other in zip(mine, start, kept, strict=True)]
+    return tuple(log_odds for log_odds, _ in mine), tuple(n for _, n in mine)
+
+
+def _merged_curve(mine: CostCurve | None, kept: CostCurve | None) -> CostCurve | None:
+    """Return a curve with what is more certain in `kept`, as slow or fast as the machine is in `mine`."""
+    if mine is None or kept is None:
+        return mine or kept
+    scale = mine.verify_seconds[0] / kept.verify_seconds[0]
+    others = {width: (spread, scale * time) for width, (spread, time) in _by_width(kept).items()}
+    found = _by_width(mine)
+    for width, other in others.items():
+        found[width] = min(found.get(width, other), other)
+    widths = sorted(found)
+    knows_less = not mine.draft_step_seconds or mine.draft_deviation > kept.draft_deviation
+    drafting = kept if kept.draft_step_seconds and knows_less else mine
+    factor = scale if drafting is kept else 1.0
+    return replace(
+        mine,
+        widths=tuple(widths),
+        verify_seconds=tuple(found[width][1] for width in widths),
+        deviations=tuple(found[width][0] for width in widths),
+        draft_step_seconds=factor * drafting.draft_step_seconds,
+        draft_deviation=drafting.draft_deviation,
+        draft_attention=drafting.draft_attention,
+        draft_reading_seconds=mine.draft_reading_seconds or scale * kept.draft_reading_seconds,
+    )
+
+
+def _by_width(curve: CostCurve) -> dict[int, tuple[float, float]]:
+    """Return the deviation and the seconds of each width."""
+    deviations = curve.deviations or (PROBED,) * len(curve.widths)
+    return dict(zip(curve.widths, zip(deviations, curve.verify_seconds, strict=True), strict=True))
 
 
 class AutoLength:
@@ -104,12 +186,11 @@ class AutoLength:
             raise ValueError(f"the longest draft must be >= 1, got {longest}")
         if not isinstance(prior, LearnedPrior):
             prior = LearnedPrior(prior)
-        self._prior = prior
         self.costs = Costs(prior.curve, pads=pads)
         self.longest, self.sources = longest, frozenset(sources)
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
-        self.acceptance[self.drafting] = Acceptance(prior.log_odds)
-        self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, is_copied=True)
+        self.acceptance[self.drafting] = Acceptance(prior.log_odds, prior.counts)
+        self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, prior.copy_counts, is_copied=True)
         self.trees = TreeAcceptance(self.acceptance[self.drafting]) if trees else None
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # each while the other is used
         self.credit = 0.0  # seconds that timing and exploring may cost now
@@ -140,11 +221,15 @@ class AutoLength:
 
     def experience(self) -> LearnedPrior:
         """Return what the next run should start with."""
-        log_odds, copies = (
-            tuple(self.acceptance[source].log_odds.tolist()) for source in (self.drafting, Source.NGRAM)
+        drafts, copies = (self.acceptance[source] for source in (self.drafting, Source.NGRAM))
+        return LearnedPrior(
+            self.costs.learned(),
+            tuple(drafts.log_odds.tolist()),
+            self.drafts.distance,
+            tuple(copies.log_odds.tolist()),
+            counts=drafts.counts,
+            copy_counts=copies.counts,
         )
-        n_learnt = min(self._prior.n_learnt, MOST) + self.acceptance[self.drafting].n_learnt
-        return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies, n_learnt)
 
     def learn(self, round_: Round, plan: RoundPlan, *, paid: bool, n_unread: int, depth: float) -> None:
         """Learn from a round of a completion; an evaluation that several share is learnt once.

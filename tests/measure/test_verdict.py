@@ -17,6 +17,7 @@ from llamaspec.plan import DraftPlan, ModelFile
 CHEAP = CostCurve((1, 4, 9), (1.0, 1.3, 1.8), 0.1)
 DEAR = CostCurve((1, 4, 9), (1.0, 4.0, 9.0), 0.1)
 KNOWN = (*Acceptance().log_odds[:-1].tolist(), 1.1)  # 75 % of the draft's tokens
+KNOWN_WELL = (32,) * 10
 POOR = (*Acceptance().log_odds[:-1].tolist(), -5.0)
 
 
@@ -29,9 +30,12 @@ def pair(target_file: Path, own_cache: None) -> DraftPlan:
 @pytest.mark.parametrize(
     ("prior", "said"),
     [
-        (LearnedPrior(CHEAP, KNOWN, n_learnt=32), "about 1.7 times as fast as without a draft (computed"),
-        (LearnedPrior(CHEAP, POOR, n_learnt=32), "at the observed 1%, it is no faster (computed"),
-        (LearnedPrior(CHEAP, POOR, n_learnt=31), None),  # the first draft tokens may be unlucky
+        (
+            LearnedPrior(CHEAP, KNOWN, counts=KNOWN_WELL),
+            "about 1.7 times as fast as without a draft (computed",
+        ),
+        (LearnedPrior(CHEAP, POOR, counts=KNOWN_WELL), "at the observed 1%, it is no faster (computed"),
+        (LearnedPrior(CHEAP, POOR, counts=(31,) * 10), None),  # the first draft tokens may be unlucky
         (
             LearnedPrior(DEAR, KNOWN),
             "slower at any acceptance, so plain decoding and copies are used (computed",
