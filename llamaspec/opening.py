@@ -130,7 +130,7 @@ def start_learning(
     if Source.MODEL in pair.sources and not policy.costs.is_step_certain:
         with suppress(LlamaspecError):  # a draft that fails is reported when it is used
             policy.costs.observe_first_step(time_draft_step(pair))
-    keeper = _Keeper(models, policy, notify)
+    keeper = _Keeper(models, prior, policy, notify)
     policy.on_work = keeper.count
     pair.owned.callback(keeper.keep)
     pair.length = policy
@@ -140,8 +140,11 @@ def start_learning(
 class _Keeper:
     """Keeps what a length policy learns."""
 
-    def __init__(self, models: Models, policy: AutoLength, notify: Notify) -> None:
+    def __init__(
+        self, models: Models, prior: LearnedPrior | None, policy: AutoLength, notify: Notify
+    ) -> None:
         self._models, self._policy, self._notify = models, policy, notify
+        self._own = prior  # the file's content, unless another process has written it
         self._latest = policy.experience()  # at the start, or kept last
         self._seconds = 0.0  # of generation since then
 
@@ -159,7 +162,10 @@ class _Keeper:
         start, learnt = self._latest, self._policy.experience()
 
         def merged(kept: LearnedPrior | None) -> LearnedPrior:
-            return learnt if kept is None else learnt.merged(start, kept)
+            if kept is not None and kept != self._own:
+                return learnt.merged(start, kept)
+            self._own = learnt
+            return learnt
 
         update(self._models, LearnedPrior, merged, self._notify)
         self._latest = learnt

@@ -25,7 +25,7 @@ from llamaspec.measure.probe import Probe
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
 
-FORMAT = 9  # of the files
+FORMAT = 10  # of the files
 LOCK = ".lock"  # a file in their folder, which a process locks while it replaces one of them
 PATIENCE = 5.0  # seconds to wait for the lock, which is held for milliseconds
 _MAX_BYTES = 4 << 20
