@@ -251,9 +251,7 @@ class Reasons:
         if not self.accepted:
             return "no draft token was verified, so nothing was gained"
         if self.gained_seconds is None:
-            return (
-                "gain unknown: the completion is too short, or too few rounds without draft tokens were timed"
-            )
+            return "gain unknown: the completion is too short, or the estimate is too uncertain"
         more = "less" if self.gained_seconds > 0 else "more"
         return f"the completion took {abs(self.gained_seconds):.2f} s {more} than without drafts (estimate)"
 
