@@ -18,6 +18,7 @@ from llamaspec.values import COPIES, Round, Source
 
 SHARE, CREDIT = 0.015, 2.0  # budget for timing and exploring: share of all time; plain tokens at first
 CHANGED = 0.1  # relative change of plain decoding after which it is timed again soon
+RECENT = 20_000.0  # tokens of earlier runs in the gain of real requests
 USUAL = 256.0  # tokens of a completion, before any has ended
 REMEMBERED = 6  # completions in the average length: requests of a kind follow each other
 NEAREST, FARTHEST = 4, 512  # minimum and maximum rounds between two explorations
@@ -45,6 +46,36 @@ class Exploration:
 
 
 @dataclass(frozen=True, slots=True)
+class Gain:
+    """What drafts have changed in real requests: seconds of generation, and an estimate of those without."""
+
+    n_tokens: float = 0.0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= each < 1e15 for each in (self.n_tokens, self.seconds, self.plain_seconds)):
+            raise ValueError("the tokens and seconds of requests must be >= 0")
+
+    @property
+    def speed_up(self) -> float:
+        """Speed-up over plain decoding."""
+        return self.plain_seconds / self.seconds if self.seconds else 1.0
+
+    def plus(self, other: Gain, factor: float = 1.0) -> Gain:
+        """Return the sum, with `factor` times the other."""
+        return Gain(
+            max(self.n_tokens + factor * other.n_tokens, 0.0),
+            max(self.seconds + factor * other.seconds, 0.0),
+            max(self.plain_seconds + factor * other.plain_seconds, 0.0),
+        )
+
+    def faded(self) -> Gain:
+        """Return this with the weight of at most `RECENT` tokens, because requests change."""
+        return Gain().plus(self, min(1.0, RECENT / max(self.n_tokens, 1.0)))
+
+
+@dataclass(frozen=True, slots=True)
 class LearnedPrior:
     """The knowledge that a policy starts with, from a probe or from earlier runs.
 
@@ -60,6 +91,7 @@ class LearnedPrior:
     copy_log_odds: tuple[float, ...] = ()  # acceptance of copies of earlier text
     counts: tuple[int, ...] = ()  # tokens from which each of `log_odds` was learnt, at most `KEPT`
     copy_counts: tuple[int, ...] = ()  # the same for `copy_log_odds`
+    gain: Gain = Gain()  # since the latest benchmark  # immutable
 
     def __post_init__(self) -> None:
         kinds = (
@@ -96,6 +128,7 @@ class LearnedPrior:
             counts=counts,
             copy_log_odds=copies,
             copy_counts=copy_counts,
+            gain=kept.gain.plus(self.gain.plus(start.gain, -1.0)),
             distance=kept.distance if self.distance == start.distance else self.distance,
         )
 
@@ -193,6 +226,8 @@ class AutoLength:
         self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, prior.copy_counts, is_copied=True)
         self.trees = TreeAcceptance(self.acceptance[self.drafting]) if trees else None
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # each while the other is used
+        self._earlier = prior.gain.faded()
+        self._n_tokens = self._seconds = self._plain_seconds = 0.0  # of this run; see `Gain`
         self.credit = 0.0  # seconds that timing and exploring may cost now
         self.sequences: list[AutoSequence] = []
         self.usual_length = USUAL  # tokens of a completion
@@ -229,6 +264,7 @@ class AutoLength:
             tuple(copies.log_odds.tolist()),
             counts=drafts.counts,
             copy_counts=copies.counts,
+            gain=self._earlier.plus(Gain(self._n_tokens, self._seconds, self._plain_seconds)),
         )
 
     def learn(self, round_: Round, plan: RoundPlan, *, paid: bool, n_unread: int, depth: float) -> None:
@@ -252,6 +288,12 @@ class AutoLength:
             self.credit -= max(seconds - n_made * plan.plain, 0.0)
         if n_steps and plan.explored is self.drafting:
             self.drafts.learn(paid=paid)
+        if self.costs.knows_plain and not round_.verified_in.n_prefill:
+            self._n_tokens += n_made
+            self._seconds += (
+                seconds - round_.overhead_seconds / round_.n_sequences
+            )  # plain rounds have it, too
+            self._plain_seconds += n_made * plan.plain
         self.on_work(seconds)
 
     def _learn_costs(self, round_: Round) -> None:

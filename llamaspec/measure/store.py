@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from filelock import FileLock
 
 from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
-from llamaspec.length.policy import LearnedPrior
+from llamaspec.length.policy import Gain, LearnedPrior
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.probe import Probe
@@ -94,12 +94,17 @@ def keep_probe(pair: Models, probe: Probe, notify: Notify = _ignore) -> None:
 
 
 def keep_gains(pair: Models, speed_ups: Mapping[str, float]) -> None:
-    """Keep the results of a benchmark; other groups of tasks keep their earlier results."""
+    """Keep the results of a benchmark; other groups of tasks keep their earlier results.
+
+    They count until enough real requests have followed, so the gain of earlier requests is dropped.
+    """
 
     def with_groups(earlier: BenchGains | None) -> BenchGains:
         return BenchGains({**(earlier.speed_ups if earlier else {}), **speed_ups})
 
     update(pair, BenchGains, with_groups)
+    if stored(pair, LearnedPrior) is not None:
+        update(pair, LearnedPrior, lambda earlier: replace(earlier or LearnedPrior(), gain=Gain()))
 
 
 def forget(pair: Models) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from llamaspec.length.acceptance import KEPT, Acceptance
 from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import AutoLength, LearnedPrior
-from llamaspec.values import Source
+from llamaspec.length.policy import RECENT, AutoLength, Gain, LearnedPrior
+from llamaspec.values import NO_DRAFT, Draft, Evaluation, Round, Source
 
 CURVE = CostCurve((1, 4), (1.0, 1.5), 0.1)
 
@@ -72,3 +73,27 @@ def test_counts_belong_to_their_bins() -> None:
         LearnedPrior(log_odds=(0.1,) * 10, counts=(1, 2))
     with pytest.raises(ValueError, match="counts"):
         LearnedPrior(log_odds=(0.1,) * 10, counts=(KEPT + 1,) * 10)
+
+
+def test_the_gain_of_real_requests_adds_up_over_runs() -> None:
+    """Eight rounds of a draft step and two tokens, in 1.6 s instead of 2 s; overhead does not count."""
+    policy = AutoLength(LearnedPrior(CURVE, gain=Gain(10.0, 9.0, 12.0)))
+    sequence = policy.start_sequence()
+    draft = Draft(np.array([7], np.int32), (), (0.9,), Source.MODEL)
+    for i in range(8):
+        sequence.wants_more(NO_DRAFT)
+        seconds = {"draft_seconds": 0.1, "verify_seconds": 1.5, "overhead_seconds": 5.0}
+        sequence.observe(Round(draft, (0,), 1, Evaluation(2, 1, i), **seconds))
+    gain = policy.experience().gain
+    assert (gain.n_tokens, gain.seconds) == (10 + 16, pytest.approx(9 + 8 * 1.6))
+    assert gain.plain_seconds == pytest.approx(12 + 16, rel=0.2)
+
+
+def test_the_gains_of_two_runs_are_added_and_fade() -> None:
+    start = LearnedPrior(gain=Gain(100.0, 10.0, 20.0))
+    mine, other = (replace(start, gain=Gain(n, n / 10, n / 5)) for n in (150.0, 1100.0))
+    assert mine.merged(start, other).gain == Gain(1150.0, 115.0, 230.0)
+    assert mine.merged(start, LearnedPrior()).gain.n_tokens == 50.0, "a benchmark has dropped what was before"
+    assert Gain(2 * RECENT, 4.0, 6.0).faded() == Gain(RECENT, 2.0, 3.0)
+    with pytest.raises(ValueError, match=">= 0"):
+        Gain(-1.0)
