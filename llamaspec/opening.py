@@ -18,7 +18,7 @@ from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.probe import time_draft_step
-from llamaspec.measure.store import Models, keep, stored
+from llamaspec.measure.store import Models, stored, update
 from llamaspec.pair import Pair, load_pair
 from llamaspec.plan import DraftPlan, make_plan
 from llamaspec.values import Copying, Source
@@ -126,7 +126,7 @@ def start_learning(pair: Pair, models: Models, notify: Notify = _ignore) -> Auto
     if Source.MODEL in pair.sources and not policy.costs.is_step_certain:
         with suppress(LlamaspecError):  # a draft that fails is reported when it is used
             policy.costs.observe_first_step(time_draft_step(pair))
-    keeper = _Keeper(models, policy, notify)
+    keeper = _Keeper(models, prior, policy, notify)
     policy.on_work = keeper.count
     pair.owned.callback(keeper.keep)
     pair.length = policy
@@ -136,9 +136,13 @@ def start_learning(pair: Pair, models: Models, notify: Notify = _ignore) -> Auto
 class _Keeper:
     """Keeps what a length policy learns."""
 
-    def __init__(self, models: Models, policy: AutoLength, notify: Notify) -> None:
+    def __init__(
+        self, models: Models, prior: LearnedPrior | None, policy: AutoLength, notify: Notify
+    ) -> None:
         self._models, self._policy, self._notify = models, policy, notify
-        self._seconds = 0.0  # of generation since the last time
+        self._own = prior  # the file's content, unless another process has written it
+        self._latest = policy.experience()  # at the start, or kept last
+        self._seconds = 0.0  # of generation since then
 
     def count(self, seconds: float) -> None:
         """Add seconds of generation; keep what was learnt if it is time."""
@@ -147,7 +151,17 @@ class _Keeper:
             self.keep()
 
     def keep(self) -> None:
-        """Keep what was learnt, if the run was long enough."""
+        """Keep what was learnt, if the run was long enough, beside what other processes have kept."""
         self._seconds = 0.0
-        if self._policy.costs.n_timed >= WORTH_KEEPING:
-            keep(self._models, self._policy.experience(), self._notify)
+        if self._policy.costs.n_timed < WORTH_KEEPING:
+            return
+        start, learnt = self._latest, self._policy.experience()
+
+        def merged(kept: LearnedPrior | None) -> LearnedPrior:
+            if kept is not None and kept != self._own:
+                return learnt.merged(start, kept)
+            self._own = learnt
+            return learnt
+
+        update(self._models, LearnedPrior, merged, self._notify)
+        self._latest = learnt

@@ -77,7 +77,7 @@ def test_lengths_are_not_predicted_if_drafts_lose_at_any_acceptance() -> None:
         ({"accepted": {}}, "no draft token was verified, so nothing was gained"),
         (
             {"gained_seconds": None},
-            "gain unknown: the completion is too short, or too few rounds without draft tokens were timed",
+            "gain unknown: the completion is too short, or the estimate is too uncertain",
         ),
     ],
 )
