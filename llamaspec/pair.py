@@ -187,6 +187,7 @@ class Pair:
             constraint=None if constraint is None else TimedConstraint(constraint.start_sequence()),
             max_scored=self.target.max_scored,
             n_logprobs=logprobs,
+            n_cached=self.target.n_cached,
         )
         # All arguments are valid from here on, so whatever starts is closed with the stream.
         if policy is None:

@@ -14,6 +14,7 @@ from typing import Any
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
+from llamaspec.drafters.hidden import HiddenDrafter, RowWindow
 from llamaspec.drafters.model import DeferredPrompt, ModelDrafter, TreeDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
 from llamaspec.engine.speculate import Speculation
@@ -113,7 +114,9 @@ class SequenceDrafters:
     def asking_model(self, config: Speculation) -> ModelDrafter:
         """Return the drafter that uses only the draft model, or the target's prediction heads."""
         if self.heads is not None:
-            return self._asking(self.heads, config, MTP, source=Source.MTP, longest=self.heads.longest)
+            heads, window = self.heads, RowWindow(1, self.heads.n_cached)
+            settings = {"source": Source.MTP, "longest": heads.longest, "row_window": window}
+            return self._asking(heads, config, MTP, kind=HiddenDrafter, **settings)
         draft, length = self.drafts[0], config.length
         deferred = None if length.reading is None else DeferredPrompt(length.reading, draft.n_cached)
         kind: Callable[..., ModelDrafter] = ModelDrafter

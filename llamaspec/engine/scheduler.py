@@ -214,9 +214,14 @@ class Scheduler:
             if request is None or slot.sequence.is_cancelled:
                 continue
             watch.count_evaluation(request, seconds - prefill_seconds if i < n_rounds else prefill_seconds)
-            if slot.part is request:
-                assert slot.n_cached_before is not None
-                self._resume(slot, Forward(scores, watch.request_seconds, slot.n_cached_before, evaluation))
+            if request.rows_from is not None or request.hidden is not None:
+                slot.collect(self._models[group.model].hidden(slot.sequence.number))
+            if slot.part is not request:
+                slot.keep_rows()
+                continue
+            assert slot.n_cached_before is not None
+            answer = Forward(scores, watch.request_seconds, slot.n_cached_before, evaluation, slot.hidden)
+            self._resume(slot, answer)
 
     def _resume(self, slot: Slot, answer: Forward | None = None, *, error: Exception | None = None) -> None:
         """Resume a sequence with an answer or an error. An exception of its coroutine ends only this one."""

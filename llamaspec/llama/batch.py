@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.nextn import Rows
-from llamaspec.values import TokenArray
+from llamaspec.values import Rows, TokenArray
 
 
 class Segment(NamedTuple):

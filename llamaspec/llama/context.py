@@ -28,7 +28,6 @@ from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.devices import device_of, find_devices
 from llamaspec.llama.kv_cache import KVCache
-from llamaspec.llama.nextn import Rows
 from llamaspec.llama.options import (
     BATCH,
     CACHE_TYPES,
@@ -44,7 +43,7 @@ from llamaspec.llama.resources import ThreadGovernor, governors
 from llamaspec.llama.runtime import AbortFlag, Handle
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
-from llamaspec.values import ForwardRequest, Logits
+from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows
 
 CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
 CONTEXT_BYTES = 1 << 30  # and at most as much as the weights, or this if they are smaller
@@ -71,7 +70,9 @@ class Context:
         store: PrefixStore | None = None,
     ) -> None:
         self.weights = weights  # only for facts about them: the caller may have closed them
-        self._keeps_hidden = options.heads and head is None
+        self._has_rows = options.heads and head is None
+        # Of each sequence of the last evaluation: its first row in the batch, their number, and the position.
+        self._places: dict[int, tuple[int, int, int]] = {}
         self.context_size = options.n_ctx or _free_context_size(weights, options)
         keeps_states = weights.facts.keeps_states and head is None  # heads keep keys and values
         n_wanted = self.context_size if keeps_states else max(self.context_size, options.n_cells or 0)
@@ -151,8 +152,7 @@ class Context:
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
         self.decode(segments)
         self.cache.commit(new, n_padding)
-        if self._keeps_hidden:
-            self._keep_hidden(numbers, segments)
+        self._note_rows(batch, segments)
         return parts(self.logits(n_scored), [request.n_scored for _, request in batch])
 
     def decode(self, segments: Sequence[Segment]) -> None:
@@ -218,13 +218,23 @@ class Context:
         """Free the context as soon as no view of its logits is left. Later calls do nothing."""
         self._handle = None
 
-    def _keep_hidden(self, numbers: Sequence[int], segments: Sequence[Segment]) -> None:
-        """Record the hidden rows of the committed tokens, without padding and trees."""
-        lengths = [len(segment.tokens) for segment in segments]
-        hidden = parts(self.hidden_rows(sum(lengths)), lengths)
-        for number, segment, part in zip(numbers, segments, hidden, strict=False):
-            sequence = self.cache.running[number]
-            sequence.hidden.add(segment.start, part[: sequence.n - segment.start])
+    def hidden(self, number: int) -> HiddenRows | None:
+        """Return the rows of the last evaluation that a sequence has asked for, valid until the next one."""
+        place = self._places.get(number)
+        if place is None:
+            return None
+        first, n, position = place
+        return HiddenRows(position, self.hidden_rows(first + n)[first:])
+
+    def _note_rows(self, batch: Sequence[tuple[int, ForwardRequest]], segments: Sequence[Segment]) -> None:
+        """Note which rows of the evaluation each sequence has asked for."""
+        self._places, first = {}, 0
+        for (number, request), segment in zip(batch, segments, strict=False):  # the last one may be padding
+            n = len(segment.tokens)
+            n_left_out = n if request.rows_from is None else max(0, request.rows_from - segment.start)
+            if self._has_rows and n_left_out < n:
+                self._places[number] = first + n_left_out, n - n_left_out, segment.start + n_left_out
+            first += n
 
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))

@@ -88,7 +88,7 @@ class KVCache:
 
     def _prepare(self, number: int, request: ForwardRequest, n_padding: int) -> int:
         """Cut the sequence to its request, add tokens known elsewhere, and reserve cells for the rest."""
-        n_before = request.n_before  # the most that the cache can supply
+        n_before = request.n_reusable  # the most that the cache can supply
         sequence = self.running.get(number) or self._assign(number, request.tokens[:n_before])
         n_known = self._trees.resume(sequence, request)
         n = min(sequence.shared(request.tokens), n_before)
@@ -200,7 +200,6 @@ class KVCache:
         if sequence is not None:
             self._trees.drop(sequence)
             sequence.n_reserved = 0
-            sequence.hidden = sequence.hidden.tail(sequence.n)
             if self.running and not self._keeps_finished:
                 self._move_to_store(sequence)
                 self._has_left = True

@@ -26,7 +26,7 @@ from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
-from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
+from llamaspec.values import TARGET, ForwardRequest, HiddenRows, Logits, TokenArray
 
 TILE = 64  # positions
 STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # the store takes at most 1 / STORE_SHARE of the free memory
@@ -206,6 +206,11 @@ class LlamaModel:
             self.evaluate([(number, request.prefill(n_cached))])
         return self.evaluate([(number, request)])[0]
 
+    def hidden(self, number: int) -> HiddenRows | None:
+        """Return the hidden rows that a request has asked for with `rows_from`, valid until the next one."""
+        context = self._context(number)
+        return None if context is None else context.hidden(number)
+
     def release(self, number: int) -> None:
         """End a sequence. Its cached tokens may serve others until their room is needed."""
         context = self._context(number)
@@ -227,7 +232,7 @@ class LlamaModel:
         self._abort.set()
 
     def cached(self, number: int) -> CachedSequence | None:
-        """Return the cached tokens of a sequence and their hidden rows; None before its first request."""
+        """Return the cached tokens of a sequence; None before its first request."""
         context = self._context(number)
         return None if context is None else context.cache.running[number]
 
