@@ -15,6 +15,7 @@ from llamaspec.catalog import is_path, locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
 from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.hidden_draft_file import HiddenDraftFile, check_target, hidden_draft
 from llamaspec.llama.nextn import check_heads, heads_in_file, is_shared_head
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
 from llamaspec.values import MTP, Copying
@@ -41,6 +42,9 @@ class DraftPlan:
     drafts: tuple[ModelFile, ...] = ()  # the first drafts for the target, each other one for the previous one
     heads: ModelFile | None = None  # prediction heads: in the target's file, or in a file of their own
     copying: Copying = Copying.WEIGHED
+    hidden_draft: HiddenDraftFile | None = (
+        None  # of which kind the heads in a file of their own are, if known
+    )
 
     def __post_init__(self) -> None:
         if self.drafts and self.heads is not None:
@@ -108,6 +112,11 @@ def make_plan(
     elif names == [NGRAM]:
         copying, names = Copying.ON, []
     files = [find(name) for name in names]
+    if len(files) == 1 and (draft_file := hidden_draft(files[0])) is not None:
+        check_target(draft_file, path)
+        own = draft_options or options
+        reading = ModelFile(path, replace(options, hidden_layers=draft_file.layers))
+        return DraftPlan(reading, (), ModelFile(files[0], own), copying, draft_file)
     if len(files) == 1 and is_shared_head(files[0]):
         heads, files = files[0], []
     if heads is not None:

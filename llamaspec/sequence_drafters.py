@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from llamaspec.drafters.block import BlockDrafter, BlockShape
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
@@ -20,6 +21,7 @@ from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDra
 from llamaspec.engine.speculate import Speculation
 from llamaspec.length.policy import AutoLength
 from llamaspec.length.tree import TreeLength
+from llamaspec.llama.block_draft import BlockDraft
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.vocabulary import difference
@@ -50,7 +52,7 @@ class SequenceDrafters:
     target: LlamaModel
     drafts: Sequence[LlamaModel]  # the first drafts for the target, each other one for the previous one
     stages: Sequence[Stage]  # of each draft model but the last
-    heads: PredictionHeads | None  # the target's, instead of a draft model
+    heads: PredictionHeads | BlockDraft | None  # they read hidden rows; instead of a draft model
     common: CommonTokens | None  # if the draft model has another vocabulary
     copying: Copying
 
@@ -59,7 +61,7 @@ class SequenceDrafters:
         cls,
         target: LlamaModel,
         drafts: Sequence[LlamaModel],
-        heads: PredictionHeads | None,
+        heads: PredictionHeads | BlockDraft | None,
         copying: Copying,
     ) -> SequenceDrafters:
         """Connect the models of a pair. Copies that are asked for come first in every stage, too."""
@@ -78,7 +80,7 @@ class SequenceDrafters:
         """Where draft tokens come from."""
         found = {
             Source.STAGE if self.stages else Source.MODEL: bool(self.drafts),
-            Source.MTP: self.heads is not None,
+            Source.MTP if self.heads is None else self.heads.source: self.heads is not None,
             Source.NGRAM: self.copying is not Copying.OFF,
         }
         return frozenset(source for source, drafts in found.items() if drafts)
@@ -111,18 +113,33 @@ class SequenceDrafters:
             drafters.append(ForcedDrafter(config.constraint, len(config.prompt)))
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
 
-    def asking_model(self, config: Speculation) -> ModelDrafter:
-        """Return the drafter that uses only the draft model, or the target's prediction heads."""
+    def asking_model(self, config: Speculation) -> ModelDrafter | BlockDrafter:
+        """Return the drafter that uses only the draft model, or the draft with hidden rows."""
         if self.heads is not None:
-            heads, window = self.heads, RowWindow(1, self.heads.n_cached)
-            settings = {"source": Source.MTP, "longest": heads.longest, "row_window": window}
-            return self._asking(heads, config, MTP, kind=HiddenDrafter, **settings)
+            return self._reading_rows(self.heads, config)
         draft, length = self.drafts[0], config.length
         deferred = None if length.reading is None else DeferredPrompt(length.reading, draft.n_cached)
         kind: Callable[..., ModelDrafter] = ModelDrafter
         if isinstance(length, TreeLength) and self._can_have_trees(config):
             kind = partial(TreeDrafter, trees=length)
         return self._asking(draft, config, kind=kind, deferred=deferred)
+
+    def _reading_rows(
+        self, heads: PredictionHeads | BlockDraft, config: Speculation
+    ) -> HiddenDrafter | BlockDrafter:
+        """Return the drafter that uses a draft with hidden rows."""
+        if isinstance(heads, BlockDraft):
+            file, n_vocabulary = heads.file, heads.vocabulary_size
+            shape = BlockShape(
+                n_vocabulary, file.block, file.mask, file.from_anchor, file.has_confidence, file.n_candidates
+            )
+            window = RowWindow(0, heads.n_cached)
+            return BlockDrafter(shape, window, config.sampler, config.rule, config.streams, MTP)
+        window = RowWindow(1, heads.n_cached)
+        settings = {"source": heads.source, "longest": heads.longest, "row_window": window}
+        made = self._asking(heads, config, MTP, kind=HiddenDrafter, **settings)
+        assert isinstance(made, HiddenDrafter)
+        return made
 
     def _can_have_trees(self, config: Speculation) -> bool:
         has_states = self.target.keeps_states or self.drafts[0].keeps_states  # a state has one branch

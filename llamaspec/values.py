@@ -42,6 +42,8 @@ class Source(str, Enum):
     PREDICTION = "prediction"  # copied from the text that the caller expects, at no cost
     GRAMMAR = "grammar"  # the only token that a constraint allows
     MTP = "mtp"  # the target's own prediction heads
+    EAGLE3 = "eagle3"  # a draft that reads the target's hidden rows, one token at a time
+    BLOCK = "block"  # a draft that reads the target's hidden rows, several tokens at once
 
 
 class Copying(str, Enum):

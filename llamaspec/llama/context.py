@@ -53,8 +53,10 @@ STATES_BACK = 8  # earlier states for llama.cpp to keep: (1 + this) times the me
 class Context:
     """A context for a model, or for its prediction head number `head`, from 0. Close it after use.
 
-    A head without its own KV cache uses that of `other`. Contexts that never evaluate at the same time may
-    share `abort`. Contexts of one model share `store`, which receives their finished sequences.
+    A head without its own KV cache uses that of `other`, and a draft the embedding and output of that model
+    if it has none. Contexts that never evaluate at the same time may share `abort`. Contexts of one model
+    share `store`, which receives their finished sequences. Tokens come with hidden rows of `row_size`
+    numbers, those of a head with the model's.
 
     Raises MemoryFullError if the machine has no room for the KV cache, and ModelFileError if the model cannot
     generate text.
@@ -68,9 +70,11 @@ class Context:
         other: Context | None = None,
         abort: AbortFlag | None = None,
         store: PrefixStore | None = None,
+        row_size: int = 0,
     ) -> None:
         self.weights = weights  # only for facts about them: the caller may have closed them
-        self._has_rows = options.heads and head is None
+        self._layers, self._n_layers = options.hidden_layers, int(lib.llama_model_n_layer(weights.pointer))
+        self._has_rows = (options.heads or bool(self._layers)) and head is None
         # Of each sequence of the last evaluation: its first row in the batch, their number, and the position.
         self._places: dict[int, tuple[int, int, int]] = {}
         self.context_size = options.n_ctx or _free_context_size(weights, options)
@@ -88,12 +92,15 @@ class Context:
             raise ModelFileError(f"{weights.path} is an embedding model; give a model that generates text")
         lib.llama_set_abort_callback(pointer, AbortFlag.ASK, self._abort.address)
         batch_size = min(lib.llama_n_batch(pointer), n_cells)
-        self._batch = Batch(batch_size, weights.hidden_size if head is not None else 0)
+        self._batch = Batch(batch_size, row_size if head is None else weights.hidden_size)
         if head is not None:
             nextn.choose_head(pointer, head)
         # Whether llama.cpp returns hidden rows of the scored positions only.
         self.scored_only = head is not None and weights.facts.architecture in nextn.SCORED_ROWS_ONLY
-        if options.heads:
+        for layer in self._layers:
+            if layer < self._n_layers:
+                nextn.keep_layer(pointer, layer)
+        if options.heads or self._n_layers in self._layers:
             nextn.show_hidden_rows(pointer, scored_only=self.scored_only)
         self._governors: Sequence[ThreadGovernor] = governors() if options.threads is None else ()
         # llama.cpp's flash attention is the only kernel whose bits depend on the number of threads.
@@ -161,14 +168,18 @@ class Context:
         Raises EvaluationAbortedError if `abort` was called, and EvaluationError or MemoryFullError if
         llama.cpp failed; in the latter case the KV cache is empty.
         """
-        pointer, batch = self.pointer, self._batch.fill(segments)
+        self.compute(lib.llama_decode, self._batch, segments)
+
+    def compute(self, function: Any, batch: Batch, segments: Sequence[Segment]) -> None:
+        """Evaluate segments with `llama_decode` or `llama_encode`; errors as for `decode`."""
+        pointer, filled = self.pointer, batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))
         runtime.log.errors.clear()
         self._choose_threads(pointer)
         for each in self._governors:
             each.begin()
         try:
-            status = lib.llama_decode(pointer, batch)
+            status = function(pointer, filled)
         finally:
             self._abort.clear()  # only now: an abort just before an evaluation must end it, too
             for each in self._governors:
@@ -224,7 +235,15 @@ class Context:
         if place is None:
             return None
         first, n, position = place
-        return HiddenRows(position, self.hidden_rows(first + n)[first:])
+        if not self._layers:
+            return HiddenRows(position, self.hidden_rows(first + n)[first:])
+        rows = [
+            self._view(nextn.layer_rows(self.pointer, layer), first + n, self.weights.hidden_size)
+            if layer < self._n_layers
+            else self.hidden_rows(first + n)
+            for layer in self._layers
+        ]
+        return HiddenRows(position, np.concatenate([each[first:] for each in rows], axis=1))
 
     def _note_rows(self, batch: Sequence[tuple[int, ForwardRequest]], segments: Sequence[Segment]) -> None:
         """Note which rows of the evaluation each sequence has asked for."""

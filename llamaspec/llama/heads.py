@@ -8,7 +8,7 @@ of tokens; of several heads, each drafts one. tests/llama/test_heads.py, tests/l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy as np
 from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError, RowsMissingError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.context import Context, parts
+from llamaspec.llama.draft_context import DraftContext
+from llamaspec.llama.hidden_draft_file import HiddenDraftFile
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.nextn import check_heads
@@ -28,7 +30,17 @@ from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.llama.windows import window_keys
 from llamaspec.protocols import Unprepared
-from llamaspec.values import MTP, TARGET, ForwardRequest, HiddenInput, HiddenRows, Logits, Rows, TokenArray
+from llamaspec.values import (
+    MTP,
+    TARGET,
+    ForwardRequest,
+    HiddenInput,
+    HiddenRows,
+    Logits,
+    Rows,
+    Source,
+    TokenArray,
+)
 
 LAG = 1  # positions between a token and its hidden row
 
@@ -57,12 +69,15 @@ class HeadInput:
         known = self.hidden.target
         return start >= self.n_text or (known.start < start and self.n_text <= known.end + LAG)
 
-    def rows(self, start: int) -> Rows:
-        """Return the rows for the tokens from `start` on, all of them known: [n - start, E]."""
+    def rows(self, start: int, encode: Callable[[Rows], Rows] = lambda rows: rows) -> Rows:
+        """Return the rows for the tokens from `start` on, all of them known: [n - start, E].
+
+        `encode` makes rows for the head of those of the target.
+        """
         n_text, own = self.n_text, self.hidden.own
         if start >= n_text:
             return own[start - n_text :]
-        rows = self.hidden.target.part(start - LAG, n_text - LAG)
+        rows = encode(self.hidden.target.part(start - LAG, n_text - LAG))
         return np.concatenate((rows, own)) if len(own) else rows
 
 
@@ -97,7 +112,7 @@ class Head:
         for each in batch:
             held, begin = self.context.cache.running[each.number], each.hidden.begin
             start = begin + held.n
-            rows = each.rows(start)
+            rows = self._rows(each, start)
             segments.append(Segment(held.seq_id, held.n, each.tokens[start:], each.n_scored, rows))
             new.append((each.number, each.keys[held.n :]))
         self.context.decode(segments)
@@ -119,6 +134,18 @@ class Head:
     def forget(self) -> None:
         """Empty the KV cache."""
         self.context.clear()
+
+    def _rows(self, wanted: HeadInput, start: int) -> Rows:
+        return wanted.rows(start)
+
+
+class Eagle3Head(Head):
+    """EAGLE-3: its own layer, which reads what goes into three layers of the target."""
+
+    context: DraftContext
+
+    def _rows(self, wanted: HeadInput, start: int) -> Rows:
+        return wanted.rows(start, self.context.encode)
 
 
 class SharedHead:
@@ -183,7 +210,8 @@ class PredictionHeads:
     """The heads of a target that was loaded with `ModelOptions(heads=True)` and stays open.
 
     Only the threads and cache types of `options` matter; the target's are the default. `path` is a separate
-    file with a head that uses the target's KV cache.
+    file with a head that uses the target's KV cache. `draft` is an EAGLE-3 draft instead of heads; for it the
+    target was loaded with `hidden_layers`.
 
     Raises
     ------
@@ -204,7 +232,9 @@ class PredictionHeads:
         options: ModelOptions | None = None,
         path: Path | None = None,
         on_load: LoadProgress | None = None,
+        draft: HiddenDraftFile | None = None,
     ) -> None:
+        path = path if draft is None else draft.path
         n_heads = 1 if path is not None else check_heads(target.path).n_heads
         options = replace(
             options or target.options,
@@ -215,6 +245,7 @@ class PredictionHeads:
         )
         self._check, self.path = target.check, path or target.path
         self.vocabulary_size, self.context_size = target.vocabulary_size, target.context_size
+        self.source = Source.MTP if draft is None else Source.EAGLE3
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
         self._heads: list[Head | SharedHead] = []
         self._abort = AbortFlag()
@@ -229,7 +260,12 @@ class PredictionHeads:
                 local = replace(options, workers=(), devices=None, tensor_split=())
                 with closing(Weights(path, local, on_load)) as weights:  # the context keeps them alive
                     check_pair(target.vocabulary, weights.vocabulary)
-                    self._heads.append(SharedHead(weights, target, self._abort))
+                    if draft is None:
+                        self._heads.append(SharedHead(weights, target, self._abort))
+                    else:
+                        store = PrefixStore(limit_of=target.store)
+                        own = target.open_draft(weights, local, draft, self._abort, store)
+                        self._heads.append(Eagle3Head(own))
         except BaseException:
             self.close()
             raise

@@ -19,6 +19,8 @@ from llamaspec.kernels import library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context, leaves_main_memory
+from llamaspec.llama.draft_context import DraftContext
+from llamaspec.llama.hidden_draft_file import HiddenDraftFile
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
@@ -245,6 +247,17 @@ class LlamaModel:
         """Open a context for a prediction head with its own weights that uses this model's KV cache."""
         options = replace(self.options, n_ctx=self.context_size)
         return Context(weights, options, head=0, other=self._contexts[0], abort=abort)
+
+    def open_draft(
+        self,
+        weights: Weights,
+        options: ModelOptions,
+        draft: HiddenDraftFile,
+        abort: AbortFlag,
+        store: PrefixStore,
+    ) -> DraftContext:
+        """Open a context for a draft that reads this model's hidden rows."""
+        return DraftContext(weights, options, draft, self._contexts[0], abort, store)
 
     def try_memory(self) -> MemoryFacts:
         """Measure by a trial how large the KV cache is and how it rolls back. Empties the KV cache."""

@@ -6,10 +6,14 @@ that it does not support, so files are checked before.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.llama.gguf_file import check_gguf, file_parts, read_gguf
@@ -87,9 +91,44 @@ def hidden_rows(context: Any) -> Any:
     return _ext.llama_get_embeddings_nextn(context)
 
 
+def _function(name: str, mangled: str, result: Any, *arguments: Any) -> Any:
+    """Return a function that the bindings lack, as C or C++ exports it; None if the library has none."""
+    for symbol in (name, mangled):
+        with suppress(AttributeError):
+            found = getattr(ctypes.CDLL(lib._lib._name), symbol)
+            found.restype, found.argtypes = result, arguments
+            return found
+    return None
+
+
+_context = lib.llama_context_p_ctypes
+_keep_layer = _function(
+    "llama_set_embeddings_layer_inp", "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
+    None, _context, ctypes.c_uint32, ctypes.c_bool,
+)  # fmt: skip
+_layer_rows = _function(
+    "llama_get_embeddings_layer_inp", "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
+    ctypes.POINTER(ctypes.c_float), _context, ctypes.c_uint32,
+)  # fmt: skip
+
+
+def can_read_layers() -> bool:
+    """Whether this build of llama.cpp returns what goes into a layer."""
+    return _ext is not None and _keep_layer is not None and _layer_rows is not None
+
+
+def keep_layer(context: Any, layer: int) -> None:
+    """Make a context keep what goes into a layer; before the first evaluation."""
+    _keep_layer(context, layer, True)  # a function of C
+
+
+def layer_rows(context: Any, layer: int) -> Any:
+    """Return a pointer to what went into a layer in the last evaluation: [positions, E]."""
+    return _layer_rows(context, layer)
+
+
 SHARED = "gemma4-assistant"  # a head in a separate file, which uses the target's KV cache
-NEEDS_MORE = {"dflash": "DFlash", "eagle3": "EAGLE-3"}  # they need more of the target than llama.cpp returns
-PARTS = frozenset({SHARED, *NEEDS_MORE})  # architectures that cannot be evaluated without their target
+PARTS = frozenset({SHARED, "dflash", "eagle3"})  # architectures that cannot be evaluated without their target
 
 
 def is_shared_head(path: Path) -> bool:
@@ -98,10 +137,6 @@ def is_shared_head(path: Path) -> bool:
         architecture = read_gguf(path).architecture
     except OSError:
         return False  # loading the file will raise an error that says why
-    if architecture in NEEDS_MORE:
-        raise PairError(
-            f"{path} drafts with {NEEDS_MORE[architecture]}, which is not supported; name a draft model"
-        )
     if architecture == SHARED and _ext is None:
         raise PairError(
             f"{path} is a prediction head, which this build of llama.cpp cannot compute; "
