@@ -27,11 +27,12 @@ from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.llama.block_draft import BlockDraft
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.plan import DraftPlan
+from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceLength
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars, TimedConstraint
@@ -68,7 +69,7 @@ class Pair:
         draft: LlamaModel | None = None,
         load_seconds: float = 0.0,
         *,
-        heads: PredictionHeads | None = None,
+        heads: PredictionHeads | BlockDraft | None = None,
         copying: Copying = Copying.WEIGHED,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -189,6 +190,7 @@ class Pair:
             constraint=None if constraint is None else TimedConstraint(constraint.start_sequence()),
             max_scored=self.target.max_scored,
             n_logprobs=logprobs,
+            n_cached=self.target.n_cached,
         )
         # All arguments are valid from here on, so whatever starts is closed with the stream.
         if policy is None:
@@ -296,8 +298,7 @@ def load_pair(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadPro
         target = LlamaModel(plan.target.path, plan.target.options, on_load, store=store)
         opened.callback(target.close)
         if plan.heads is not None:
-            path = None if plan.has_own_heads else plan.heads.path
-            heads = PredictionHeads(target, plan.heads.options, path, on_load)
+            heads = _open_heads(plan, plan.heads, target, on_load)
             opened.callback(heads.close)
         if plan.draft is not None:
             draft = LlamaModel(plan.draft.path, plan.draft.options, on_load, store=target.store)
@@ -305,3 +306,13 @@ def load_pair(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadPro
         pair = Pair(target, draft, time.perf_counter() - start, heads=heads, copying=plan.copying)
         pair.owned = opened.pop_all()
     return pair
+
+
+def _open_heads(
+    plan: DraftPlan, file: ModelFile, target: LlamaModel, on_load: LoadProgress | None
+) -> PredictionHeads | BlockDraft:
+    draft = plan.hidden_draft
+    if draft is not None and draft.is_block:
+        return BlockDraft(target, draft, file.options, on_load)
+    path = None if plan.has_own_heads else file.path
+    return PredictionHeads(target, file.options, path, on_load, draft)

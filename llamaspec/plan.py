@@ -15,6 +15,7 @@ from llamaspec.catalog import is_path, locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
 from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.hidden_draft_file import HiddenDraftFile, check_target, hidden_draft
 from llamaspec.llama.nextn import check_heads, heads_in_file, is_shared_head
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.values import MTP, Copying
@@ -41,6 +42,9 @@ class DraftPlan:
     draft: ModelFile | None = None
     heads: ModelFile | None = None  # prediction heads: in the target's file, or in a file of their own
     copying: Copying = Copying.WEIGHED
+    hidden_draft: HiddenDraftFile | None = (
+        None  # of which kind the heads in a file of their own are, if known
+    )
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.heads is not None:
@@ -99,6 +103,10 @@ def make_plan(
     elif draft == NGRAM:
         copying, draft = Copying.ON, None
     file = None if draft is None else find(draft)
+    if file is not None and (draft_file := hidden_draft(file)) is not None:
+        check_target(draft_file, path)
+        reading = ModelFile(path, replace(options, hidden_layers=draft_file.layers))
+        return DraftPlan(reading, None, ModelFile(file, draft_options or options), copying, draft_file)
     if file is not None and is_shared_head(file):
         heads = file
     if heads is not None:
