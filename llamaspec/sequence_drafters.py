@@ -13,6 +13,7 @@ from typing import Any
 
 from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
+from llamaspec.drafters.earlier import ScopedAnswers
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
 from llamaspec.drafters.model import DeferredPrompt, ModelDrafter, TreeDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
@@ -79,16 +80,23 @@ class SequenceDrafters:
             Source.STAGE if self.stages else Source.MODEL: bool(self.drafts),
             Source.MTP: self.heads is not None,
             Source.NGRAM: self.copying is not Copying.OFF,
+            Source.EARLIER: self.copying is not Copying.OFF,
         }
         return frozenset(source for source, drafts in found.items() if drafts)
 
     def make(
-        self, config: Speculation, prediction: TokenArray = NO_TOKENS, *, copies: bool = True
+        self,
+        config: Speculation,
+        prediction: TokenArray = NO_TOKENS,
+        *,
+        copies: bool = True,
+        earlier: ScopedAnswers | None = None,
     ) -> Drafter:
         """Return the drafter of a sequence, made of everything that can draft for it.
 
         Drafts are trees if the length policy, both models and the rule allow it. Draft tokens are copied
-        from `prediction`, and from earlier text unless `copies` is false.
+        from `prediction`, and unless `copies` is false from earlier text: of the sequence itself, and of the
+        answers in `earlier`.
         """
         drafters: list[Drafter] = []
         copying = self.copying if copies else Copying.OFF
@@ -101,7 +109,8 @@ class SequenceDrafters:
         if copies or len(prediction):
             least = MIN_MATCH_BESIDE_MODEL if is_weighed else MIN_MATCH
             is_end = self.target.vocabulary.is_end
-            drafters.append(NgramDrafter(least, prediction=prediction, is_end=is_end))
+            answers = earlier if copies else None
+            drafters.append(NgramDrafter(least, prediction=prediction, earlier=answers, is_end=is_end))
         if self.stages:
             drafters.append(self._cascaded(config))
         elif has_model:

@@ -9,7 +9,7 @@ References: Algorithm 2 of Chen et al., arXiv 2302.01318; Algorithm 1 of Leviath
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -53,6 +53,7 @@ class Speculation:
     length: SequenceLength = field(default_factory=lambda: FixedLength(0))  # how many tokens to draft
     max_scored: int | None = None  # positions that the target can score in one evaluation; None = any number
     n_logprobs: int | None = None  # most probable tokens reported with each token; None = no logprobs
+    on_end: Callable[[TokenArray, TokenArray], None] | None = None  # receives the prompt and the completion
 
     def __post_init__(self) -> None:
         n = len(self.prompt)
