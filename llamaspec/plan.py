@@ -6,7 +6,7 @@ decides again. tests/test_plan.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -14,13 +14,16 @@ from pathlib import Path
 from llamaspec.catalog import is_path, locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
-from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.devices import find_devices
+from llamaspec.llama.gguf_file import file_parts, read_gguf
 from llamaspec.llama.nextn import check_heads, heads_in_file, is_shared_head
 from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
+from llamaspec.llama.resources import available_bytes
 from llamaspec.values import MTP, Copying
 
 AUTO = "auto"  # given as a draft: the one that is known for the target
 NGRAM = "ngram"  # given as a draft: only copies of earlier text
+NONE = "none"  # given as a draft: no draft model
 DRAFT_FOR = "llamaspec.draft_for"  # metadata of a draft made on this machine: the identity of its target
 Find = Callable[[str | Path], Path]  # returns the file of a name
 
@@ -41,6 +44,7 @@ class DraftPlan:
     drafts: tuple[ModelFile, ...] = ()  # the first drafts for the target, each other one for the previous one
     heads: ModelFile | None = None  # prediction heads: in the target's file, or in a file of their own
     copying: Copying = Copying.WEIGHED
+    is_default: bool = False  # nobody asked for the draft: if it cannot be loaded, the target runs without
 
     def __post_init__(self) -> None:
         if self.drafts and self.heads is not None:
@@ -57,6 +61,12 @@ class DraftPlan:
         return self.heads is not None and self.heads.path == self.target.path
 
     @property
+    def without_draft(self) -> DraftPlan:
+        """The same target without a draft model or prediction heads."""
+        target = replace(self.target, options=replace(self.target.options, heads=False))
+        return DraftPlan(target, copying=self.copying)
+
+    @property
     def models(self) -> tuple[ModelFile, ...]:
         """The target and the draft models."""
         return (self.target, *self.drafts)
@@ -71,6 +81,7 @@ def make_plan(
     target: str | Path,
     draft: str | Path | Sequence[str | Path] | None = None,
     *,
+    by_default: bool = False,
     copying: Copying = Copying.WEIGHED,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,
@@ -82,6 +93,8 @@ def make_plan(
     ----------
     target, draft
         As for `open_pair`.
+    by_default : bool
+        Without a draft, use `draft_here`.
     find : callable
         Returns the file of a name. `locate_model` downloads nothing.
 
@@ -93,7 +106,7 @@ def make_plan(
         There is no such model.
     """
     names = [draft] if isinstance(draft, str | Path) else [*(draft or ())]
-    if len(names) > 1 and {*names} & {MTP, NGRAM, AUTO}:
+    if len(names) > 1 and {*names} & {MTP, NGRAM, AUTO, NONE}:
         raise PairError("only model files can draft for each other; give one draft, or name files")
     if names == [AUTO]:
         known = known_draft(target, find)
@@ -101,6 +114,11 @@ def make_plan(
             raise PairError(f"no draft is known for {quoted(str(target))}; name one, or leave the draft out")
         names = [known]
     path, options = find(target), target_options or ModelOptions()
+    is_default = by_default and not names
+    if is_default and (here := draft_here(target, path)) is not None:
+        names = [here]
+    if names == [NONE]:
+        names = []
     heads: Path | None = None
     if names == [MTP]:
         check_heads(path)
@@ -112,11 +130,12 @@ def make_plan(
         heads, files = files[0], []
     if heads is not None:
         own = draft_options or options
-        return DraftPlan(ModelFile(path, replace(options, heads=True)), (), ModelFile(heads, own), copying)
+        target_file = ModelFile(path, replace(options, heads=True))
+        return DraftPlan(target_file, (), ModelFile(heads, own), copying, is_default)
     last = draft_options or ModelOptions(max_scored=DRAFT_SCORED)
     others = replace(last, max_scored=MAX_DRAFT + 1)  # each verifies the drafts of the next
     drafts = [ModelFile(file, last if file is files[-1] else others) for file in files]
-    return DraftPlan(ModelFile(path, options), tuple(drafts), None, copying)
+    return DraftPlan(ModelFile(path, options), tuple(drafts), None, copying, is_default and bool(drafts))
 
 
 def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
@@ -134,6 +153,29 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
     if entry is not None and entry.heads is False:  # the target need not be on this machine
         return None
     return MTP if heads_in_file(find(target)).fault is None else None
+
+
+def draft_here(target: str | Path, path: Path) -> str | None:
+    """Return the known draft of a target if no download is needed and memory has room for both, else None.
+
+    `path` is the target's file. The draft is named as by `known_draft`.
+    """
+    try:
+        name = known_draft(target, lambda _: path)
+        files = [path] if name in (None, MTP) else [path, locate_model(str(name))]
+    except ModelFileError:
+        return None
+    return name if name is None or weights_bytes(files) <= free_bytes() else None
+
+
+def weights_bytes(paths: Iterable[Path]) -> int:
+    """Return the size of model files with all their parts."""
+    return sum(part.stat().st_size for path in paths for part in file_parts(path))
+
+
+def free_bytes() -> int:
+    """Return the free memory of this machine and its GPUs."""
+    return available_bytes() + sum(device.free_bytes for device in find_devices() if device.is_gpu)
 
 
 def find_draft(target: str) -> str | None:

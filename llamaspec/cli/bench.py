@@ -45,7 +45,7 @@ from llamaspec.measure.store import keep_gains
 from llamaspec.measure.tasks import TASKS, context_for, quick_tasks, read_tasks
 from llamaspec.opening import Drafting
 from llamaspec.plan import DraftPlan
-from llamaspec.values import Copying
+from llamaspec.values import MTP, Copying
 
 _WIDTH = 140  # least columns of a table: a terminal may wrap its lines, but nothing is cut off
 _LEGEND = (
@@ -197,6 +197,8 @@ def _plan_and_options(models: ModelChoice, n_ctx: int) -> tuple[DraftPlan, list[
     plan, given = find_plan(models), [*_given()]
     check_files(plan)
     options = models.target_options
+    if plan.is_default:  # a server that starts beside others may see less free memory
+        given += ["--draft", MTP if plan.draft is None else str(plan.draft.path)]
     if options.n_ctx is None:
         n_ctx = min(n_ctx, read_gguf(plan.target.path).number("context_length", n_ctx))
         plan = find_plan(replace(models, target_options=replace(options, n_ctx=n_ctx)))
