@@ -26,6 +26,7 @@ MIN_MATCH_BESIDE_MODEL = 4  # tokens; after a shorter match a draft model guesse
 SURE = 8  # strength from which an alignment is not compared with other matches
 SWITCH = 12  # tokens of a match elsewhere for which the alignment moves there
 BEGINNING = 16  # strength at the beginning of the answer to an equal prompt
+TRUST = 0.5  # a match in an earlier answer counts as one of half its length in the sequence itself
 
 
 def longest_match(tokens: TokenArray, at_least: int) -> tuple[int, int]:
@@ -60,6 +61,11 @@ class Followed:
     alignment: Alignment
     text: TokenArray | None  # [n]; None = the sequence itself
 
+    @property
+    def strength(self) -> float:
+        """How well sequence and source agree, as the length of a match in the sequence itself."""
+        return self.alignment.strength * (TRUST if self.source is Source.EARLIER else 1.0)
+
 
 class NgramDrafter:
     """Copies the tokens after the latest occurrence of the longest suffix, and follows that passage.
@@ -91,10 +97,10 @@ class NgramDrafter:
         """Copy while the policy wants more; the confidence of a token depends on the match before it."""
         self._follow(context)
         followed = self._stronger()
-        strength = 0.0 if followed is None else followed.alignment.strength
+        strength = 0.0 if followed is None else followed.strength
         n, begin = (0, 0) if strength >= SURE else longest_match(context, self._min_match)
         if strength < SURE and self._answers is not None:
-            found = self._answers.longest_match(context, max(n, int(strength)))
+            found = self._answers.longest_match(context, int(max(n, strength) / TRUST))
             if found is not None:
                 return self._match_in_answer(found, length)
         if followed is not None and strength >= n:
@@ -106,7 +112,7 @@ class NgramDrafter:
         own, earlier = self._own, self._earlier
         if own is None or earlier is None:
             return own or earlier
-        return own if own.alignment.strength >= earlier.alignment.strength else earlier
+        return own if own.strength >= earlier.strength else earlier
 
     def _match_in_answer(self, found: EarlierText, length: SequenceLength) -> Draft:
         """Copy what followed a match in an earlier answer."""
