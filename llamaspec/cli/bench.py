@@ -158,6 +158,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
         with_hashes = bench.as_json or bench.share is not None
         report = make_report(samples, plan, settings, peer_version, with_hashes=with_hashes)
         is_usual = drafting == Drafting() and settings.temperature == 0 and settings.max_tokens is None
+        is_usual &= bench.repeats == 1  # later runs copy from the answers of earlier ones
         if is_whole and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
             keep_gains(plan, speed_ups(samples))
         _show(report, bench)
