@@ -91,7 +91,7 @@ class EarlierAnswers:
         self._starts[row], self._begins[row], self._ends[row] = start, begin, begin + len(text)
         self._n_prompts[row], self._scopes[row] = len(context), scope
         self._signatures[row] = _signature(prompt)
-        self._index(text[max(len(context) - MIN_MATCH, 0) : -1], begin + max(len(context) - MIN_MATCH, 0))
+        self._index(text[len(context) : -1], begin + len(context))
         self._n_kept, self._next = self._n_kept + 1, start + len(text)
 
     def clear(self) -> None:
@@ -119,7 +119,7 @@ class EarlierAnswers:
         self._table[buckets[is_last]] = places[is_last]
 
     def longest_match(self, tokens: TokenArray, more_than: int, scope: int = 0) -> EarlierText | None:
-        """Find the longest end of `tokens` that also occurs in an answer; the latest of several.
+        """Find the longest end of `tokens` that also occurs within an answer; the latest of several.
 
         None if no match has more than `more_than` tokens, and at least MIN_MATCH.
         """
@@ -139,7 +139,7 @@ class EarlierAnswers:
         before = self._tokens[places[:, None] - 1 - np.arange(len(end))]  # [n, LONGEST_MATCH]
         differs = before != end
         lengths = np.where(differs.any(axis=1), differs.argmax(axis=1), len(end))
-        lengths = np.minimum(lengths, places - self._begins[rows])
+        lengths = np.minimum(lengths, places - self._begins[rows] - self._n_prompts[rows])
         lengths[(rows < 0) | (self._scopes[rows] != scope)] = 0
         best = int(lengths.argmax())  # the first is the latest
         if lengths[best] < n_least:

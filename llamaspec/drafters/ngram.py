@@ -85,7 +85,7 @@ class NgramDrafter:
         self._min_match, self._prediction, self._is_end = min_match, prediction, is_end
         self._answers = earlier
         self._context = NO_TOKENS  # of the last call
-        self._has_begun = False
+        self._n_prompt: int | None = None  # tokens; None before the first draft
         self._own: Followed | None = None  # in the sequence itself, or in the prediction
         self._earlier: Followed | None = None  # in an earlier answer
 
@@ -100,7 +100,9 @@ class NgramDrafter:
         strength = 0.0 if followed is None else followed.strength
         n, begin = (0, 0) if strength >= SURE else longest_match(context, self._min_match)
         if strength < SURE and self._answers is not None:
-            found = self._answers.longest_match(context, int(max(n, strength) / TRUST))
+            # All prompts of a chat template end alike, so only the answer itself is compared.
+            answer = context[self._n_prompt :]
+            found = self._answers.longest_match(answer, int(max(n, strength) / TRUST))
             if found is not None:
                 return self._match_in_answer(found, length)
         if followed is not None and strength >= n:
@@ -136,9 +138,10 @@ class NgramDrafter:
     def _follow(self, context: TokenArray) -> None:
         """Align the tokens that were added since the last call; begin if this is the first one."""
         before, self._context = self._context, context
-        if not self._has_begun:
-            self._has_begun = True
-            self._begin(before if len(before) else context)
+        if self._n_prompt is None:
+            prompt = before if len(before) else context
+            self._n_prompt = len(prompt)
+            self._begin(prompt)
         if not np.array_equal(context[: len(before)], before):
             self._own = self._earlier = None  # another sequence
             return
@@ -168,10 +171,10 @@ class NgramDrafter:
         alignment = Alignment(0, 0)
         for token in prompt[-N_PROMPT:].tolist():
             alignment.follow(found.text, token)
-        if alignment.at == found.at and not alignment.lost:
+        if alignment.at == found.at:  # how much of the prompts' ends matched says little
             share = (found.similarity - SIMILAR) / (1 - SIMILAR)
             alignment.n_matched, alignment.n_before = round(BEGINNING * share), 0
-            self._earlier = Followed(Source.EARLIER, alignment, found.text)
+        self._earlier = Followed(Source.EARLIER, alignment, found.text)
 
     def _aligned(self, followed: Followed, context: TokenArray, length: SequenceLength) -> Draft:
         """Copy the continuation of an alignment."""

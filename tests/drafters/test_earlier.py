@@ -34,19 +34,19 @@ def n_matching(text: list[int], place: int, end: list[int]) -> int:
 def test_the_longest_match_is_that_of_a_plain_search(seed: int) -> None:
     """Texts of few different tokens; the ring has room for some of them, and is filled many times."""
     random = np.random.default_rng(seed)
-    answers, kept = EarlierAnswers(256, 5), list[tuple[int, list[int], str]]()
+    answers, kept = EarlierAnswers(256, 5), list[tuple[list[int], str]]()
     for _ in range(40):
         prompt, answer = (random.integers(0, 6, random.integers(5, 40)).astype(np.int32) for _ in range(2))
         scope = "ab"[random.integers(2)]
         answers.of(scope).add(prompt, answer)
-        kept.append((len(prompt), [*prompt.tolist(), *answer.tolist()], scope))
+        kept.append((answer.tolist(), scope))
         sequence = random.integers(0, 6, 50).astype(np.int32)
         sequence[20:45] = np.resize(answer, 25)  # so that there are long matches, too
         for n in range(MIN_MATCH, 50, 3):
             places = [
                 (n_matching(text, i, sequence[:n].tolist()), text[i])
-                for n_prompt, text, whose in kept[-len(answers) :]
-                for i in range(n_prompt, len(text))
+                for text, whose in kept[-len(answers) :]
+                for i in range(MIN_MATCH, len(text))
                 if whose == scope
             ]
             longest = max((length for length, _ in places), default=0)
@@ -60,6 +60,14 @@ def test_the_longest_match_is_that_of_a_plain_search(seed: int) -> None:
     assert 1 < len(answers) <= 5
     answers.clear()
     assert answers.of("a").longest_match(sequence, 0) is answers.of("a").most_similar(sequence) is None
+
+
+def test_a_match_does_not_reach_into_the_prompt() -> None:
+    answers = answers_of((PROMPT, ANSWER))
+    found = answers.of("").longest_match(np.concatenate((PROMPT, ANSWER[:5])), 0)
+    assert found is not None
+    assert (found.n_matched, found.text[found.at]) == (5, ANSWER[5])
+    assert answers.of("").longest_match(PROMPT[:20], 0) is None
 
 
 def test_the_oldest_answers_make_room() -> None:
@@ -135,9 +143,31 @@ def test_a_number_that_differs_between_prompts_is_replaced_in_the_answer() -> No
 
 
 def test_the_next_turn_of_a_conversation_does_not_repeat_the_last_answer() -> None:
-    prompt = np.concatenate((PROMPT, ANSWER, tokens(*range(3000, 3009)), PROMPT[-3:]))
-    draft = proposed(drafter_of(prompt, (PROMPT, ANSWER)), prompt)
-    assert draft.confidences[0] == 3 / 4, "a match of three tokens, as if nothing was known"
+    prompt = np.concatenate((PROMPT, ANSWER[:4], tokens(3000, 3001, 3002)))
+    given = PROMPT, ANSWER[:4]
+    assert answers_of(given).of("").most_similar(prompt) is not None, "the prompts are similar"
+    assert not len(proposed(drafter_of(prompt, given), prompt))
+
+
+def test_an_answer_that_has_begun_is_continued() -> None:
+    """A client may send the beginning of the answer, and a text to continue may end differently."""
+    begun = np.concatenate((PROMPT, ANSWER[:9]))
+    assert proposed(drafter_of(begun, (PROMPT, ANSWER)), begun).tokens.tolist() == [109, 110, 111, 112]
+    changed = np.append(PROMPT[:-1], np.int32(7))
+    assert proposed(drafter_of(changed, (PROMPT, ANSWER)), changed).tokens.tolist() == [100, 101, 102, 103]
+
+
+def test_the_first_token_is_as_sure_as_the_prompts_are_similar() -> None:
+    """All prompts of a chat template end alike. That is no match, before the first token and after it."""
+    other = np.concatenate((tokens(*range(4000, 4020)), PROMPT[20:]))
+    draft = proposed(drafter_of(other, (PROMPT, ANSWER)), other)
+    assert draft.tokens.tolist() == [100, 101, 102, 103]
+    assert draft.confidences[0] < BEGINNING / (BEGINNING + 1)
+    unlike = np.append(tokens(*range(4000, 4050)), PROMPT[50:])
+    drafter = drafter_of(unlike, (PROMPT, ANSWER))
+    assert not len(proposed(drafter, unlike))
+    assert not len(proposed(drafter, np.append(unlike, ANSWER[:3])))
+    assert len(proposed(drafter, np.append(unlike, ANSWER[:4])))
 
 
 def test_other_scopes_are_not_copied() -> None:
