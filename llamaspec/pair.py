@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from llamaspec.drafters.common_vocabulary import CommonTokens
+from llamaspec.drafters.earlier import EarlierAnswers
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
@@ -78,6 +79,7 @@ class Pair:
         self.clock = clock  # seconds
         self.owned = ExitStack()  # closes the models that belong to the pair
         self._drafters = SequenceDrafters.of(target, draft, heads, copying)
+        self._answers = EarlierAnswers()
         self.length: LengthPolicy = self.auto_length()  # the default for streams
         models: dict[str, Model] = {TARGET: target}
         if draft is not None:
@@ -125,6 +127,7 @@ class Pair:
         logprobs: int | None = None,
         prediction: str | bytes | TokenArray | None = None,
         is_interactive: bool = False,
+        scope: str | None = "",
     ) -> TextStream:
         """Start a completion. Iterate over it for its pieces, or call `run()` for the whole completion.
 
@@ -163,6 +166,9 @@ class Pair:
             copied from it; it does not change the completion.
         is_interactive : bool
             A person is waiting: process the prompt and the first 128 tokens before the prompts of others.
+        scope : str, optional
+            Draft tokens may be copied from earlier completions of the same scope, such as one user's. None:
+            from no other completion, and no other copies from this one.
 
         Raises
         ------
@@ -177,6 +183,7 @@ class Pair:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         text = Detokenizer(self.target.vocabulary, stops, spelled)
+        earlier = None if scope is None else self._answers.of(scope)
         predicted = NO_TOKENS
         if prediction is not None and len(prediction):
             predicted = self._tokens(prediction, add_special=False)
@@ -191,6 +198,7 @@ class Pair:
             max_scored=self.target.max_scored,
             n_logprobs=logprobs,
             n_cached=self.target.n_cached,
+            on_end=None if earlier is None else earlier.add,
         )
         # All arguments are valid from here on, so whatever starts is closed with the stream.
         if policy is None:
@@ -198,7 +206,7 @@ class Pair:
         length = policy.start_sequence(drops=config.rule.drops, max_tokens=max_tokens)
         config = replace(config, length=length)
         if drafter is None:
-            drafter = self._drafters.make(config, predicted, copies=copies)
+            drafter = self._drafters.make(config, predicted, earlier=earlier, copies=copies)
         config = replace(config, drafter=drafter)
         return TextStream(config, text, self._thread, on_prefill, is_interactive=is_interactive)
 
@@ -244,8 +252,9 @@ class Pair:
         return self._thread.run(measurement)
 
     def forget(self) -> None:
-        """Clear all KV caches."""
+        """Clear all KV caches and the earlier answers."""
         self._thread.call(self._scheduler.forget)
+        self._thread.call(self._answers.clear)
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Call a function on the compute thread, between two evaluations."""

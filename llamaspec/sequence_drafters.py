@@ -12,6 +12,7 @@ from typing import Any
 
 from llamaspec.drafters.block import BlockDrafter, BlockShape
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
+from llamaspec.drafters.earlier import ScopedAnswers
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
 from llamaspec.drafters.hidden import HiddenDrafter, RowWindow
 from llamaspec.drafters.model import DeferredPrompt, ModelDrafter
@@ -56,15 +57,22 @@ class SequenceDrafters:
             Source.MODEL: self.draft is not None,
             Source.MTP if self.heads is None else self.heads.source: self.heads is not None,
             Source.NGRAM: self.copying is not Copying.OFF,
+            Source.EARLIER: self.copying is not Copying.OFF,
         }
         return frozenset(source for source, is_used in found.items() if is_used)
 
     def make(
-        self, config: Speculation, prediction: TokenArray = NO_TOKENS, *, copies: bool = True
+        self,
+        config: Speculation,
+        prediction: TokenArray = NO_TOKENS,
+        *,
+        copies: bool = True,
+        earlier: ScopedAnswers | None = None,
     ) -> Drafter:
         """Return the drafter of a sequence, made of everything that can draft for it.
 
-        Draft tokens are copied from `prediction`, and from earlier text unless `copies` is false.
+        Draft tokens are copied from `prediction`, and unless `copies` is false from earlier text: of the
+        sequence itself, and of the answers in `earlier`.
         """
         drafters: list[Drafter] = []
         copying = self.copying if copies else Copying.OFF
@@ -77,7 +85,8 @@ class SequenceDrafters:
         if copies or len(prediction):
             least = MIN_MATCH_BESIDE_MODEL if is_weighed else MIN_MATCH
             is_end = self.target.vocabulary.is_end
-            drafters.append(NgramDrafter(least, prediction=prediction, is_end=is_end))
+            answers = earlier if copies else None
+            drafters.append(NgramDrafter(least, prediction=prediction, earlier=answers, is_end=is_end))
         if has_model:
             drafters.append(self.asking_model(config))
         if config.constraint is not None:

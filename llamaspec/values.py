@@ -39,6 +39,7 @@ class Source(str, Enum):
     MODEL = "model"  # a draft model, one token at a time
     NGRAM = "ngram"  # copied from earlier in the same sequence, at no cost
     PREDICTION = "prediction"  # copied from the text that the caller expects, at no cost
+    EARLIER = "earlier"  # copied from the answer to an earlier prompt, at no cost
     GRAMMAR = "grammar"  # the only token that a constraint allows
     MTP = "mtp"  # the target's own prediction heads
     EAGLE3 = "eagle3"  # a draft that reads the target's hidden rows, one token at a time
@@ -58,7 +59,7 @@ class Copying(str, Enum):
         return cls.WEIGHED if wanted is None else cls.ON if wanted else cls.OFF
 
 
-COPIES = frozenset({Source.NGRAM, Source.PREDICTION})
+COPIES = frozenset({Source.NGRAM, Source.PREDICTION, Source.EARLIER})
 LONGEST_COPY = 511  # tokens; with the one before them they fill a physical batch of llama.cpp
 CHUNK = (
     64  # positions of a sequence that an evaluation may always have; attention on CPUs computes 64 at once

@@ -10,6 +10,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from llamaspec.drafters.fallback import metered, preparing, reads_rows, report
 from llamaspec.engine.completion import StopReason
 from llamaspec.engine.sequence import Generating
@@ -53,15 +55,18 @@ TextEvent: TypeAlias = "Prefilled | Written | Ended"
 
 def generate(config: Speculation, text: Detokenizer) -> Generating[TextEvent]:
     """Generate a completion: a coroutine that yields requests, rounds and events."""
+    written: list[int] = []
     try:
         try:
             yield from _prefill(config)
-            reason = yield from _decode(config, text)
+            reason = yield from _decode(config, text, written)
         except ContextFullError:  # other sequences need the room
             reason = StopReason.CONTEXT
         yield Ended(reason, text.rest())
     finally:
         config.close()
+        if config.on_end is not None:
+            config.on_end(config.prompt, np.array(written, np.int32))
 
 
 def _prefill(config: Speculation) -> Generating[TextEvent]:
@@ -105,8 +110,8 @@ def _prepare(drafter: Drafter, processed: TokenArray) -> Generator[ForwardReques
     return sum(seconds for _, seconds in spent)
 
 
-def _decode(config: Speculation, text: Detokenizer) -> Generator[Any, Any, StopReason]:
-    """Speculate until the completion ends; return the reason."""
+def _decode(config: Speculation, text: Detokenizer, written: list[int]) -> Generator[Any, Any, StopReason]:
+    """Speculate until the completion ends; return the reason. Adds its tokens to `written`."""
     with closing(speculate(config)) as loop:
         wanted = next(loop, None)
         while wanted is not None:
@@ -116,7 +121,9 @@ def _decode(config: Speculation, text: Detokenizer) -> Generator[Any, Any, StopR
                 wanted = loop.throw(error)  # a drafter can continue without its model
                 continue
             if isinstance(wanted, Round):
-                yield Written(answer, text.add(answer, config.constraint))  # before a draft that may fail
+                pieces = text.add(answer, config.constraint)
+                written += [piece.token for piece in pieces]
+                yield Written(answer, pieces)  # before a draft that may fail
                 if text.end is not None:
                     config.length.observe(answer)  # as the loop would before its next draft
                     return text.end

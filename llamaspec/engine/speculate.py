@@ -54,6 +54,7 @@ class Speculation:
     max_scored: int | None = None  # positions that the target can score in one evaluation; None = any number
     n_logprobs: int | None = None  # most probable tokens reported with each token; None = no logprobs
     n_cached: Callable[[TokenArray], int] = lambda tokens: 0  # how many of the first the target has cached
+    on_end: Callable[[TokenArray, TokenArray], None] | None = None  # receives the prompt and the completion
 
     def __post_init__(self) -> None:
         n = len(self.prompt)
