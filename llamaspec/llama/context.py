@@ -103,7 +103,11 @@ class Context:
         store = store or PrefixStore()
         if keeps_states:
             self.cache = RecurrentCache(
-                pointer, self.context_size, can_restore=_can_restore_states(weights), store=store
+                pointer,
+                self.context_size,
+                can_restore=_can_restore_states(weights),
+                store=store,
+                ends=weights.vocabulary.ends,
             )
         else:
             n_sequences, n_branches = _n_sequences(options), 0 if head is not None else N_BRANCHES
@@ -136,9 +140,10 @@ class Context:
             half = len(batch) // 2
             first = [logits.copy() for logits in self.evaluate(batch[:half])]
             return first + self.evaluate(batch[half:], n_padding)
-        if isinstance(self.cache, RecurrentCache) and self.cache.splits(batch[0][1]):
+        if isinstance(self.cache, RecurrentCache):
             number, request = batch[0]
-            self.evaluate([(number, request.prefill(request.n_before))])
+            while (n := self.cache.pause(request)) is not None:
+                self.evaluate([(number, request.prefill(n))])
         numbers = [number for number, _ in batch]
         segments = [self.cache.segment(number, request, numbers) for number, request in batch]
         new = [(number, segment.tokens) for number, segment in zip(numbers, segments, strict=True)]
