@@ -26,7 +26,7 @@ LLAMA_CPP_READY := $(VENV)/.llama-cpp-ready
 PROJECT_READY := $(VENV)/.project-ready
 KERNELS_READY := $(VENV)/.kernels-ready
 
-.PHONY: help run test test-fresh test-kernels coverage check bench demo docs format clean rebuild
+.PHONY: help run test test-fresh test-kernels test-oldest coverage check bench demo docs format clean rebuild
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test    run the tests                      (ARGS='-k name')"
 	@echo "make test-fresh  the same in another order, with other examples  (SEED=7 repeats one)"
 	@echo "make test-kernels  the kernels with sanitizers, and the oracles without kernels"
+	@echo "make test-oldest  templates and the server with the oldest dependencies that are allowed"
 	@echo "make coverage   the tests, and the lines and branches that they miss"
 	@echo "make check   style, types, layers, and whether the docs match the commands"
 	@echo "make bench   whole requests, with drafts and without (ARGS='--help')"
@@ -61,6 +62,21 @@ test-kernels: $(KERNELS_READY)
 	    ASAN_OPTIONS=detect_leaks=0 KERNELS=$(SANITIZED) \
 	    $(BIN)/python -m pytest -q tests/kernels/test_products.py tests/kernels/test_attention.py
 	LLAMASPEC_KERNELS=off $(BIN)/python -m pytest -n 2 -q tests/test_oracles.py tests/test_several_sequences.py $(ARGS)
+
+# Templates and the server with the oldest dependencies that pyproject.toml allows. A job of CI, not part of .ci/run.
+OLDEST := build/oldest
+UV := $(OLDEST)/bin/uv
+test-oldest:
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet uv
+	$(UV) pip compile --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --extra serve pyproject.toml \
+	    --output-file $(OLDEST)/oldest.txt
+	CMAKE_ARGS="$(BUILD_OPTIONS) $$CMAKE_ARGS" $(UV) pip install --quiet --python $(OLDEST)/bin/python \
+	    --no-binary llama-cpp-python --editable . --requirements $(OLDEST)/oldest.txt
+	$(UV) pip install --quiet --python $(OLDEST)/bin/python --constraint $(OLDEST)/oldest.txt \
+	    pytest pytest-randomly hypothesis jsonschema openai anthropic ollama
+	$(OLDEST)/bin/python -m pytest -q tests/chat tests/serve -m "not slow" --ignore=tests/serve/test_page.py \
+	    --ignore=tests/serve/test_description.py --ignore=tests/serve/test_clients.py $(ARGS)
 
 # Slower than `make test`, and not part of .ci/run.
 coverage: $(KERNELS_READY)

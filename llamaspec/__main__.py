@@ -1,28 +1,33 @@
 """The `llamaspec` command and `python -m llamaspec`. Ctrl-C ends it at any moment without a traceback."""
 
+import os
+
 try:
     from llamaspec.cli.signals import (
         EXIT_INTERRUPTED,
         end_the_process_on_interrupt,
-        interrupts_end_the_process,
         leave_the_terminal_as_found,
+        let_interrupts_raise,
     )
+
+    end_the_process_on_interrupt()
 except KeyboardInterrupt:
-    raise SystemExit(130) from None
+    os._exit(130)  # at once: a second one would find Python cleaning up
 
 
 def main() -> None:
     """Run the command line."""
     try:
-        with interrupts_end_the_process():
+        try:
             leave_the_terminal_as_found()
             from llamaspec.cli.main import main as commands
-        commands()
+
+            let_interrupts_raise()
+            commands()
+        finally:
+            end_the_process_on_interrupt()
     except KeyboardInterrupt:  # between two handlers
-        end_the_process_on_interrupt()  # at a second one
-        raise SystemExit(EXIT_INTERRUPTED) from None
-    finally:
-        end_the_process_on_interrupt()
+        os._exit(EXIT_INTERRUPTED)
 
 
 if __name__ == "__main__":

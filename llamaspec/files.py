@@ -200,35 +200,3 @@ def _sweep(folder: Path, prefix: str) -> None:
         with suppress(OSError):  # another process has deleted it
             if time.time() - left.stat().st_mtime > STALE_SECONDS:
                 left.unlink()
-
-
-class FileLock:
-    """A lock that only one process has, and that ends with it."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
-
-    @classmethod
-    def taken(cls, path: Path) -> FileLock | None:
-        """Take the lock named by a file, which exists as long as it; None if another process has it."""
-        import fcntl  # not on every system
-
-        while True:
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with suppress(FileNotFoundError):
-                    if os.path.samestat(path.lstat(), os.fstat(descriptor)):
-                        return cls(path, descriptor)
-            except BlockingIOError:
-                os.close(descriptor)
-                return None
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)  # the last owner has deleted the file in the meantime
-
-    def release(self) -> None:
-        """Give the lock back."""
-        self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)

@@ -61,7 +61,7 @@ class DraftPlan:
     def without_draft(self) -> DraftPlan:
         """The same target without a draft model or prediction heads."""
         options = replace(self.target.options, heads=False, hidden_layers=())
-        return DraftPlan(target, copying=self.copying)
+        return DraftPlan(ModelFile(self.target.path, options), copying=self.copying)
 
     @property
     def models(self) -> tuple[ModelFile, ...]:

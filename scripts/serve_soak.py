@@ -85,13 +85,17 @@ class Client:
         self._http = httpx.Client(base_url=url, timeout=120.0, trust_env=False)
         self._kinds: Sequence[Callable[[], tuple[str, str | None]]] = (
             self.canary, self.chat, self.text, self.shaped, self.calling, self.thinking, self.anthropic,
-            self.response, self.vanishing, self.vanishing, self.mangled, self.mangled, self.bytes_,
+            self.response, self.ollama, self.native, self.infill,
+            self.vanishing, self.vanishing, self.mangled, self.mangled, self.bytes_,
             self.large, self.looking, self.forging,
         )  # fmt: skip
 
     def ask_one(self) -> None:
         """Send one request."""
-        kind = self._random.choice(self._kinds)
+        self._count(self._random.choice(self._kinds))
+
+    def _count(self, kind: Callable[[], tuple[str, str | None]]) -> None:
+        """Send a request of one kind, and count its outcome."""
         try:
             status, wrong = kind()
         except (httpx.HTTPError, OSError) as error:
@@ -161,6 +165,26 @@ class Client:
     def response(self) -> tuple[str, str | None]:
         """Use OpenAI's newer API."""
         return self._read(RESPONSES, {"input": self._words(30), "max_output_tokens": 20})
+
+    def ollama(self) -> tuple[str, str | None]:
+        """Use Ollama's API."""
+        options = {"num_predict": self._random.randint(1, 40), "seed": self._random.randint(0, 9)}
+        is_stream = self._random.random() < 0.5
+        body = {"messages": self._messages(), "options": options, "stream": is_stream}
+        answer = self._post("/api/chat", body)
+        last = json.loads(answer.text.splitlines()[-1])
+        return str(answer.status_code), None if last.get("done") else f"ends with {last}"
+
+    def native(self) -> tuple[str, str | None]:
+        """Use llama-server's API."""
+        body = {"prompt": self._words(40), "n_predict": self._random.randint(0, 40), "n_probs": 2}
+        return self._read("/completion", body)
+
+    def infill(self) -> tuple[str, str | None]:
+        """Complete a text at the cursor, which the model cannot."""
+        body = {"input_prefix": self._words(40), "input_suffix": self._words(9), "n_predict": 8}
+        status = self._post("/infill", body).status_code
+        return ("200", None) if status == 400 else (str(status), "a model without infill tokens answers")
 
     def vanishing(self) -> tuple[str, str | None]:
         """Disconnect in the middle of a request or an answer."""
@@ -235,7 +259,7 @@ class Client:
         answer = self._post(path, {**body, "stream": self._random.random() < 0.5})
         is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
         events = [line for line in answer.text.splitlines() if line.startswith("data: ")] if is_stream else []
-        ends = ("[DONE]", "message_stop", "response.completed", "response.incomplete")
+        ends = ("[DONE]", "message_stop", "response.completed", "response.incomplete", '"stop":true')
         is_whole = not is_stream or (events and any(end in events[-1] for end in ends))
         return str(answer.status_code), None if is_whole else f"ends with {events[-1:]}"
 

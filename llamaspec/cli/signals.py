@@ -27,6 +27,12 @@ def end_the_process_on_interrupt() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
+def let_interrupts_raise() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt if it would end the process."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @contextmanager
 def interrupts_end_the_process() -> Iterator[None]:
     """End the process at Ctrl-C within a block."""

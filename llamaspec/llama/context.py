@@ -109,7 +109,11 @@ class Context:
         store = store or PrefixStore()
         if keeps_states:
             self.cache = RecurrentCache(
-                pointer, self.context_size, can_restore=_can_restore_states(weights), store=store
+                pointer,
+                self.context_size,
+                can_restore=_can_restore_states(weights),
+                store=store,
+                ends=weights.vocabulary.ends,
             )
         else:
             n_sequences = _n_sequences(options)
@@ -137,9 +141,10 @@ class Context:
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests together; return a view of the logits of each: [n_scored, V]."""
-        if isinstance(self.cache, RecurrentCache) and self.cache.splits(batch[0][1]):
+        if isinstance(self.cache, RecurrentCache):
             number, request = batch[0]
-            self.evaluate([(number, request.prefill(request.n_before))])
+            while (n := self.cache.pause(request)) is not None:
+                self.evaluate([(number, request.prefill(n))])
         numbers = [number for number, _ in batch]
         segments = [self.cache.segment(number, request) for number, request in batch]
         new = [(number, segment.tokens) for number, segment in zip(numbers, segments, strict=True)]

@@ -215,8 +215,14 @@ class LlamaModel:
     def release(self, number: int) -> None:
         """End a sequence. Its cached tokens may serve others until their room is needed."""
         context = self._context(number)
-        if context is not None:
-            context.cache.release(number)
+        if context is None:
+            return
+        context.cache.release(number)
+        idle = [each for each in self._contexts if not each.cache.running]
+        if len(idle) > 1:  # the last one was opened at a peak
+            idle[-1].cache.store_finished()
+            self._contexts.remove(idle[-1])
+            idle[-1].close()
 
     def forget(self) -> None:
         """Empty the KV cache and the store, as if nothing had been evaluated."""

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from filelock import BaseFileLock, FileLock, Timeout
 
 from llamaspec.errors import LlamaspecError
-from llamaspec.files import FileLock, replacing
+from llamaspec.files import replacing
 from llamaspec.llama import runtime
 from llamaspec.llama.trial import release_key
 from llamaspec.values import NO_TOKENS, TokenArray, n_common
@@ -58,6 +59,7 @@ class Node:
     tokens: TokenArray  # [n]
     content: Bytes
     is_whole: bool = False  # the content is a state, which cannot be cut
+    is_shared: bool = False  # several sequences may begin with it, so it stays if one of them is stored
     checkpoints: tuple[Checkpoint, ...] = ()  # earlier states
     last_used: int = 0
     children: list[Node] = field(default_factory=list)
@@ -158,14 +160,27 @@ class PrefixStore:
                 return
             parent = node
 
-    def put_whole(self, tokens: TokenArray, content: Bytes, checkpoints: tuple[Checkpoint, ...] = ()) -> None:
-        """Store a sequence whose content cannot be cut, and drop the stored beginnings of it."""
+    def put_whole(
+        self,
+        tokens: TokenArray,
+        content: Bytes,
+        checkpoints: tuple[Checkpoint, ...] = (),
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        """Store a sequence whose content cannot be cut, and drop the stored beginnings of it.
+
+        A beginning `is_shared` is not dropped.
+        """
         if not self.limit:
             return
         for node in tuple(self.root.children):
-            if n_common(node.tokens, tokens) == len(node.tokens):
+            is_beginning = n_common(node.tokens, tokens) == len(node.tokens)
+            if is_beginning and (not node.is_shared or len(node.tokens) == len(tokens)):
                 self._remove(node)
-        self.add(Node(self.root, tokens.copy(), content, is_whole=True, checkpoints=checkpoints))
+        node = Node(self.root, tokens.copy(), content, is_whole=True, checkpoints=checkpoints)
+        node.is_shared = is_shared
+        self.add(node)
 
     def touch(self, found: KnownPrefix) -> None:
         """Record a use of the nodes."""
@@ -222,7 +237,7 @@ class PrefixFolder:
 
     path: Path
     limit: int  # bytes of all files together
-    _locks: dict[str, FileLock] = field(default_factory=dict)  # by the file's stem
+    _locks: dict[str, BaseFileLock] = field(default_factory=dict)  # by the file's stem
     _foreign: set[str] = field(default_factory=set)  # stems of files that another process had locked
 
     def __post_init__(self) -> None:
@@ -287,8 +302,15 @@ class PrefixFolder:
                 self._locks[stem] = lock
         return stem in self._locks
 
-    def _lock(self, stem: str) -> FileLock | None:
-        return FileLock.taken(self.path / f"{stem}.lock")
+    def _lock(self, stem: str) -> BaseFileLock | None:
+        """Take the lock of a file, which ends with this process; None if another process has it."""
+        self.path.stat()  # raises an error if the folder is gone, which FileLock would make again, for all
+        lock = FileLock(self.path / f"{stem}.lock", mode=0o600, thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            return None
+        return lock
 
     def _sweep(self) -> int:
         """Delete the temporary files of killed processes; return the bytes of those still being written."""

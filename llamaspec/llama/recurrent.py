@@ -6,6 +6,10 @@ llama.cpp kept (`n_rs_seq`; it is right only within the last evaluation, though 
 checkpoint that was copied before an evaluation. The keys and values of a hybrid are cut as usual. Sequences
 cannot share such a memory, so each has its own context. When another sequence starts in a context, the state
 of the previous one goes to the store, with its checkpoints.
+
+The state after the first message of a prompt goes to the store, too, so that conversations with the same
+system prompt share it. A message ends with a token that ends answers. Copies of a state are large, so later
+messages have none of their own.
 """
 
 from __future__ import annotations
@@ -34,12 +38,16 @@ class RecurrentCache:
     """The memory of a context with recurrent states: one sequence at a time. Its methods are the KV cache's.
 
     `size` is the length of the longest sequence. `can_restore` says whether llama.cpp can restore a state.
+    `ends` are the tokens that end a message.
     """
 
-    def __init__(self, context: Any, size: int, *, can_restore: bool, store: PrefixStore) -> None:
+    def __init__(
+        self, context: Any, size: int, *, can_restore: bool, store: PrefixStore, ends: Sequence[int] = ()
+    ) -> None:
         self._context, self._memory = context, lib.llama_get_memory(context)
         self.size = size
-        self._store, self._can_restore = store, can_restore
+        self._store, self._can_restore, self._ends = store, can_restore, list(ends)
+        self._border = 0  # tokens of the first message of the sequence; 0 if its state is not kept
         self._checkpoints: list[Checkpoint] = []  # ascending
         self._held = CachedSequence(SEQUENCE)
         self.running: dict[int, CachedSequence] = {}  # by the number of the running sequence; at most one
@@ -68,12 +76,16 @@ class RecurrentCache:
                 return [self._cut(n_kept)]  # rather have some hidden rows missing
         return [self._cut(min(n_shared, n_before))]
 
-    def splits(self, request: ForwardRequest) -> bool:
-        """Whether to evaluate the missing tokens apart from the draft, so that a checkpoint comes between.
+    def pause(self, request: ForwardRequest) -> int | None:
+        """Return after how many tokens of a request to pause, so that the state there is kept; None: never.
 
-        Otherwise they would be evaluated again after the next rejection, with more of them every round.
+        A pause between the missing tokens and the draft is for a checkpoint. Otherwise they would be
+        evaluated again after the next rejection, with more of them every round.
         """
-        return self._can_restore and request.n_scored > 1 and request.n_before - self._held.n >= SPACING
+        if self._held.n < self._border < request.n_before:
+            return self._border
+        is_long = request.n_before - self._held.n >= SPACING
+        return request.n_before if self._can_restore and request.n_scored > 1 and is_long else None
 
     def shared(self, tokens: TokenArray) -> int:
         """Return how many of the first tokens the cache holds and can return to."""
@@ -101,6 +113,8 @@ class RecurrentCache:
         self._n_last = len(tokens)
         self._hold(tokens)
         self._is_settled = True
+        if self._held.n == self._border:
+            self._put(is_shared=True)
 
     def release(self, number: int) -> None:
         """End the sequence; its tokens stay until another one starts."""
@@ -123,14 +137,15 @@ class RecurrentCache:
         if not self.running:
             self._put()
 
-    def _put(self) -> None:
+    def _put(self, *, is_shared: bool = False) -> None:
         held = self._held
         is_wanted = held.n >= MIN_COPIED and self._store.limit
         if not (self._can_restore and self._is_settled and is_wanted):
             return
         state = copy_state(self._context, SEQUENCE)
         if state is not None:
-            self._store.put_whole(held.tokens[: held.n], state, tuple(self._checkpoints))
+            checkpoints = () if is_shared else tuple(self._checkpoints)
+            self._store.put_whole(held.tokens[: held.n], state, checkpoints, is_shared=is_shared)
 
     def _start(self, tokens: TokenArray) -> None:
         """Make room for another sequence: store the previous one, and restore the beginning of `tokens`."""
@@ -141,6 +156,12 @@ class RecurrentCache:
         if is_better:
             self._store.touch(found)
             self._put_back(found.nodes[-1])
+        self._border = self._end_of_first_message(tokens)
+
+    def _end_of_first_message(self, tokens: TokenArray) -> int:
+        """Return the length of the first message of a prompt; 0 if it is short."""
+        ends = np.flatnonzero(np.isin(tokens[MIN_COPIED:], self._ends))
+        return MIN_COPIED + int(ends[0]) + 1 if len(ends) else 0
 
     def _put_back(self, node: Node) -> None:
         """Restore a stored sequence."""

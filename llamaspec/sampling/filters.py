@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,13 @@ Floats = npt.NDArray[np.float64]
 Scores = npt.NDArray[np.float32]  # [V] logits of one position
 
 COLDEST = 1e-200  # minimum temperature in a division, which could overflow; only ties share at this value
+
+
+class Biases(NamedTuple):
+    """What is added to the scores of some tokens."""
+
+    tokens: npt.NDArray[np.int64]  # [B]
+    values: npt.NDArray[np.float32]  # [B]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,7 @@ class Sampling:
     frequency_penalty: float | None = None  # subtracted for each time that a token was seen
     penalty_window: int | None = 64  # number of last tokens that count as seen; None = all but the prompt
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)  # token -> added to its score
+    biases: Biases | None = field(default=None, init=False, repr=False, compare=False)  # the same, as arrays
 
     def __post_init__(self) -> None:
         for name, is_right, wanted in (
@@ -53,8 +62,12 @@ class Sampling:
             if not is_right:
                 raise ValueError(f"{name.replace('_', '-')} must be {wanted}, got {getattr(self, name)}")
         for token, bias in (self.logit_bias or {}).items():
-            if token < 0 or not math.isfinite(bias):
+            if not (0 <= token < 1 << 31 and math.isfinite(bias)):
                 raise ValueError(f"a logit bias must be a finite number for a token id, got {token}: {bias}")
+        if self.logit_bias:  # once, because each position needs them
+            tokens, values = [*self.logit_bias], [*self.logit_bias.values()]
+            biases = Biases(np.array(tokens, dtype=np.int64), np.array(values, dtype=np.float32))
+            object.__setattr__(self, "biases", biases)
 
     @property
     def penalises(self) -> bool:
@@ -76,8 +89,8 @@ def distribution(
     >>> distribution(row, Sampling(temperature=1.0, top_k=2, top_p=None, min_p=None)).tokens
     array([1, 2], dtype=int32)
     """
-    if sampling.logit_bias:
-        scores = biased(scores, sampling.logit_bias)
+    if sampling.biases is not None:
+        scores = biased(scores, sampling.biases)
     if sampling.penalises:
         window = sampling.penalty_window
         scores = penalised(scores, sampling, seen if window is None else seen[-window:])
@@ -98,13 +111,11 @@ def confidence(
     return min(1.0, 1.0 / _sum_exp(scores, highest))
 
 
-def biased(scores: Scores, logit_bias: Mapping[int, float]) -> Scores:
+def biased(scores: Scores, biases: Biases) -> Scores:
     """Return a copy of the scores with a bias on some tokens, of which a draft may lack some: float32 [V]."""
     scores = scores.copy()
-    tokens = np.fromiter(logit_bias.keys(), np.int64, len(logit_bias))
-    bias = np.fromiter(logit_bias.values(), np.float32, len(logit_bias))
-    known = tokens < len(scores)
-    scores[tokens[known]] += bias[known]
+    known = biases.tokens < len(scores)
+    scores[biases.tokens[known]] += biases.values[known]
     return scores
 
 

@@ -33,7 +33,8 @@ class ServeSettings:
     grace_seconds: float = 30.0  # that running requests have to finish when the server stops
     keep_alive_seconds: float = 4.0  # without an event before a stream gets a comment
     log_format: Literal["text", "json"] = "text"
-    body_bytes: int = 8 << 20  # maximum size of a body
+    body_bytes: int = 8 << 20  # maximum size of a body without base64
+    base64_bytes: int = 24 << 20  # that images and files in a body may have besides
     body_seconds: float = 30.0  # within which a body must arrive
     header_seconds: float = 10.0  # within which a header must arrive, after the connection or the last answer
     write_seconds: float = 30.0  # within which a client must take a part of its answer

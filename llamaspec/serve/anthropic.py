@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -80,14 +81,15 @@ class MessagesBody(GenerationBody, CountTokensBody):
 
 async def _create(service: Service, http: Request, body: MessagesBody) -> Response:
     """Answer a conversation."""
-    prompt = await service.chat(body.chat_request())
+    prompt = await service.chat(await run_in_threadpool(body.chat_request))
     form = MessagesForm(service.model_name, body, len(prompt.tokens), service.builder)
     return await service.respond(http, body, [prompt], form)
 
 
 async def _count_tokens(service: Service, http: Request, body: CountTokensBody) -> Response:
     """Count the tokens of a conversation."""
-    tokens, _ = await service.builder.chat_tokens(body.chat_request(), must_fit=False)
+    request = await run_in_threadpool(body.chat_request)
+    tokens, _ = await service.builder.chat_tokens(request, must_fit=False)
     return JSONResponse({"input_tokens": len(tokens)})
 
 

@@ -153,8 +153,10 @@ def _check_access(scope: Scope, settings: ServeSettings) -> None:
         raise RequestError(403, "web pages of other origins are not allowed; see --cors-origin")
     if settings.keys and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
-        if key is None or not settings.knows_key(key):
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        given = (bearer, headers.get("x-api-key", ""))
+        key = next(filter(settings.knows_key, given), None)
+        if key is None:
             message = "a valid API key is needed; send Authorization: Bearer KEY"
             raise RequestError(401, message, code="invalid_api_key")
         scope[OWNER] = key

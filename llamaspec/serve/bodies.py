@@ -36,7 +36,8 @@ from llamaspec.serve.errors import UNSUPPORTED, RequestError, invalid
 
 MAX_STOPS = 32
 MAX_BIASES = 1000
-MAX_VALUES = 1000  # in the variables of a chat template, at all depths
+MAX_VARIABLES = 1000  # values in the variables of a chat template, at all depths
+MAX_VALUES = 50_000  # in a schema or the arguments of a call, at all depths
 MAX_CONTAINERS = 100_000  # lists and objects in a body
 LONG_BYTES = 1 << 16  # of a body that is checked outside the event loop
 _ALL_TOKENS = (1 << 31) - 1
@@ -56,6 +57,9 @@ Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 CountOrAny = Count | Literal[-1]  # -1, as in llama-server: as many as fit
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+# Of an image or a file, perhaps with escapes. A run has only one place to begin, so that time is linear.
+_BASE64 = re.compile(rb'(?<=[",])[A-Za-z0-9+/=_\\-]{1024,}')
 
 # One thread, so one body at a time: the values in 8 MiB of JSON may take more than 100 MiB.
 _checker = ThreadPoolExecutor(1, thread_name_prefix="llamaspec-body")
@@ -85,15 +89,22 @@ async def parse_body(http: Request, kind: type[_Body], settings: ServeSettings) 
         raise RequestError(415, f"the body is compressed ({encoding}); send it uncompressed")
     seconds = settings.body_seconds
     try:
-        body = await asyncio.wait_for(_read(http, settings.body_bytes), seconds)
+        body = await asyncio.wait_for(_read(http, settings.body_bytes + settings.base64_bytes), seconds)
     except asyncio.TimeoutError:
         raise RequestError(408, f"the body did not arrive within {seconds:g} seconds") from None
     if len(body) <= LONG_BYTES:
-        return _checked(kind, body)
-    return await asyncio.get_running_loop().run_in_executor(_checker, _checked, kind, body)
+        return _checked(kind, body, settings.body_bytes)
+    return await asyncio.get_running_loop().run_in_executor(
+        _checker, _checked, kind, body, settings.body_bytes
+    )
 
 
-def _checked(kind: type[_Body], body: bytes) -> _Body:
+def _checked(kind: type[_Body], body: bytes, limit: int) -> _Body:
+    if (
+        len(body) > limit
+        and len(body) - sum(run.end() - run.start() for run in _BASE64.finditer(body)) > limit
+    ):
+        raise _too_large(limit)
     if _has_many_containers(body):
         raise RequestError(400, f"the body has more than {MAX_CONTAINERS:,} lists and objects")
     try:
@@ -112,15 +123,18 @@ def _has_many_containers(body: bytes) -> bool:
 
 
 async def _read(http: Request, limit: int) -> bytes:
-    too_large = RequestError(413, f"the body is larger than {limit} bytes")
     length, body = http.headers.get("content-length", "0"), bytearray()
     if length.isascii() and length.isdigit() and int(length) > limit:  # without waiting for it
-        raise too_large
+        raise _too_large(limit)
     async for chunk in http.stream():
         body += chunk
         if len(body) > limit:
-            raise too_large
+            raise _too_large(limit)
     return bytes(body)
+
+
+def _too_large(limit: int) -> RequestError:
+    return RequestError(413, f"the body is larger than {limit} bytes")
 
 
 def refused(message: str = "not supported yet") -> AfterValidator:
@@ -132,6 +146,27 @@ def refused(message: str = "not supported yet") -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def at_most(limit: int) -> AfterValidator:
+    """Return a validator for a JSON value of at most `limit` values, at all depths."""
+
+    def check(given: Any) -> Any:
+        left, n_values = [given], 0
+        while left:
+            value = left.pop()
+            if isinstance(value, dict | list):
+                n_values += len(value)
+                if n_values > limit:
+                    raise PydanticCustomError("too_long", f"has more than {limit} values")
+                left += value.values() if isinstance(value, dict) else value
+        return given
+
+    return AfterValidator(check)
+
+
+JsonObject = Annotated[dict[str, Any], at_most(MAX_VALUES)]
+JsonList = Annotated[list[Any], at_most(MAX_VALUES)]
 
 
 class Fields(BaseModel):
@@ -261,23 +296,10 @@ class ReasoningOptions(NamedTuple):
     budget: int | None  # maximum number of tokens; 0: no reasoning, None: no limit
 
 
-def _few_values(given: Any) -> Any:
-    """Return the variables of a chat template if they are few enough."""
-    left, n_values = [given], 0
-    while left:
-        value = left.pop()
-        if isinstance(value, dict | list):
-            n_values += len(value)
-            if n_values > MAX_VALUES:
-                raise PydanticCustomError("too_long", f"has more than {MAX_VALUES} values")
-            left += value.values() if isinstance(value, dict) else value
-    return given
-
-
 class ReasoningFields(Fields):
     """Fields that control reasoning, in every chat API."""
 
-    chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_few_values)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     enable_thinking: bool | None = None
     thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
 

@@ -6,7 +6,7 @@ tests/serve/test_shapes.py, tests/serve/test_schemas.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from dataclasses import field as default
 from functools import lru_cache
@@ -20,9 +20,9 @@ from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 from llamaspec.errors import ConstraintError
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint
-from llamaspec.sampling.constraint import WHITESPACE
+from llamaspec.sampling.constraint import MAX_TEXT, WHITESPACE
 from llamaspec.sampling.schemas import subschemas, without_prose
-from llamaspec.serve.bodies import Fields
+from llamaspec.serve.bodies import Fields, JsonObject
 from llamaspec.serve.errors import bad_field, not_supported
 from llamaspec.serve.messages import ToolUse
 from llamaspec.values import TokenArray
@@ -57,7 +57,7 @@ class FormatFields(Fields):
 
     type: str | None = None
     json_schema: FormatFields | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    schema_: Annotated[JsonObject | None, Field(alias="schema")] = None
     format: FormatFields | None = None
 
     def wanted(self, field: str) -> ResponseFormat | None:
@@ -118,7 +118,7 @@ class Constraints:
             return await run_in_threadpool(self._compile, wanted.kind, wanted.text)
         except ConstraintError as error:
             path = ""
-            if wanted.kind == "json_schema":
+            if wanted.kind == "json_schema" and len(wanted.text) <= MAX_TEXT:  # else it is too long
                 path = await run_in_threadpool(self._fault, json.loads(wanted.text))
             raise bad_field(_path(wanted.place, path), str(error)) from error
 
@@ -147,7 +147,7 @@ class Constraints:
         answer_format = prompt.answer_format
         functions = [tool["function"] for tool in use.tools]
         functions = [each for each in functions if not use.is_named or each["name"] == use.choice]
-        tools = tuple(_tool_text(each, each["name"] in use.strict, answer_format) for each in functions)
+        tools = await run_in_threadpool(_tool_texts, functions, use.strict, answer_format)
 
         async def compiled(answer_format: AnswerFormat, thinking: bool) -> _Calls:
             options = answer_format, thinking, use.is_forced, use.is_parallel, tools
@@ -251,9 +251,14 @@ def _spaces(answer_format: AnswerFormat) -> Mapping[str, Any]:
     return _AS_RENDERED
 
 
-def _tool_text(function: Schema, is_strict: bool, answer_format: AnswerFormat) -> str:
-    """Return what is compiled of a tool, as JSON."""
-    schema = without_prose(function["parameters"])
-    # If lenient, llguidance ignores keywords that it does not know.
-    schema.setdefault("x-guidance", {**_spaces(answer_format), "lenient": not is_strict})
-    return json.dumps({"name": function["name"], "parameters": schema, "strict": is_strict})
+def _tool_texts(
+    functions: Sequence[Schema], strict: Set[str], answer_format: AnswerFormat
+) -> tuple[str, ...]:
+    """Return what is compiled of each tool, as JSON."""
+    texts = []
+    for function in functions:
+        name, schema = function["name"], without_prose(function["parameters"])
+        # If lenient, llguidance ignores keywords that it does not know.
+        schema.setdefault("x-guidance", {**_spaces(answer_format), "lenient": name not in strict})
+        texts.append(json.dumps({"name": name, "parameters": schema, "strict": name in strict}))
+    return tuple(texts)

@@ -32,7 +32,7 @@ from llamaspec.values import TokenArray
 
 MAX_FILES = 1024
 MAX_FIELDS = 64
-PART = 1024  # tokens of an answer that are written at once
+PART = 8192  # tokens of an answer that are written at once
 USUAL_TOKENS = 128  # to make room for in the context, if the client sets no limit
 _JSON = "application/json"
 _STOP_TYPES = {StopReason.END: "eos", StopReason.STOP: "word"}  # "limit" for all others

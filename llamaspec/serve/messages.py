@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from llamaspec.chat.messages import Message, ToolCall
-from llamaspec.serve.bodies import Fields, FieldsByType
+from llamaspec.serve.bodies import Fields, FieldsByType, JsonList, JsonObject
 from llamaspec.serve.errors import bad_field, not_supported
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")  # types of parts
@@ -36,7 +36,7 @@ class ContentPart(FieldsByType):
     thinking: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
     id: str | None = None  # of tool_use, as the next two
     name: str | None = None
-    input: dict[str, Any] | str | list[Any] | None = None  # an object, unless the call was cut off
+    input: JsonObject | str | JsonList | None = None  # an object, unless the call was cut off
     tool_use_id: str | None = None  # of tool_result, as the next
     content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
 
@@ -48,7 +48,7 @@ class FunctionFields(Fields):
     """The name and the arguments of a call; arguments are JSON in a string, or an object in some clients."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | JsonObject | None = None
 
 
 class CallFields(Fields):
@@ -206,8 +206,8 @@ class ToolFields(Fields):
     type: str | None = None
     name: ToolName | None = None
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    input_schema: dict[str, Any] | None = None  # Anthropic's parameters
+    parameters: JsonObject | None = None
+    input_schema: JsonObject | None = None  # Anthropic's parameters
     strict: bool | None = None
     function: ToolFields | None = None
     tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None  # of a namespace

@@ -15,6 +15,7 @@ from time import monotonic_ns
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -24,6 +25,7 @@ from llamaspec.serve.bodies import (
     AnswerOptions,
     Fields,
     GenerationBody,
+    JsonObject,
     OneOrMoreStops,
     ReasoningFields,
     ReasoningOptions,
@@ -76,7 +78,7 @@ class OllamaBody(Fields):
 
     stream: bool | None = None
     options: OllamaOptions | None = None
-    format: Literal["", "json"] | dict[str, Any] | None = None
+    format: Literal["", "json"] | JsonObject | None = None
     think: bool | Literal["true", "false", "low", "medium", "high", "max"] | None = None
     keep_alive: float | str | None = None  # only its answer differs
 
@@ -154,7 +156,8 @@ async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Respon
     form = OllamaForm(service.model_name, is_chat=True)
     if not body.messages:
         return JSONResponse(form.loaded(body))
-    return await _respond(service, http, body, await service.chat(body.chat_request()), form)
+    prompt = await service.chat(await run_in_threadpool(body.chat_request))
+    return await _respond(service, http, body, prompt, form)
 
 
 async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -> Response:
@@ -163,7 +166,7 @@ async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -
     if not body.prompt:
         return JSONResponse(form.loaded(body))
     if not (body.raw or body.suffix or builder.template is None):
-        prompt = await service.chat(body.chat_request())
+        prompt = await service.chat(await run_in_threadpool(body.chat_request))
     else:
         text, suffix = body.prompt, body.suffix
         tokens = builder.infill_tokens(text, suffix) if suffix else builder.tokenized(text)

@@ -21,6 +21,7 @@ from llamaspec.serve.bodies import (
     Effort,
     Fields,
     GenerationBody,
+    JsonObject,
     OneOrMoreStops,
     ReasoningFields,
     TokenIds,
@@ -79,7 +80,7 @@ class OpenAIBody(GenerationBody):
     max_tokens: CountOrAny | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
     grammar: str | None = None
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonObject | None = None
     response_format: FormatFields | None = None
     prediction: PredictionFields | None = None
 
@@ -155,7 +156,7 @@ async def _chat(service: Service, http: Request, body: ChatBody) -> Response:
     """Answer a conversation."""
     if body.top_logprobs and not body.logprobs:
         raise bad_field("top_logprobs", "needs logprobs to be true")
-    prompt = await service.chat(body.chat_request())
+    prompt = await service.chat(await run_in_threadpool(body.chat_request))
     form = ChatForm(service.model_name, body, service.builder.vocabulary)
     return await service.respond(http, body, [prompt], form)
 

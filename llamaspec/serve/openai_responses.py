@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,6 +21,7 @@ from llamaspec.serve.bodies import (
     Fields,
     FieldsByType,
     GenerationBody,
+    JsonObject,
     ReasoningFields,
     refused,
 )
@@ -71,9 +73,9 @@ class InputItem(FieldsByType):
     call_id: str | None = None  # of calls and results
     name: str | None = None
     namespace: str | None = None  # of the tool that is called
-    arguments: str | dict[str, Any] | None = None  # of function_call
+    arguments: str | JsonObject | None = None  # of function_call
     input: str | None = None  # of custom_tool_call
-    action: dict[str, Any] | None = None  # of local_shell_call
+    action: JsonObject | None = None  # of local_shell_call
     output: Content | None = None
     summary: Content | None = None  # of reasoning
     tools: Tools | None = None  # of additional_tools
@@ -174,9 +176,9 @@ def _message(item: InputItem, place: str) -> MessageFields | None:
 
 async def _respond(service: Service, http: Request, body: ResponsesBody) -> Response:
     """Answer a conversation."""
-    form = ResponsesForm(service.model_name, body)
+    form = await run_in_threadpool(ResponsesForm, service.model_name, body)
     try:
-        prompt = await service.chat(body.chat_request())
+        prompt = await service.chat(await run_in_threadpool(body.chat_request))
     except ContextOverflowError as error:
         if not body.stream:
             raise

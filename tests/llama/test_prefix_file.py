@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from forward_requests import Count, assert_same, request, text
 from llamaspec import LlamaModel, LlamaspecError
-from llamaspec.files import FileLock
 from llamaspec.llama.cells import Cells
-from llamaspec.llama.prefix_store import PrefixFolder
+from llamaspec.llama.prefix_store import SUFFIX, PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_ignored_and_replaced(
     monkeypatch.setattr(Cells, "copy_out", copied_out)
     folder.save([before], reported.append)
     monkeypatch.setattr(Cells, "copy_in", copied_in)
-    (file,) = folder.path.iterdir()
+    (file,) = folder.path.glob(f"*{SUFFIX}")
     DAMAGE[kind](file)
     folder.load([after], reported.append)
     assert len(reported) == 1
@@ -148,7 +148,7 @@ def test_the_folder_has_a_maximum_size(opened: OpenModel, evaluated: Count, tmp_
     filled(model)
     small = PrefixFolder(tmp_path, n_bytes - 1)
     small.save([model], reported.append)
-    assert [*tmp_path.iterdir()] == [folder.file_of(model)]
+    assert [*tmp_path.glob(f"*{SUFFIX}")] == [folder.file_of(model)]
     assert folder.file_of(model).stat().st_size < n_bytes
     later = opened()
     folder.load([later], reported.append)
@@ -211,7 +211,7 @@ def test_two_processes_do_not_lose_each_other_s_prefixes(opened: OpenModel, tmp_
     second.forget()
     theirs.save([second], reported.append)
     assert file.read_bytes() == content
-    assert [path.name for path in ours.path.iterdir()] == [file.name]
+    assert {path.name for path in ours.path.iterdir()} - {f"{file.stem}.lock"} == {file.name}
     PrefixFolder(ours.path, LARGE).load([second], reported.append)
     assert reported[1:] == [f"loaded {92 + 71 + 90} tokens of prefixes"]
 
@@ -223,8 +223,8 @@ def test_temporary_files_of_killed_processes_go(opened: OpenModel, tmp_path: Pat
     stem = folder.file_of(model).stem
     for name in (stem, "0" * 32, "1" * 32):
         (folder.path / f".{name}.prefixe.0123456789ab.tmp").write_bytes(b"x" * 1000)
-    writer = FileLock.taken(folder.path / f"{'1' * 32}.lock")  # a process that writes just now
-    assert writer is not None
+    writer = FileLock(folder.path / f"{'1' * 32}.lock")
+    writer.acquire()  # as a process that writes just now
     filled(model)
     folder.save([model], reported.append)
     (left,) = folder.path.glob(".*.tmp")

@@ -157,6 +157,7 @@ def test_confidence_is_the_draft_s_own_probability() -> None:
         {"frequency_penalty": -float("inf")},
         {"penalty_window": 0},
         {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1 << 40: 1.0}},
         {"logit_bias": {3: 1.0, 4: float("inf")}},
         {"logit_bias": {3: -float("inf")}},
         {"logit_bias": {3: float("nan")}},
@@ -192,7 +193,9 @@ def test_a_bias_is_added_before_anything_else() -> None:
     """The bias is the target's; a draft may have fewer tokens."""
     row, bias = ROW.copy(), {0: 2.0, 2: -1.5, 4: 9.0, 7: 9.0}
     expected = row + np.array([2.0, 0.0, -1.5, 0.0], dtype=np.float32)
-    assert biased(row, bias).tolist() == expected.tolist()
+    biases = Sampling(logit_bias=bias).biases
+    assert biases is not None
+    assert biased(row, biases).tolist() == expected.tolist()
     assert row.tolist() == ROW.tolist()
     found = distribution(row, Sampling(1.0, 2, None, None, logit_bias=bias))
     assert found.tokens.tolist() == [0, 1]

@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import socket
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ import pytest
 from llamaspec import Pair
 from llamaspec.errors import MemoryFullError, PromptError
 from llamaspec.serve import ServeSettings
+from llamaspec.serve.bodies import Fields, _checked
 from llamaspec.serve.errors import RequestError, as_request_error, error_response
 from llamaspec.serve.requests import RequestBuilder
 from patience import PATIENCE
@@ -147,12 +149,38 @@ def test_too_many_prompts(server: Served, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_body_that_is_too_large(server: Served) -> None:
     """With a Content-Length, or in chunks."""
     limit = ServeSettings().body_bytes
-    large = b'"' + b"a" * limit + b'"'
+    large = b'"' + b"a " * (limit // 2) + b'"'
     assert server.client.post(TEXT, content=large).status_code == 413
     assert server.client.post(MESSAGES, content=iter([large[:limit], large[limit:]])).status_code == 413
     just = b'{"prompt": "a", "max_tokens": 1}'.ljust(limit)
     assert server.client.post(TEXT, content=just).status_code == 200
     assert server.client.post(TEXT, content=iter([just[:9], just[9:]])).status_code == 200
+
+
+def test_images_that_are_left_out_do_not_count(server: Served) -> None:
+    """Six screenshots in results of tools had status 413, although only marks of them are used."""
+    image = "iVBORw0K/+" * 150_000
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+    call = {"id": "a", "function": {"name": "look", "arguments": "{}"}}
+    turn = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": [part]},
+    ]
+    body = {"messages": [*HI, *turn * 6], "max_tokens": 1}
+    assert server.post(CHAT, body).status_code == 200
+    escaped = json.dumps(body).replace("/", "\\/")  # as PHP writes it
+    assert server.client.post(CHAT, content=escaped).status_code == 200
+    assert server.post(CHAT, {"messages": [*HI, *turn * 24], "max_tokens": 1}).status_code == 413
+    as_text = server.post(CHAT, {"messages": [{"role": "user", "content": image * 6}]})
+    assert (as_text.status_code, as_text.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_the_search_for_images_is_linear() -> None:
+    body = (b"a" * 1023 + b" ") * (9 << 10) + b'","' + (b"b" * 1023 + b",") * (9 << 10)
+    begin = time.process_time()
+    with pytest.raises(RequestError):
+        _checked(Fields, body, len(body) - 1)
+    assert time.process_time() - begin < 5
 
 
 def test_a_body_that_is_too_deep(server: Served) -> None:

@@ -123,29 +123,34 @@ def test_the_limit_of_files_is_raised() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def ask_for_much(server: Served, connection: socket.socket) -> int:
-    """Ask for more than the buffers of the system hold; return its size."""
+def request_for_much(server: Served) -> tuple[bytes, int]:
+    """Return a request for more than the buffers of the system hold, and the size of its answer."""
     vocabulary = server.service.builder.vocabulary
     token = max(range(vocabulary.size), key=lambda i: len(vocabulary.piece(i)))
-    connection.sendall(request("/detokenize", {"tokens": [token] * 1_000_000}))
-    return 1_000_000 * len(vocabulary.piece(token))
+    asks = request("/detokenize", {"tokens": [token] * 1_000_000})
+    return asks, 1_000_000 * len(vocabulary.piece(token))
 
 
 def test_a_client_that_takes_nothing_is_disconnected(demo: Pair) -> None:
     """Once, its connection stayed open for ever, with the answer in memory."""
-    with served(demo, write_seconds=0.2) as server, connected(server.url) as connection:
-        ask_for_much(server, connection)
-        until(lambda: any("/detokenize" in line for line in server.log))
-        until(lambda: server.n_connections() == 0)
+    with served(demo, write_seconds=0.2) as server:
+        asks, _ = request_for_much(server)
+        with connected(server.url) as connection:
+            connection.sendall(asks)
+            until(lambda: any("/detokenize" in line for line in server.log))
+            until(lambda: server.n_connections() == 0)
 
 
 def test_a_client_that_takes_little_gets_all(demo: Pair) -> None:
-    with served(demo, write_seconds=2.0, header_seconds=1.0) as server, connected(server.url) as connection:
-        n, begin, n_taken = ask_for_much(server, connection), monotonic(), 0
-        while part := connection.recv(1 << 20):
-            n_taken += len(part)
-            if monotonic() - begin < 4.0:
-                sleep(0.2)
+    with served(demo, write_seconds=2.0, header_seconds=1.0) as server:
+        asks, n = request_for_much(server)
+        with connected(server.url) as connection:
+            connection.sendall(asks)
+            begin, n_taken = monotonic(), 0
+            while part := connection.recv(1 << 20):
+                n_taken += len(part)
+                if monotonic() - begin < 4.0:
+                    sleep(0.2)
     assert n_taken > n
 
 

@@ -29,7 +29,18 @@ def many_keys(n: int = 500_000) -> str:
     return "{" + ",".join(f'"{i}":1' for i in range(n)) + "}"
 
 
+def many_tools() -> str:
+    """Return tools that have as many values as a tool may, as the chat API nests them and as others do."""
+    schemas = ({"enum": [1] * 49_000}, {"properties": {str(i): 1 for i in range(49_000)}})
+    fields = ({"name": f"f{i}", "parameters": schemas[i % 2]} for i in range(8))
+    return json.dumps([{**each, "function": each} for each in fields])
+
+
 LONG = {
+    "tools": (many_tools(),),
+    "json_schema": (many_keys(), f'{{"enum":{many("1")}}}', '{"a":' * 90 + many_keys() + "}" * 90),
+    "format": (many_keys(), f'{{"enum":{many("1")}}}'),
+    "options": (f'{{"logit_bias":{many("[15,1]")}}}', f'{{"stop":{many(chr(34) * 2)}}}'),
     "logit_bias": (many("[15,1]"), many("[]"), many_keys()),
     "chat_template_kwargs": (many_keys(), f'{{"a":[{many("1")}]}}'),
     "prompt": (many('"a"'), many("[1]"), many("{}"), many("1")),
@@ -71,6 +82,7 @@ def _seconds(server: Served) -> float:
         ("logit_bias", {str(i): 1 for i in range(1001)}),
         ("logit_bias", [[i, 1] for i in range(1001)]),
         ("chat_template_kwargs", {"a": [[1] * 600, [1] * 600]}),
+        ("json_schema", {"enum": [1] * 50_000}),
     ],
 )
 def test_long_fields_are_refused(server: Served, field: str, value: Any) -> None:

@@ -87,12 +87,13 @@ def test_keys(demo: Pair, log_format: str) -> None:
             assert answer.status_code == 401
             assert answer.json()["error"]["type"] == "authentication_error"
         for key in keys:
-            for headers in ({"Authorization": f"Bearer {key}"}, {"X-Api-Key": key}):
+            both = {"Authorization": "Bearer none", "X-Api-Key": key}  # a client with a setting for each
+            for headers in ({"Authorization": f"Bearer {key}"}, {"X-Api-Key": key}, both):
                 assert server.client.get("/v1/models", headers=headers).status_code == 200
         assert server.post("/v1/messages", {}).json()["error"]["type"] == "authentication_error"
         assert server.client.get("/health").status_code == 200
         assert "secret" not in repr(server.service.settings)
-    assert len(server.log) == 12
+    assert len(server.log) == 14
     assert "secret" not in "".join(server.log)
 
 

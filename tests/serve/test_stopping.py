@@ -208,7 +208,7 @@ def test_the_next_server_knows_the_prompt(demo_files: tuple[Path, Path], tmp_pat
     folder = tmp_path / "prefixes"
     text, _, n_cached, _ = asked("--cache-dir", str(folder))
     assert n_cached == 0
-    files = sorted(folder.iterdir())
+    files = sorted(folder.glob("*.prefixes"))
     assert len(files) == 2  # of the target and the draft
     assert {file.stat().st_mode & 0o777 for file in (folder, *files)} == {0o700, 0o600}
 

@@ -1,0 +1,62 @@
+"""Models whose layers keep states: what sequences share, and the contexts that they need."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from forward_requests import text
+from llamaspec.values import TARGET, ForwardRequest
+from model_store import OpenModel
+
+KINDS = ("mamba", "jamba", "lfm2", "qwen35")
+END = 1  # the token that ends messages
+SYSTEM = np.array([*text(60), END], dtype=np.int32)
+
+
+def prompt(i: int) -> ForwardRequest:
+    """Return a request for a conversation with the same system message as others."""
+    return ForwardRequest(TARGET, np.concatenate([SYSTEM, text(30, i), [END], text(9, i)]).astype(np.int32))
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_share_the_state_after_their_first_message(
+    opened: OpenModel, kind: str, is_over: bool
+) -> None:
+    """A system prompt was processed anew in each conversation, also while the first one still runs."""
+    model, fresh = opened(kind), opened(kind)
+    for i in range(4):
+        request = prompt(i)
+        (n_cached,) = model.prepare([(i, request, 0)])
+        assert n_cached == (len(SYSTEM) if i else 0)
+        logits = model.evaluate([(i, request)])[0]
+        fresh.forget()
+        assert np.allclose(logits, fresh.forward(request), atol=2e-3)
+        if is_over:
+            model.release(i)
+
+
+def test_the_shared_state_outlives_the_conversations_that_begin_with_it(opened: OpenModel) -> None:
+    model = opened("jamba")
+    for i in range(4):
+        model.forward(prompt(i), number=i)
+        model.release(i)
+        model.store_finished()
+    assert model.store.find(SYSTEM).n == len(SYSTEM)
+    assert model.n_cached(prompt(9).tokens) == len(SYSTEM)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_contexts_of_a_peak_are_closed(opened: OpenModel, kind: str) -> None:
+    """Each sequence has its own context, and those of a peak stayed for ever."""
+    model = opened(kind)
+    size = model.cache_use()[1]
+    for i in range(5):
+        model.forward(prompt(i), number=i)
+    assert model.cache_use()[1] == 5 * size
+    for i in (3, 0, 4, 1, 2):
+        model.release(i)
+    assert model.cache_use()[1] == size
+    for i in range(5):  # what they held is in the store
+        assert model.n_cached(prompt(i).tokens) >= len(SYSTEM) + 30
