@@ -106,12 +106,12 @@ def test_a_draft_that_was_made_is_used_by_default(
     plan = make_plan(target, by_default=True)
     assert plan.draft is not None
     assert (plan.draft.path, plan.is_default) == (draft, True)
-    assert not make_plan(target).drafts
+    assert make_plan(target).draft is None
     needed = target.stat().st_size + draft.stat().st_size
     for free, expected in ((needed, 1), (needed - 1, 0)):
         monkeypatch.setattr("llamaspec.plan.free_bytes", lambda free=free: free)
         plan = make_plan(target, by_default=True)
-        assert (len(plan.drafts), plan.is_default) == (expected, expected == 1)
+        assert (plan.draft is not None, plan.is_default) == (expected == 1, expected == 1)
 
 
 @pytest.mark.usefixtures("own_list")
@@ -119,10 +119,11 @@ def test_nothing_is_fetched_by_default(files: dict[str, Path]) -> None:
     add_own(Entry("far", repo="owner/far", pattern="far-{quantization}.gguf", default="Q4_0"))
     add_own(Entry("near", path=str(files["big"]), draft="far"))
     assert known_draft("near") == "far"
-    assert not make_plan("near", by_default=True).drafts
+    assert make_plan("near", by_default=True).draft is None
     add_own(Entry("far", path=str(files["small"])))
     plan = make_plan("near", by_default=True)
-    assert [file.path for file in plan.drafts] == [files["small"]]
+    assert plan.draft is not None
+    assert plan.draft.path == files["small"]
 
 
 def test_a_name_is_resolved_once(files: dict[str, Path]) -> None:
