@@ -258,6 +258,19 @@ def test_if_the_rule_drops_nothing_a_draft_is_verified_whole_or_not_at_all(curve
     assert any(made > 1 for made, _ in found) == (curve == "flat")
 
 
+@pytest.mark.parametrize("source", [Source.EAGLE3, Source.BLOCK])
+def test_a_block_costs_one_step(source: Source) -> None:
+    """Steps of half a plain token leave room for one or two tokens; a block may be as long as it is accepted."""
+    curve = CostCurve((1, 2, 4, 8, 16), (1.0, 1.05, 1.1, 1.2, 1.4), 0.5)
+    policy = AutoLength(LearnedPrior(curve, log_odds=(2.0,) * 10), sources={source})
+    sequence = policy.start_sequence(drops=True)
+    sequence.observe(Round(Draft(), 0, 0, Evaluation(1), verify_seconds=1.0))
+    made = Draft(source=source)
+    while sequence.wants_more(made):
+        made = made.plus(0, confidence=0.9)
+    assert (len(made) > 8) == (source is Source.BLOCK)
+
+
 def test_an_unsure_draft_is_cut_before_verification() -> None:
     on = machine("slope", jitter=0.0, spikes=0.0)
     sequence = AutoLength(on.curve()).start_sequence(drops=True)
