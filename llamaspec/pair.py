@@ -26,21 +26,29 @@ from llamaspec.engine.text import Detokenizer
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import FixedLength
-from llamaspec.length.policy import AutoLength
+from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.plan import DraftPlan, make_plan
+from llamaspec.plan import DraftPlan
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceLength
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars, TimedConstraint
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.sequence_drafters import SequenceDrafters, Stage, draft_name
-from llamaspec.values import MTP, NO_TOKENS, TARGET, Copying, Forward, ForwardRequest, Source, TokenArray
+from llamaspec.sequence_drafters import SequenceDrafters
+from llamaspec.values import (
+    DRAFT,
+    MTP,
+    NO_TOKENS,
+    TARGET,
+    Copying,
+    Forward,
+    ForwardRequest,
+    Source,
+    TokenArray,
+)
 
 Result = TypeVar("Result")
 
@@ -48,7 +56,7 @@ MAX_LOGPROBS = 100  # alternatives reported with each token
 
 
 class Pair:
-    """A target and, if there is one, its draft; the draft may have a draft of its own.
+    """A target and, if there is one, its draft.
 
     Close a pair, or use it as a context manager. A pair that is no longer referenced is freed, too. A pair
     from `open_pair` closes its models; a pair made from open models leaves them open.
@@ -60,21 +68,19 @@ class Pair:
         draft: LlamaModel | None = None,
         load_seconds: float = 0.0,
         *,
-        stages: Sequence[LlamaModel] = (),
         heads: PredictionHeads | None = None,
         copying: Copying = Copying.WEIGHED,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.target, self.draft, self.heads = target, draft, heads  # heads draft in place of a draft model
-        self.draft_models = () if draft is None else (draft, *stages)  # each drafts for the previous model
         self.load_seconds = load_seconds
         self.clock = clock  # seconds
         self.owned = ExitStack()  # closes the models that belong to the pair
-        self._drafters = SequenceDrafters.of(target, self.draft_models, heads, copying)
-        self._length = AutoLength(sources=self.sources)  # the default for streams
+        self._drafters = SequenceDrafters.of(target, draft, heads, copying)
+        self.length: LengthPolicy = self.auto_length()  # the default for streams
         models: dict[str, Model] = {TARGET: target}
-        for level, model in enumerate(self.draft_models):
-            models[draft_name(level)] = model
+        if draft is not None:
+            models[DRAFT] = draft
         if heads is not None:
             models[MTP] = heads
         self._scheduler = Scheduler(models, clock=clock)
@@ -82,13 +88,8 @@ class Pair:
 
     @property
     def models(self) -> tuple[LlamaModel, ...]:
-        """The target and the draft models."""
-        return (self.target, *self.draft_models)
-
-    @property
-    def stages(self) -> Sequence[Stage]:
-        """The draft models that have a draft of their own."""
-        return self._drafters.stages
+        """The target and, if there is one, the draft model."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
 
     @property
     def common(self) -> CommonTokens | None:
@@ -99,6 +100,11 @@ class Pair:
     def sources(self) -> frozenset[Source]:
         """Where draft tokens come from."""
         return self._drafters.sources
+
+    def auto_length(self, prior: LearnedPrior | None = None) -> AutoLength:
+        """Return a new length policy for this pair, which starts from what earlier runs have learnt."""
+        pads = not self.target.keeps_states
+        return AutoLength(prior, sources=self.sources, pads=pads)
 
     def stream(
         self,
@@ -139,7 +145,7 @@ class Pair:
         rule : str
             "coupled", "rejection" or "block".
         policy : LengthPolicy, optional
-            How many tokens to draft. Default: as many as speed things up, learned across streams.
+            How many tokens to draft. Default: `length`, which drafts as many as speed things up.
         drafter : Drafter, optional
             Where draft tokens come from. Default: the draft that the pair was opened with. `NoDrafter()` is
             plain decoding.
@@ -186,7 +192,7 @@ class Pair:
         )
         # All arguments are valid from here on, so whatever starts is closed with the stream.
         if policy is None:
-            policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self._length
+            policy = FixedLength(0) if isinstance(drafter, NoDrafter) else self.length
         length = policy.start_sequence(drops=config.rule.drops, max_tokens=max_tokens)
         config = replace(config, length=length)
         if drafter is None:
@@ -282,60 +288,9 @@ def demo_draft() -> Path:
     return Path(str(files("llamaspec") / "demo" / "draft.gguf"))
 
 
-def open_pair(
-    target: str | Path,
-    draft: str | Path | Sequence[str | Path] | None = None,
-    *,
-    ngram: bool | None = None,
-    target_options: ModelOptions | None = None,
-    draft_options: ModelOptions | None = None,
-    cache_ram: int | None = None,
-    on_load: LoadProgress | None = None,
-) -> Pair:
-    """Load a target and, if given, its draft.
-
-    Parameters
-    ----------
-    target : str or Path
-        A file, a name from the list of models, or hf:owner/repo:file.
-    draft : str, Path or sequence of them, optional
-        The same, or "auto": the draft known for the target, or else the target's own prediction heads; "mtp":
-        these heads; "ngram": only copies of earlier text. Of several, each drafts for the previous one.
-    ngram : bool, optional
-        Copy draft tokens from earlier text. Default: yes, except beside a draft model with a fixed draft
-        length, because nothing weighs copies against the model's tokens then.
-    cache_ram : int, optional
-        Bytes of main memory for the KV caches of finished sequences, so that a known beginning of a prompt is
-        not processed again. Default: a quarter of the free memory, at most 8 GiB; 0 = none.
-
-    Raises
-    ------
-    ModelFileError, MemoryFullError
-        A model cannot be found or loaded.
-    PairError
-        The draft shares too few tokens with the target, or the vocabularies of several drafts differ; or the
-        target has no prediction heads.
-
-    Examples
-    --------
-    >>> with open_pair(demo_target(), demo_draft()) as pair:  # doctest: +SKIP
-    ...     for piece in pair.stream("import os", sampling=Sampling(temperature=0.7), seed=7):
-    ...         print(piece.text, end="")
-    """
-    plan = make_plan(
-        target,
-        draft,
-        copying=Copying.of(ngram),
-        target_options=target_options,
-        draft_options=draft_options,
-    )
-    return open_plan(plan, cache_ram=cache_ram, on_load=on_load)
-
-
-def open_plan(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadProgress | None = None) -> Pair:
-    """Load the models of a plan; parameters and errors are those of `open_pair`."""
-    start, heads = time.perf_counter(), None
-    drafts: list[LlamaModel] = []
+def load_pair(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadProgress | None = None) -> Pair:
+    """Load the models of a plan; parameters and errors are those of `open_pair` in `opening.py`."""
+    start, draft, heads = time.perf_counter(), None, None
     with ExitStack() as opened:  # if opening a model fails, this closes the others
         store = None if cache_ram is None else PrefixStore(cache_ram)
         target = LlamaModel(plan.target.path, plan.target.options, on_load, store=store)
@@ -344,13 +299,9 @@ def open_plan(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadPro
             path = None if plan.has_own_heads else plan.heads.path
             heads = PredictionHeads(target, plan.heads.options, path, on_load)
             opened.callback(heads.close)
-        for file in plan.drafts:
-            drafts.append(LlamaModel(file.path, file.options, on_load, store=target.store))
-            opened.callback(drafts[-1].close)
-            if len(plan.drafts) > 1:
-                check_pair(target.vocabulary, drafts[-1].vocabulary)
-        draft, *stages = drafts or (None,)
-        seconds = time.perf_counter() - start
-        pair = Pair(target, draft, seconds, stages=stages, heads=heads, copying=plan.copying)
+        if plan.draft is not None:
+            draft = LlamaModel(plan.draft.path, plan.draft.options, on_load, store=target.store)
+            opened.callback(draft.close)
+        pair = Pair(target, draft, time.perf_counter() - start, heads=heads, copying=plan.copying)
         pair.owned = opened.pop_all()
     return pair

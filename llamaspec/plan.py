@@ -6,7 +6,7 @@ decides again. tests/test_plan.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -16,7 +16,7 @@ from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.nextn import check_heads, heads_in_file, is_shared_head
-from llamaspec.llama.options import DRAFT_SCORED, MAX_DRAFT, ModelOptions
+from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.values import MTP, Copying
 
 AUTO = "auto"  # given as a draft: the one that is known for the target
@@ -35,21 +35,16 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """A target and where its draft tokens come from: draft models or prediction heads, not both."""
+    """A target and where its draft tokens come from: a draft model or prediction heads, not both."""
 
     target: ModelFile
-    drafts: tuple[ModelFile, ...] = ()  # the first drafts for the target, each other one for the previous one
+    draft: ModelFile | None = None
     heads: ModelFile | None = None  # prediction heads: in the target's file, or in a file of their own
     copying: Copying = Copying.WEIGHED
 
     def __post_init__(self) -> None:
-        if self.drafts and self.heads is not None:
+        if self.draft is not None and self.heads is not None:
             raise ValueError("a target has a draft model or prediction heads, not both")
-
-    @property
-    def draft(self) -> ModelFile | None:
-        """The draft model of the target."""
-        return self.drafts[0] if self.drafts else None
 
     @property
     def has_own_heads(self) -> bool:
@@ -58,18 +53,18 @@ class DraftPlan:
 
     @property
     def models(self) -> tuple[ModelFile, ...]:
-        """The target and the draft models."""
-        return (self.target, *self.drafts)
+        """The target and, if there is one, the draft model."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing drafts: plain decoding."""
-        return not self.drafts and self.heads is None and self.copying is Copying.OFF
+        return self.draft is None and self.heads is None and self.copying is Copying.OFF
 
 
 def make_plan(
     target: str | Path,
-    draft: str | Path | Sequence[str | Path] | None = None,
+    draft: str | Path | None = None,
     *,
     copying: Copying = Copying.WEIGHED,
     target_options: ModelOptions | None = None,
@@ -88,35 +83,31 @@ def make_plan(
     Raises
     ------
     PairError
-        The target has no known draft or no prediction heads, or the drafts cannot be combined.
+        The target has no known draft or no prediction heads.
     ModelFileError
         There is no such model.
     """
-    names = [draft] if isinstance(draft, str | Path) else [*(draft or ())]
-    if len(names) > 1 and {*names} & {MTP, NGRAM, AUTO}:
-        raise PairError("only model files can draft for each other; give one draft, or name files")
-    if names == [AUTO]:
-        known = known_draft(target, find)
-        if known is None:
+    if draft == AUTO:
+        draft = known_draft(target, find)
+        if draft is None:
             raise PairError(f"no draft is known for {quoted(str(target))}; name one, or leave the draft out")
-        names = [known]
     path, options = find(target), target_options or ModelOptions()
     heads: Path | None = None
-    if names == [MTP]:
+    if draft == MTP:
         check_heads(path)
-        heads, names = path, []
-    elif names == [NGRAM]:
-        copying, names = Copying.ON, []
-    files = [find(name) for name in names]
-    if len(files) == 1 and is_shared_head(files[0]):
-        heads, files = files[0], []
+        heads, draft = path, None
+    elif draft == NGRAM:
+        copying, draft = Copying.ON, None
+    file = None if draft is None else find(draft)
+    if file is not None and is_shared_head(file):
+        heads = file
     if heads is not None:
         own = draft_options or options
-        return DraftPlan(ModelFile(path, replace(options, heads=True)), (), ModelFile(heads, own), copying)
-    last = draft_options or ModelOptions(max_scored=DRAFT_SCORED)
-    others = replace(last, max_scored=MAX_DRAFT + 1)  # each verifies the drafts of the next
-    drafts = [ModelFile(file, last if file is files[-1] else others) for file in files]
-    return DraftPlan(ModelFile(path, options), tuple(drafts), None, copying)
+        return DraftPlan(ModelFile(path, replace(options, heads=True)), None, ModelFile(heads, own), copying)
+    small = None
+    if file is not None:
+        small = ModelFile(file, draft_options or ModelOptions(max_scored=DRAFT_SCORED))
+    return DraftPlan(ModelFile(path, options), small, None, copying)
 
 
 def known_draft(target: str | Path, find: Find = locate_model) -> str | None:

@@ -10,13 +10,11 @@ from collections.abc import Generator, Mapping, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
 from llamaspec.errors import ContextFullError
 from llamaspec.values import (
     Distribution,
     Draft,
+    Evaluation,
     Forward,
     ForwardRequest,
     Logits,
@@ -64,6 +62,13 @@ class Model(Protocol):
     @property
     def max_chunked_prefill(self) -> int:
         """Maximum width of an evaluation of rounds together with a prompt chunk; 0 = never together."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs took cores from the latest evaluation."""
+
+    def attended(self, n_tokens: int) -> float:
+        """Return how many of `n_tokens` cached tokens a position attends to, averaged over the layers."""
 
     def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | ContextFullError]:
         """Make room for requests of different sequences: (number, request, maximum positions of padding).
@@ -193,6 +198,12 @@ class SequenceLength(Protocol):
         `drops`, the answer must not depend on the tokens drawn: it is none, or all.
         """
 
+    def begin_round(self, depth: float, others: Sequence[SequenceLength]) -> None:
+        """Begin a round of a sequence, in an evaluation together with `others`.
+
+        `depth` is the number of cached tokens that a position of the sequence attends to.
+        """
+
     def timed_width(self) -> int | None:
         """Return the width to pad a round of a sequence that is alone to, to time it; None = no padding."""
 
@@ -217,14 +228,14 @@ class PromptReading(Protocol):
     def start_prompt(self, n_unread: int) -> None:
         """Start a completion. The draft model has not processed `n_unread` tokens of its prompt."""
 
-    def observe_prompt(self, n: int, seconds: float) -> None:
-        """Learn from `n` prompt tokens that the target processed in one evaluation."""
+    def observe_prompt(self, evaluation: Evaluation, seconds: float) -> None:
+        """Learn from a prompt chunk that the target processed in an evaluation of its own."""
 
     def observe_reading(self, n: int, seconds: float) -> None:
         """Learn from `n` tokens that the draft model processed."""
 
-    def plain_seconds(self, n_sequences: int) -> float | None:
-        """Return the expected seconds of a round without drafts; None before one was timed."""
+    def plain_seconds(self, evaluation: Evaluation) -> float | None:
+        """Return the expected seconds of an evaluation without its drafts; None before one was timed."""
 
 
 class LengthPolicy(Protocol):
@@ -280,9 +291,6 @@ class RandomStreams(Protocol):
     def choose(self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0) -> int:
         """Draw one token of `distribution`."""
 
-    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> npt.NDArray[np.float64]:
-        """Return log p + noise of each token, float64 [S]; `choose` takes the greatest."""
-
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         """True with the given probability."""
 
@@ -291,7 +299,7 @@ class TargetDistributions(Protocol):
     """The target's distributions along a draft, computed on demand."""
 
     def after(self, i: int) -> Distribution:
-        """Return p after the context and the path to draft token `i`; -1 = after the context alone."""
+        """Return p after the context and draft tokens 0 to `i`; -1 = after the context alone."""
 
 
 class Rule(Protocol):

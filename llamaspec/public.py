@@ -24,7 +24,8 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.pair import Pair, demo_draft, demo_target, open_pair
+from llamaspec.opening import open_pair
+from llamaspec.pair import Pair, demo_draft, demo_target
 from llamaspec.protocols import Constraint
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import Distribution, Draft, Logprobs, Round

@@ -36,7 +36,6 @@ class Source(str, Enum):
     """Where draft tokens come from."""
 
     MODEL = "model"  # a draft model, one token at a time
-    STAGE = "stage"  # a draft model that has a draft of its own
     NGRAM = "ngram"  # copied from earlier in the same sequence, at no cost
     PREDICTION = "prediction"  # copied from the text that the caller expects, at no cost
     GRAMMAR = "grammar"  # the only token that a constraint allows
@@ -68,41 +67,45 @@ WAIT_SECONDS = 0.5  # how long a larger chunk may keep other sequences waiting
 class ForwardRequest:
     """A sequence to evaluate, followed by draft tokens.
 
-    The answer has logits for the last `n_logits` tokens of the sequence, then for each draft token after the
-    first `n_known`. With n_logits = 0 and no draft it is a prefill.
+    The answer has logits for the last `n_logits` tokens of the sequence, then for each draft token. With
+    n_logits = 0 it is a prefill.
     """
 
     model: str  # TARGET, DRAFT, or a name that the scheduler knows
     tokens: TokenArray  # [n] the whole sequence
     n_logits: int = 1  # at most n
     draft: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
-    parents: TokenArray | None = None  # [K] index of the token before, -1 = the sequence; None = a chain
-    n_known: int = 0  # leading draft tokens of a tree whose logits are known already
     n_before: int = field(init=False)  # tokens before the first with logits
     n_tokens: int = field(init=False)  # positions that the sequence and its draft fill in the KV cache
     n_scored: int = field(init=False)  # positions with logits in the answer
-    is_tree: bool = field(init=False)
 
     def __post_init__(self) -> None:
         n, n_draft = len(self.tokens), len(self.draft)
         if not 0 <= self.n_logits <= n:
             raise ValueError(f"cannot score {self.n_logits} of {n} tokens")
-        if n_draft and not self.n_logits and self.parents is None:
+        if n_draft and not self.n_logits:
             raise ValueError("draft tokens need the logits of the token before them")
-        if self.n_known and (self.parents is None or self.n_logits or not 0 < self.n_known <= n_draft):
-            raise ValueError(f"the logits of {self.n_known} draft tokens of {n_draft} cannot be known")
-        is_tree = False
-        if self.parents is not None:
-            _check_parents(self.parents, n_draft)
-            is_tree = not self.n_logits or bool((self.parents != np.arange(-1, n_draft - 1)).any())
         object.__setattr__(self, "n_before", n - self.n_logits)
         object.__setattr__(self, "n_tokens", n + n_draft)
-        object.__setattr__(self, "n_scored", self.n_logits + n_draft - self.n_known)
-        object.__setattr__(self, "is_tree", is_tree)
+        object.__setattr__(self, "n_scored", self.n_logits + n_draft)
 
     def prefill(self, n: int) -> ForwardRequest:
         """Return a request for the first `n` tokens of the sequence, without logits."""
         return ForwardRequest(self.model, self.tokens[:n], n_logits=0)
+
+
+class Attention(NamedTuple):
+    """How many cached tokens the positions of an evaluation attend to, added up over its sequences."""
+
+    first: float = 0.0  # the first position of each sequence
+    others: float = 0.0  # all other positions
+
+    def plus(self, depth: float, n: int) -> Attention:
+        """Add a sequence whose `n` positions attend to `depth` cached tokens, on average."""
+        return Attention(self.first + depth, self.others + (n - 1) * depth)
+
+
+NO_ATTENTION = Attention()  # nothing is cached
 
 
 class Evaluation(NamedTuple):
@@ -112,6 +115,8 @@ class Evaluation(NamedTuple):
     n_sequences: int = 1  # that have a round in it; 1 for a prompt chunk alone
     serial: int = 0  # number of the evaluation
     n_prefill: int = 0  # positions of that prompt chunk, whose share of the seconds is not counted
+    attention: Attention = NO_ATTENTION  # of all sequences
+    is_disturbed: bool = False  # other programs took cores, so its seconds tell little about others
 
 
 class Forward(NamedTuple):
@@ -151,28 +156,25 @@ class Distribution(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """Draft tokens: a chain, or a tree whose first branch is the most probable."""
+    """Draft tokens, each after the one before it."""
 
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
     distributions: tuple[Distribution, ...] = ()  # K of them, from which each was drawn; empty if unknown
     confidences: tuple[float, ...] = ()  # K of them: the drafter's own probability of each
     source: Source = Source.MODEL
-    parents: TokenArray | None = None  # [K] index of the token before, -1 = the context; None = a chain
     ahead: tuple[float, ...] = ()  # confidences of more tokens that would cost nothing; empty if unknown
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
         if len(self.confidences) != n or len(self.distributions) not in (0, n):
             raise ValueError(f"{n} draft tokens need {n} confidences, and {n} distributions or none")
-        if self.parents is not None:
-            _check_parents(self.parents, n)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
     def certain(cls, tokens: Sequence[int], confidence: float = 0.5, source: Source = Source.MODEL) -> Draft:
-        """Make a chain of tokens that were not drawn at random."""
+        """Make a draft of tokens that were not drawn at random."""
         return cls(
             np.array(tokens, dtype=np.int32),
             tuple(Distribution.certain(token) for token in tokens),
@@ -180,45 +182,13 @@ class Draft:
             source,
         )
 
-    @property
-    def n_branches(self) -> int:
-        """Number of draft tokens that no other follows: 1 for a chain, 0 for no draft."""
-        if self.parents is None:
-            return min(len(self.tokens), 1)
-        return len(self.tokens) - len(set(self.parents.tolist()) - {-1})
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every draft token follows the one before it."""
-        return self.parents is None or bool((self.parents == np.arange(-1, len(self.tokens) - 1)).all())
-
-    def parent(self, i: int) -> int:
-        """Return the index of the draft token before draft token `i`; -1 = the context."""
-        return i - 1 if self.parents is None else int(self.parents[i])
-
-    def children(self, i: int) -> list[int]:
-        """Return the indices of the draft tokens after draft token `i`, or after the context for -1."""
-        if self.parents is None:
-            return [i + 1] if i + 1 < len(self.tokens) else []
-        children: list[int] = np.flatnonzero(self.parents == i).tolist()
-        return children
-
-    def path(self, i: int) -> list[int]:
-        """Return the indices of the draft tokens from the context up to draft token `i`, inclusive."""
-        path: list[int] = []
-        while i >= 0:
-            path.append(i)
-            i = self.parent(i)
-        return path[::-1]
-
     def plus(self, token: int, distribution: Distribution | None = None, confidence: float = 1.0) -> Draft:
-        """Return the chain with one more token, the only possible one if it has no distribution."""
+        """Return the draft with one more token, the only possible one if it has no distribution."""
         return Draft(
             np.concatenate((self.tokens, np.array((token,), dtype=np.int32))),
             (*self.distributions, distribution or Distribution.certain(token)),
             (*self.confidences, confidence),
             self.source,
-            self.parents,
             self.ahead[1:],
         )
 
@@ -226,32 +196,23 @@ class Draft:
         """Return the first `n` tokens."""
         if n >= len(self):
             return self
-        parents = None if self.parents is None else self.parents[:n]
-        return Draft(self.tokens[:n], self.distributions[:n], self.confidences[:n], self.source, parents)
+        return Draft(self.tokens[:n], self.distributions[:n], self.confidences[:n], self.source)
 
     def without_distributions(self) -> Draft:
         """Return the draft without arrays of vocabulary size."""
         if not self.distributions:
             return self
-        return Draft(self.tokens, (), self.confidences, self.source, self.parents)
-
-
-def _check_parents(parents: TokenArray, n: int) -> None:
-    if len(parents) != n:
-        raise ValueError(f"{n} draft tokens have {len(parents)} parents")
-    if n and bool(((parents < -1) | (parents >= np.arange(n))).any()):
-        raise ValueError("the parent of a draft token must come before it")
+        return Draft(self.tokens, (), self.confidences, self.source)
 
 
 NO_DRAFT = Draft()
 
 
 class Verification(NamedTuple):
-    """The result of a rule: the draft tokens along `path` are accepted, and `next_token` follows."""
+    """The result of a rule: the first `n_accepted` draft tokens are accepted, and `next_token` follows."""
 
-    path: tuple[int, ...]  # indices of the accepted draft tokens, each the parent of the next
+    n_accepted: int
     next_token: int
-    distributions: tuple[Distribution, ...] = ()  # p after the context and after each accepted token
 
 
 class UnusedDraft(NamedTuple):
@@ -266,7 +227,7 @@ class Round:
     """A draft, one evaluation of the target, and the tokens that it adds to the sequence."""
 
     draft: Draft  # the part that the target evaluated; without distributions
-    path: tuple[int, ...]  # indices of the accepted draft tokens
+    n_accepted: int  # number of accepted draft tokens, the first ones
     next_token: int  # the target's own token after the accepted ones
     verified_in: Evaluation  # the target's evaluation
     n_draft_steps: int = 0  # evaluations of draft models
@@ -319,14 +280,9 @@ class Round:
         return min(self.n_draft_steps, max(self.n_drafted, 1))
 
     @property
-    def n_accepted(self) -> int:
-        """Number of accepted draft tokens."""
-        return len(self.path)
-
-    @property
     def tokens(self) -> TokenArray:
         """The tokens that the round adds to the sequence: int32 [n_accepted + 1]."""
-        accepted = self.draft.tokens[list(self.path)].tolist() if self.path else ()
+        accepted = self.draft.tokens[: self.n_accepted].tolist()
         return np.array((*accepted, self.next_token), dtype=np.int32)
 
     @property

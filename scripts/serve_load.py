@@ -110,8 +110,8 @@ def main(
     given += [] if threads is None else ["--threads", str(threads)]
     commands = [*own_arms(given, (), None, n_parallel)]
     if llama_server is not None:
-        drafts = () if draft is None else (ModelFile(draft, options),)
-        plan = DraftPlan(ModelFile(target, options), drafts)
+        small = None if draft is None else ModelFile(draft, options)
+        plan = DraftPlan(ModelFile(target, options), small)
         commands += peer_arms(llama_server, plan, spec_types or ("none",), n_parallel)
     fields = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True}
     with serving(commands) as servers:

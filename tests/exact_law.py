@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import numpy as np
 
 from fakes import (
-    Branching,
     CountingUp,
     FakeModel,
     Length,
@@ -23,33 +21,27 @@ from fakes import (
     every_second,
     sure,
 )
-from fixed_tree import FixedTree
-from llamaspec.drafters.cascade import CascadeDrafter
 from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
-from llamaspec.drafters.model import ModelDrafter, TreeDrafter
+from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.protocols import (
     Drafter,
-    Drafting,
     RandomStreams,
     Rule,
     SequenceConstraint,
-    SequenceLength,
     Stream,
 )
-from llamaspec.sampling.filters import Floats, Sampling, distribution
-from llamaspec.sampling.random_streams import CascadeStreams
+from llamaspec.sampling.filters import Sampling, distribution
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import DRAFT, NO_DRAFT, TARGET, Distribution, Draft, Round, TokenArray
+from llamaspec.values import DRAFT, TARGET, Distribution, Round, TokenArray
 
 N_TOKENS = 3
 PROMPT: TokenArray = np.array([1], dtype=np.int32)
-SECOND, THIRD = "draft-2", "draft-3"
-THREE = {TARGET: FakeModel(seed=1), DRAFT: FakeModel(seed=2), SECOND: FakeModel(seed=3), THIRD: FakeModel(9)}
+THREE = {TARGET: FakeModel(seed=1), DRAFT: FakeModel(seed=2)}
 FOUR = {TARGET: FakeModel(7, vocabulary_size=4), DRAFT: FakeModel(8, vocabulary_size=4)}
-SELF = {TARGET: THREE[TARGET], DRAFT: THREE[TARGET], SECOND: THREE[TARGET], THIRD: THREE[TARGET]}
+SELF = {TARGET: THREE[TARGET], DRAFT: THREE[TARGET]}
 Models = dict[str, FakeModel]
 Law = dict[tuple[int, ...], float]
 Answer = TypeVar("Answer")
@@ -85,45 +77,13 @@ def model_drafter(
     rule: Rule,
     streams: RandomStreams,
     constraint: SequenceConstraint | None = None,
-    name: str = DRAFT,
 ) -> ModelDrafter:
-    draft = models[name]
+    draft = models[DRAFT]
     tokens, sampler = same_tokens(draft), Sampler(sampling, len(PROMPT), constraint)
-    return ModelDrafter(tokens, draft.context_size, sampler, rule, streams, model=name)
-
-
-def cascade_drafter(
-    models: Models,
-    lengths: Sequence[Length],
-    sampling: Sampling,
-    rule: Rule,
-    streams: RandomStreams,
-    constraint: SequenceConstraint | None = None,
-    *,
-    helper: Drafter | None = None,
-    names: Sequence[str] = (DRAFT, SECOND, THIRD),
-) -> CascadeDrafter:
-    """Return a cascade with one stage for each length; the last stage's helper is `helper`, or a model."""
-    own, (length, *others) = CascadeStreams(streams), lengths
-    if others:
-        helper = cascade_drafter(
-            models, others, sampling, rule, own, constraint, helper=helper, names=names[1:]
-        )
-    elif helper is None:
-        helper = model_drafter(models, sampling, rule, own, constraint, names[1])
-    model = model_drafter(models, sampling, rule, streams, constraint, names[0])
-    return CascadeDrafter(model, helper, length.start_sequence(drops=rule.drops), own)
+    return ModelDrafter(tokens, draft.context_size, sampler, rule, streams)
 
 
 MakeDrafter = Callable[[Sampling, Rule, RandomStreams], Drafter]
-CASCADES: dict[str, MakeDrafter] = {
-    "a draft's draft": lambda *chance: cascade_drafter(THREE, [Length(2)], *chance),
-    "until a token": lambda *chance: cascade_drafter(THREE, [UntilToken(1)], *chance),
-    "copies for a draft": lambda *chance: cascade_drafter(
-        THREE, [Length(2)], *chance, helper=NgramDrafter(min_match=1)
-    ),
-    "nobody for a draft": lambda *chance: cascade_drafter(THREE, [Length(2)], *chance, helper=NoDrafter()),
-}
 CHAINS: dict[str, MakeDrafter] = {
     "model": lambda *chance: model_drafter(THREE, *chance),
     "model at another temperature": lambda _, *chance: model_drafter(THREE, WARM, *chance),
@@ -134,33 +94,6 @@ CHAINS: dict[str, MakeDrafter] = {
     "certain tokens": lambda *_: CountingUp(),
     "more than asked for": lambda *_: OverDelivers(),
     "none": lambda *_: NoDrafter(),
-}
-
-
-@dataclass
-class Grown:
-    """A drafter whose model grows trees of one shape."""
-
-    drafter: TreeDrafter
-
-    def prepare(self, context: TokenArray) -> None:
-        pass
-
-    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting | Draft:
-        return self.drafter.propose(context, length) if length.wants_more(NO_DRAFT) else NO_DRAFT
-
-
-def grown(
-    models: Models, widths: tuple[int, ...], sampling: Sampling, rule: Rule, streams: RandomStreams
-) -> Grown:
-    draft = models[DRAFT]
-    size, sampler, trees = 4 * draft.context_size, Sampler(sampling, len(PROMPT)), FixedTree(widths)
-    return Grown(TreeDrafter(same_tokens(draft), size, sampler, rule, streams, trees=trees))
-
-
-SHAPES = ((1, 1, 1), (2,), (3, 1), (2, 2), (1, 3, 2))
-TREES: dict[str, MakeDrafter] = {"tree": lambda *_: Branching()} | {
-    f"tree {widths}": lambda *chance, widths=widths: grown(THREE, widths, *chance) for widths in SHAPES
 }
 
 
@@ -205,9 +138,6 @@ class WalkingStreams:
         self.probability *= probabilities[self.path[i]]
         return self.path[i]
 
-    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
-        raise AssertionError("only the coupled rule draws candidates")
-
 
 class TableStreams:
     """Noise from a table: a vector for each position, the same for draft and target."""
@@ -219,12 +149,6 @@ class TableStreams:
         assert (stream, attempt) == (Stream.TOKEN, 0), "the coupled rule draws nothing else"
         noise = np.array(self.noise[position])[distribution.tokens]
         return int(distribution.tokens[np.argmax(np.log(distribution.probabilities) + noise)])
-
-    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
-        assert stream == Stream.TOKEN
-        noise: Floats = np.array(self.noise[position])[distribution.tokens]
-        noise += np.log(distribution.probabilities)
-        return noise
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         raise AssertionError("the coupled rule decides nothing by chance")

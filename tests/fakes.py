@@ -72,6 +72,7 @@ class FakeModel:
     can_share: bool = True
     max_chunked_prefill: int = 0
     n_cells: int | None = None
+    is_disturbed: bool = False
     spread: float = 1.5
     before: Callable[[int], None] = lambda n: None  # gets the number of the evaluation; may raise or wait
     is_full: Callable[[int, ForwardRequest], bool] = lambda row, request: False
@@ -84,10 +85,12 @@ class FakeModel:
     released: list[int] = field(default_factory=list)
     _prepared: dict[int, tuple[ForwardRequest, int, int]] = field(default_factory=dict)
     _cached: dict[int, TokenArray] = field(default_factory=dict)
-    _trees: dict[int, ForwardRequest] = field(default_factory=dict)  # the last request of each row
     _latest: list[Logits] = field(default_factory=list)
     _known: dict[bytes, Logits] = field(default_factory=dict)
     _busy: threading.Lock = field(default_factory=threading.Lock)
+
+    def attended(self, n_tokens: int) -> float:
+        return n_tokens
 
     def after(self, tokens: TokenArray) -> Logits:
         """Return the logits after the last of some tokens, float32 [V]."""
@@ -102,11 +105,8 @@ class FakeModel:
         """Return the logits of a request, computed from its tokens alone."""
         tokens, n = request.tokens, len(request.tokens)
         assert request.n_tokens <= self.context_size, "the context has no such position"
-        tree = Draft(request.draft, (), (0.5,) * len(request.draft), parents=request.parents)
-        paths = [tokens[: n - request.n_logits + i + 1] for i in range(request.n_logits)]
-        paths += [np.concatenate([tokens, tree.tokens[tree.path(i)]]) for i in range(len(tree))]
-        del paths[request.n_logits : request.n_logits + request.n_known]
-        rows = [self.after(path) for path in paths]
+        whole = np.concatenate([tokens, request.draft])
+        rows = [self.after(whole[:end]) for end in range(n - request.n_logits + 1, len(whole) + 1)]
         return np.array(rows, dtype=np.float32).reshape(request.n_scored, self.vocabulary_size)
 
     def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> list[int | ContextFullError]:
@@ -123,19 +123,9 @@ class FakeModel:
         assert request.n_tokens + n_padding <= self.context_size
         n_cached = max((n_common(tokens, request.tokens) for tokens in self._cached.values()), default=0)
         n_cached = min(n_cached, len(request.tokens) - request.n_logits)
-        n_cached += self._n_known(row, request) if n_cached == len(request.tokens) else 0
         self._cached[row] = request.tokens[:n_cached]
         self._prepared[row] = request, n_cached, n_padding
         return n_cached
-
-    def _n_known(self, row: int, request: ForwardRequest) -> int:
-        """Return the number of draft tokens of a request that the row's last request had, too."""
-        last, n = self._trees.get(row), request.n_known
-        if last is None or last.parents is None or request.parents is None or len(last.draft) != n:
-            return 0
-        is_same = last.tokens.tobytes() == request.tokens.tobytes()
-        is_same &= last.draft.tolist() == request.draft[:n].tolist()
-        return n if is_same and last.parents.tolist() == request.parents[:n].tolist() else 0
 
     def evaluate(self, batch: Batch, n_padding: int = 0) -> list[Logits]:
         assert self._busy.acquire(blocking=False), "two evaluations at once"
@@ -164,9 +154,7 @@ class FakeModel:
         self.clock.passes(self.seconds + self.position_seconds * (n_new + n_padding))
         self._latest = [self.logits(request) for _, request in batch]
         for row, request in batch:
-            is_chain = request.parents is None
-            self._cached[row] = np.concatenate([request.tokens, request.draft if is_chain else NO_TOKENS])
-            self._trees[row] = request
+            self._cached[row] = np.concatenate([request.tokens, request.draft])
             del self._prepared[row]
         rows, requests = tuple(row for row, _ in batch), tuple(request for _, request in batch)
         self.evaluated.append(Evaluated(rows, requests, n_new, n_padding))
@@ -212,6 +200,7 @@ class Length:
     n_draft: int = 0
     timed: Callable[[], int | None] = lambda: None
     rounds: list[Round] = field(default_factory=list)  # observed
+    begun: list[tuple[float, Sequence[SequenceLength]]] = field(default_factory=list)  # depth, others
     n_closed: int = 0
     reading: PromptReading | None = None
 
@@ -223,6 +212,9 @@ class Length:
 
     def n_verified(self, draft: Draft) -> int:
         return len(draft)
+
+    def begin_round(self, depth: float, others: Sequence[SequenceLength]) -> None:
+        self.begun.append((depth, others))
 
     def timed_width(self) -> int | None:
         return self.timed()
@@ -312,32 +304,6 @@ class OverDelivers(CountingUp):
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         return super().propose(context, Length(self.n)) if length.wants_more(NO_DRAFT) else NO_DRAFT
-
-
-class Branching:
-    """Drafts the whole tree: every token after every token, to the depth that the policy asks for."""
-
-    def __init__(self, vocabulary_size: int = 3) -> None:
-        self.vocabulary_size = vocabulary_size
-
-    def prepare(self, context: TokenArray) -> None:
-        pass
-
-    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
-        tokens: list[int] = []
-        parents: list[int] = []
-        level, depth = [-1], NO_DRAFT
-        while length.wants_more(depth):
-            begin = len(tokens)
-            for parent in level:
-                for token in reversed(range(self.vocabulary_size)):
-                    tokens.append(token)
-                    parents.append(parent)
-            level = list(range(begin, len(tokens)))
-            depth = depth.plus(0, Distribution.certain(0), 0.5)
-        if not tokens:
-            return NO_DRAFT
-        return Draft(np.array(tokens, np.int32), (), (0.5,) * len(tokens), parents=np.array(parents))
 
 
 def tokens(*ids: int) -> TokenArray:

@@ -15,7 +15,7 @@ import numpy as np
 from llamaspec import LlamaModel
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.batch import Segment
-from llamaspec.values import NO_TOKENS, TARGET, Draft, Forward, ForwardRequest, Logits, TokenArray
+from llamaspec.values import NO_TOKENS, TARGET, Forward, ForwardRequest, Logits, TokenArray
 
 EXACT = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
 # Largest difference of a logit. Gemma's activation is a table of half precision, which amplifies the last
@@ -220,48 +220,7 @@ class Count:
         return n
 
 
-@dataclass
-class RandomTrees(RandomRows):
-    """Random batches with trees of draft tokens: new trees, grown trees, and accepted paths."""
-
-    latest: dict[int, ForwardRequest] = field(default_factory=dict)
-
-    def wanted(self, row: int) -> ForwardRequest:
-        """Return a request, often with a tree."""
-        last = self.latest.pop(row, None)
-        kind = self.rng.choice(["grow", "follow", "else"], p=[0.3, 0.5, 0.2])
-        if last is None or kind == "else" or (kind == "grow" and len(last.draft) > 6):
-            wanted = super().wanted(row)
-            if len(wanted.draft):
-                wanted = self.with_tree(wanted.tokens, wanted.n_logits, NO_TOKENS, NO_TOKENS)
-        elif kind == "grow":
-            assert last.parents is not None
-            wanted = self.with_tree(last.tokens, 0, last.draft, last.parents)
-        else:
-            path = paths(last)[int(self.rng.integers(last.n_scored))]
-            self.texts[row] = np.concatenate([path, self.some(int(self.rng.integers(1, 3)))])
-            n_logits = int(self.rng.integers(0, 2))
-            wanted = ForwardRequest(TARGET, self.texts[row], n_logits)
-            if n_logits:
-                wanted = self.with_tree(wanted.tokens, 1, NO_TOKENS, NO_TOKENS)
-        if wanted.parents is not None:
-            self.latest[row] = wanted
-        return wanted
-
-    def with_tree(
-        self, held: TokenArray, n_logits: int, draft: TokenArray, parents: TokenArray
-    ) -> ForwardRequest:
-        """Return a request whose tree begins with some draft tokens."""
-        n_read, n_more = len(draft), int(self.rng.integers(1, 6))
-        more = [self.rng.integers(-1, n_read + i) for i in range(n_more)]
-        parents = np.array([*parents, *more], dtype=np.int32)
-        tokens = np.concatenate([draft, self.some(n_more)])
-        return ForwardRequest(TARGET, held, n_logits, tokens, parents, n_read)
-
-
 def paths(wanted: ForwardRequest) -> list[TokenArray]:
     """Return the tokens before each row of a request's logits."""
-    n, tree = len(wanted.tokens), Draft(wanted.draft, (), (0.5,) * len(wanted.draft), parents=wanted.parents)
-    before = [wanted.tokens[: n - wanted.n_logits + 1 + i] for i in range(wanted.n_logits)]
-    behind = [np.concatenate([wanted.tokens, tree.tokens[tree.path(i)]]) for i in range(len(tree))]
-    return [*before, *behind[wanted.n_known :]]
+    whole = np.concatenate([wanted.tokens, wanted.draft])
+    return [whole[:end] for end in range(wanted.n_before + 1, len(whole) + 1)]

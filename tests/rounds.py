@@ -25,7 +25,7 @@ def a_round(
     draft = Draft(made.tokens, distributions, confidences, source)
     draft_seconds, verify_seconds, overhead_seconds = seconds
     return Round(
-        draft, tuple(range(accepted)), next_token, Evaluation(len(drafted) + 1), draft_seconds=draft_seconds,
+        draft, accepted, next_token, Evaluation(len(drafted) + 1), draft_seconds=draft_seconds,
         verify_seconds=verify_seconds, overhead_seconds=overhead_seconds,
     )  # fmt: skip
 

@@ -108,7 +108,7 @@ def parse_events(text: str) -> list[tuple[str | None, Any]]:
     return events
 
 
-def open_demo(files: tuple[Path, Path | str | list[Path]], n_cells: int = 4 * CONTEXT) -> Pair:
+def open_demo(files: tuple[Path, Path | str], n_cells: int = 4 * CONTEXT) -> Pair:
     """Open the embedded pair with logits that are the same at every batch width."""
     options = ModelOptions(n_ctx=CONTEXT, n_cells=n_cells, threads=1, cache_type_v="bf16")
     return open_pair(*files, target_options=options, draft_options=options)

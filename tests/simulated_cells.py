@@ -57,21 +57,13 @@ class SimulatedCells(Cells):
 
     def evaluate(self, segment: Segment) -> None:
         """Put the positions of a segment into cells, as an evaluation does."""
-        positions = range(segment.start, segment.start + len(segment.tokens))
-        places = positions if segment.positions is None else segment.positions.tolist()
-        owners = segment.owners or [(segment.seq_id,)] * len(segment.tokens)
-        held = {number for numbers in owners for number in numbers}
-        contents = {number: [self.cells[i].content for i in self.of(number)] for number in held}
-        new = []
-        for position, token, numbers in zip(places, segment.tokens.tolist(), owners, strict=True):
-            before = contents[numbers[0]][position - 1] if position else ()
-            for number in numbers:  # as llama_decode checks
-                assert len(contents[number]) == position, "positions must follow each other"
-                assert not position or contents[number][-1] == before
-                contents[number].append((*before, token))
-            new.append((position, (*before, token)))
-        for i, numbers in zip(self._put(segment.seq_id, new), owners, strict=True):
-            self.cells[i].owners = set(numbers)
+        held = self.of(segment.seq_id)
+        assert len(held) == segment.start, "positions must follow each other"  # as llama_decode checks
+        content, new = self.cells[held[-1]].content if held else (), []
+        for position, token in enumerate(segment.tokens.tolist(), segment.start):
+            content = (*content, token)
+            new.append((position, content))
+        self._put(segment.seq_id, new)
 
     def _put(self, sequence: int, new: list[tuple[int, Content]]) -> list[int]:
         head = 0 if self.head > self.n_used + 2 * len(new) else self.head
@@ -130,7 +122,6 @@ class Checked:
         self,
         size: int = 64,
         n_sequences: int = 5,
-        n_branches: int = 0,
         *,
         can_copy: bool = True,
         stored: int = 1 << 20,
@@ -143,7 +134,6 @@ class Checked:
             self.cells,
             size,
             n_sequences,
-            n_branches,
             store=self.store,
             keeps_finished=keeps_finished,
         )
@@ -156,18 +146,17 @@ class Checked:
         for (row, wanted, n_padding), n_cached in zip(batch, answers, strict=True):
             if isinstance(n_cached, int):
                 held = self.held(row)
-                n_text = min(n_cached, len(wanted.tokens))
-                assert n_text <= len(wanted.tokens) - wanted.n_logits
-                assert np.array_equal(held.tokens[:n_text], wanted.tokens[:n_text])
+                assert n_cached <= len(wanted.tokens) - wanted.n_logits
+                assert np.array_equal(held.tokens[:n_cached], wanted.tokens[:n_cached])
                 if n_cached < wanted.n_tokens:
-                    assert n_cached - held.n in (0, wanted.n_known)
+                    assert n_cached == held.n
                     assert held.n_reserved == wanted.n_tokens - n_cached + n_padding
         self.check()
         return answers
 
     def evaluate(self, *batch: tuple[int, ForwardRequest], n_padding: int = 0) -> None:
         rows = [row for row, _ in batch]
-        segments = [self.cache.segment(row, wanted, rows) for row, wanted in batch]
+        segments = [self.cache.segment(row, wanted) for row, wanted in batch]
         self.cache.begin(1)
         for segment in segments:
             self.cells.evaluate(segment)
@@ -180,7 +169,7 @@ class Checked:
 
     def interrupt(self, row: int, wanted: ForwardRequest, *, reached_llama: bool) -> None:
         """Begin an evaluation that fails: the cache never notes what it put into llama.cpp's cells."""
-        segment = self.cache.segment(row, wanted, [row])
+        segment = self.cache.segment(row, wanted)
         self.cache.begin(1)
         if reached_llama:
             self.cells.evaluate(segment)
@@ -200,7 +189,7 @@ class Checked:
         full = [cell for cell in self.cells.cells if cell.owners]
         assert full == self.cells.cells[: self.cache.n_used]  # new cells come after all others
         numbers = {number for cell in full for number in cell.owners} - {self.garbage}
-        for number in numbers:  # running and finished sequences, and branches of trees
+        for number in numbers:  # running and finished sequences
             cells = self.cells.of(number)
             assert cells == sorted(cells)
             contents = [self.cells.cells[i].content for i in cells]

@@ -8,7 +8,7 @@ the optimum for a known text by dynamic programming.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from llamaspec.length.costs import CostCurve
 from llamaspec.protocols import LengthPolicy, SequenceLength
-from llamaspec.values import Draft, Evaluation, Round, Source
+from llamaspec.values import NO_ATTENTION, Attention, Draft, Evaluation, Round, Source
 
 Array = npt.NDArray[np.float64]
-N_WIDTHS = 512
+N_WIDTHS = CHUNK = 512  # positions
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,24 @@ class Machine:
     catch_up: float = 0.15  # each token that the draft has not processed, as a share of a step
     rest_seconds: float = 0.0003  # overhead of a round
     draft_rest_seconds: float = 0.0  # more overhead, in a round with draft tokens
-    growth: float = 1.0  # cost of an evaluation at token 512, relative to token 0
+    attention: float = 0.0  # cost of a cached token, relative to an evaluation of width 1
+    share: float = 1.0  # of that, for each position of a sequence but the first
+    draft_attention: float = 0.0  # cost of a cached token in the draft, relative to its step
     jitter: float = 0.0  # standard deviation of the logarithm of a time
     spikes: float = 0.0  # share of evaluations that take three times as long
     after_draft: float = 1.0  # relative cost of an evaluation without drafts, directly after one with some
 
-    def scale(self, position: int) -> float:
-        """Return the relative cost of an evaluation at this position."""
-        return 1.0 + (self.growth - 1.0) * position / 512
+    def seconds(self, width: int, attention: Attention = NO_ATTENTION) -> float:
+        """Return the cost of an evaluation."""
+        cached = self.attention * (attention.first + self.share * attention.others)
+        return float(self.verify_seconds[width - 1] + self.verify_seconds[0] * cached)
+
+    def at(self, depth: float) -> Machine:
+        """Return a machine whose evaluations without cached tokens cost what these cost at a depth."""
+        more = 1.0 + self.share * np.arange(N_WIDTHS)
+        verify = self.verify_seconds + self.verify_seconds[0] * self.attention * depth * more
+        draft = self.draft_seconds * (1.0 + self.draft_attention * depth)
+        return replace(self, verify_seconds=verify, draft_seconds=draft, attention=0.0, draft_attention=0.0)
 
     def noise(self, rng: np.random.Generator) -> float:
         """Return the factor of one measured time."""
@@ -48,7 +58,14 @@ class Machine:
     def curve(self) -> CostCurve:
         """Return the curve that an exact probe would measure."""
         widths = tuple(range(1, 18))
-        return CostCurve(widths, tuple(self.verify_seconds[: len(widths)].tolist()), self.draft_seconds)
+        return CostCurve(
+            widths,
+            tuple(self.verify_seconds[: len(widths)].tolist()),
+            self.draft_seconds,
+            attention=self.attention,
+            attention_share=self.share,
+            draft_attention=self.draft_attention,
+        )
 
 
 @dataclass(frozen=True)
@@ -89,13 +106,18 @@ class Run:
 
 
 def play(
-    policy: LengthPolicy, machine: Machine, passage: Passage, seed: int = 0, copies: Passage | None = None
+    policy: LengthPolicy,
+    machine: Machine,
+    passage: Passage,
+    seed: int = 0,
+    copies: Passage | None = None,
+    **more: Any,
 ) -> Run:
     """Let a policy decode a passage. `copies` are drafts without steps, which are preferred to others.
 
     If they are the passage itself, there is no other draft.
     """
-    return play_together(policy, machine, [passage], seed, copies)
+    return play_together(policy, machine, [passage], seed, copies, **more)
 
 
 def play_together(
@@ -105,15 +127,26 @@ def play_together(
     seed: int = 0,
     copies: Passage | None = None,
     n_sequences: int | None = None,
+    depths: Sequence[int] = (),
+    *,
+    is_disturbed: bool = False,
 ) -> Run:
-    """Let a policy decode several passages that share every evaluation, at most `n_sequences` at once."""
+    """Let a policy decode several passages that share every evaluation, at most `n_sequences` at once.
+
+    Each follows a prompt of `depths` tokens, by default none. `is_disturbed`: other programs took cores.
+    """
     rng = np.random.default_rng(seed)
-    sequences, waiting = list[SimulatedSequence](), list(passages)
+    sequences = list[SimulatedSequence]()
+    waiting = list(zip(passages, depths or [0] * len(passages), strict=True))
     seconds, plain, evaluation, n_drafted = 0.0, 0.0, 0, 0
     run: list[tuple[int, float, float, int, int]] = []
     while sequences or waiting:
         while waiting and len(sequences) < (n_sequences or len(passages)):
-            sequences.append(SimulatedSequence(policy.start_sequence(drops=True), waiting.pop(0), copies))
+            text, depth = waiting.pop(0)
+            sequences.append(SimulatedSequence(policy.start_sequence(drops=True), text, copies, depth))
+            observe_prompt(sequences[-1].length, machine, depth, rng)
+        for each in sequences:
+            each.length.begin_round(each.depth, [other.length for other in sequences if other is not each])
         evaluation += 1
         n_steps = 0
         while sum(each.step() for each in sequences):
@@ -124,27 +157,28 @@ def play_together(
         width = n_drafted + len(sequences)
         if len(sequences) == 1:
             width = max(width, sequences[0].length.timed_width() or 0)
-        scale = machine.scale(max(each.position for each in sequences))
+        attention = Attention()
+        for each in sequences:
+            attention = attention.plus(each.depth, len(each.draft) + 1)
+        depth = max(each.depth for each in sequences)
         lag = max((each.lag for each in sequences if each.n_steps), default=0)
-        drafting = machine.draft_seconds * (n_steps + machine.catch_up * lag) if n_steps else 0.0
-        verifying = float(machine.verify_seconds[width - 1]) * scale
+        steps = n_steps * (1.0 + machine.draft_attention * depth) + machine.catch_up * lag
+        drafting = machine.draft_seconds * steps if n_steps else 0.0
+        verifying = machine.seconds(width, attention)
         verifying *= machine.after_draft if n_before and not n_drafted else 1.0
         drafting_noise, verifying_noise, overhead_noise = (machine.noise(rng) for _ in range(3))
         rests = [
             machine.rest_seconds + machine.draft_rest_seconds * (len(each.draft) > 0) for each in sequences
         ]
-        plain_token = float(machine.verify_seconds[len(sequences) - 1]) / len(sequences)
+        plain_token = machine.seconds(len(sequences), Attention(attention.first)) / len(sequences)
         for each, rest in zip(sequences, rests, strict=True):
             n_made = each.verify(
-                Evaluation(width, len(sequences), evaluation),
+                Evaluation(width, len(sequences), evaluation, 0, attention, is_disturbed),
                 draft_seconds=drafting * drafting_noise * each.n_steps / max(n_steps, 1) + 1e-6,
                 verify_seconds=verifying * verifying_noise,
                 overhead_seconds=rest * overhead_noise,
             )
-            plain += sum(
-                plain_token * machine.scale(each.position - i - 1) + machine.rest_seconds
-                for i in range(n_made)
-            )
+            plain += n_made * (plain_token + machine.rest_seconds)
         seconds += drafting + verifying + sum(rests)
         run.append((sum(each.position for each in sequences), seconds, plain, n_drafted, n_steps))
         for each in sequences:
@@ -154,11 +188,21 @@ def play_together(
     return Run(*zip(*run, strict=True))
 
 
+def observe_prompt(length: SequenceLength, machine: Machine, depth: int, rng: np.random.Generator) -> None:
+    """Let a policy see how long the chunks of a prompt take."""
+    for begin in range(0, depth - CHUNK + 1, CHUNK):
+        if length.reading is not None:
+            attention = Attention().plus(begin + CHUNK // 2, CHUNK)
+            seconds = machine.seconds(CHUNK, attention) * machine.noise(rng)
+            length.reading.observe_prompt(Evaluation(CHUNK, 1, 0, 0, attention), seconds)
+
+
 class SimulatedSequence:
     """One sequence of a batch."""
 
-    def __init__(self, length: SequenceLength, text: Passage, copies: Passage | None) -> None:
+    def __init__(self, length: SequenceLength, text: Passage, copies: Passage | None, depth: int) -> None:
         self.length, self.position, self.lag, self.n_steps = length, 0, 0, 0
+        self._n_prompt = depth
         self._texts = {Source.MODEL: text}
         if copies is not None:
             self._texts = {Source.NGRAM: copies, **({} if copies is text else self._texts)}
@@ -166,6 +210,11 @@ class SimulatedSequence:
         self._open: list[Source] = []  # sources in order: the current one, and those not asked yet
         self.draft = Draft()
         self._start()
+
+    @property
+    def depth(self) -> int:
+        """Cached tokens."""
+        return self._n_prompt + self.position
 
     @property
     def is_over(self) -> bool:
@@ -199,11 +248,10 @@ class SimulatedSequence:
         n = len(self.draft)
         right = self._texts[self.draft.source].stands[self.position : self.position + n]
         n_accepted = n if right.all() else int(np.argmin(right))
-        path = tuple(range(n_accepted))
         self.length.observe(
             Round(
                 self.draft,
-                path,
+                n_accepted,
                 0,
                 evaluation,
                 n_draft_steps=self.n_steps,

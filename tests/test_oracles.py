@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from fakes import Length, Partly, all_but_last, every_second, nothing, sure
-from fixed_tree import FixedTree
 from forward_requests import EXACT, MEMORIES, scores
 from llamaspec import (
     Completion,
@@ -254,39 +253,6 @@ def test_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore, dtype:
         assert set(self_draft_rates(pair, rule, 40, (1, 2, 5, 8))) == {1.0}
 
 
-@pytest.mark.parametrize("dtype", ["q8_0", "q4_0"])
-def test_same_seed_same_tokens_with_trees(store: ModelStore, dtype: str) -> None:
-    """Siblings and rejected branches change no token; some accepted branches are not the first."""
-    target, n_aside = Recipe(dtype=dtype), 0
-    with opened(store.path("llama", target), store.path("llama", target.draft(0.1))) as pair:
-        for found in assert_same(
-            pair, "the end", [FixedTree(widths) for widths in ((2,), (4, 2, 1), (1, 3, 2))]
-        ):
-            n_aside += sum(round_.path != tuple(range(len(round_.path))) for round_ in found.rounds)
-    assert n_aside > 20
-
-
-@pytest.mark.parametrize("kind", MEMORIES)
-def test_every_memory_has_trees_or_chains(store: ModelStore, kind: str) -> None:
-    """If layers keep states, chains are drafted instead of trees."""
-    target = Recipe()
-    with opened(store.path(kind, target), store.path(kind, target.draft())) as pair:
-        sampling = Sampling(temperature=0.7, top_k=None, top_p=None, min_p=None)
-        right = plain(pair, "the", sampling, 1, 40)
-        found = assisted(pair, "the", sampling, 1, 40, FixedTree((3, 2)))
-        assert_same_or_close(pair, "the", sampling, 1, right, found)
-        shapes = {round_.draft.n_branches for round_ in found.rounds[:-3]}
-        assert shapes == ({6} if kind in ("llama", "gemma3") else {1})
-
-
-def test_the_first_branch_of_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore) -> None:
-    path = store.path("llama", Recipe(dtype="q8_0"))
-    with opened(path, path) as pair:
-        for seed, sampling in enumerate(AT_TEMPERATURES):
-            found = assisted(pair, "the end", sampling, seed, 41, FixedTree((3, 2, 1)))
-            assert {round_.path for round_ in found.rounds[:-1]} == {(0, 1, 2)}
-
-
 @contextmanager
 def opened_with_heads(store: ModelStore, kind: str) -> Iterator[Pair]:
     """Open a target whose own prediction heads draft."""
@@ -448,12 +414,8 @@ def test_texts_beside_each_other_of_which_a_part_is_verified(store: ModelStore) 
         assert max(round_.n_sequences for each in streams for round_ in each.completion.rounds) > 2
 
 
-FAILING: dict[str, Callable[[ModelStore], tuple[Path, Path | list[Path] | str]]] = {
+FAILING: dict[str, Callable[[ModelStore], tuple[Path, Path | str]]] = {
     "draft": lambda store: (store.path("llama", Q8_0), store.path("llama", Q8_0.draft(0.1))),
-    "cascade": lambda store: (
-        store.path("llama", Q8_0),
-        [store.path("llama", Q8_0.draft(noise)) for noise in (0.1, 0.2)],
-    ),
     "heads": lambda store: (store.path("step35", Q8_0), "mtp"),
     "assistant": lambda store: (store.path("gemma4"), store.path("gemma4-assistant")),
 }
@@ -473,9 +435,7 @@ class InChunks:
     def plain_seconds(self, n_sequences: int) -> float | None: ...
 
 
-@pytest.mark.parametrize(
-    "policy", [lambda: FixedLength(3), lambda: FixedTree((2, 2)), lambda: Length(3, reading=InChunks())]
-)
+@pytest.mark.parametrize("policy", [lambda: FixedLength(3), lambda: Length(3, reading=InChunks())])
 @pytest.mark.parametrize("kind", FAILING)
 def test_a_draft_that_fails_ends_no_text(
     store: ModelStore, kind: str, policy: Callable[[], LengthPolicy], monkeypatch: pytest.MonkeyPatch
@@ -484,10 +444,8 @@ def test_a_draft_that_fails_ends_no_text(
     target, draft = FAILING[kind](store)
     prompt = "the end of the beginning, " * 12
     with open_pair(target, draft, ngram=False, target_options=CPU, draft_options=CPU) as pair:
-        for stage in pair.stages:
-            stage.length = Length(2)
         right = plain(pair, prompt, Sampling(), 1, 40)
-        for model in (*pair.draft_models, pair.heads):
+        for model in (pair.draft, pair.heads):
             for number in (1, 2, 4) if model is not None else ():
                 left = [number]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.llama.options import MAX_DRAFT, ModelOptions
+from llamaspec.llama.options import ModelOptions
 from llamaspec.plan import DraftPlan, ModelFile, make_plan
 from llamaspec.values import Copying
 from model_store import ModelStore
@@ -22,13 +22,12 @@ def files(store: ModelStore) -> dict[str, Path]:
     return {
         "big": store.path("llama", Recipe()),
         "small": store.path("llama", Recipe().draft()),
-        "tiny": store.path("llama", Recipe(seed=9)),
         "with-heads": store.path("qwen35", Recipe()),
     }
 
 
 def plan_of(
-    files: dict[str, Path], target: str, *drafts: str, copying: Copying = Copying.WEIGHED
+    files: dict[str, Path], target: str, draft: str | None = None, *, copying: Copying = Copying.WEIGHED
 ) -> DraftPlan:
     def find(name: str | Path) -> Path:
         try:
@@ -36,9 +35,7 @@ def plan_of(
         except KeyError:
             raise ModelFileError(f"no {name}") from None
 
-    return make_plan(
-        target, drafts, copying=copying, target_options=OPTIONS, draft_options=OPTIONS, find=find
-    )
+    return make_plan(target, draft, copying=copying, target_options=OPTIONS, draft_options=OPTIONS, find=find)
 
 
 def test_one_draft(files: dict[str, Path]) -> None:
@@ -49,15 +46,9 @@ def test_one_draft(files: dict[str, Path]) -> None:
     assert not plan.is_plain
 
 
-def test_a_draft_of_a_draft_verifies(files: dict[str, Path]) -> None:
-    plan = plan_of(files, "big", "small", "tiny")
-    assert [model.path for model in plan.drafts] == [files["small"], files["tiny"]]
-    assert [model.options.max_scored for model in plan.drafts] == [MAX_DRAFT + 1, OPTIONS.max_scored]
-
-
 def test_only_copies(files: dict[str, Path]) -> None:
     plan = plan_of(files, "big", "ngram", copying=Copying.OFF)
-    assert (plan.drafts, plan.heads, plan.copying) == ((), None, Copying.ON)
+    assert (plan.draft, plan.heads, plan.copying) == (None, None, Copying.ON)
 
 
 def test_plain_decoding(files: dict[str, Path]) -> None:
@@ -69,16 +60,9 @@ def test_the_target_s_own_heads(files: dict[str, Path]) -> None:
     plan = plan_of(files, "with-heads", "mtp")
     assert plan.has_own_heads
     assert plan.target.options.heads
-    assert not plan.drafts
+    assert plan.draft is None
     with pytest.raises(PairError, match="name a draft model"):
         plan_of(files, "big", "mtp")
-
-
-@pytest.mark.parametrize("other", ["mtp", "ngram", "auto"])
-def test_only_models_draft_for_each_other(files: dict[str, Path], other: str) -> None:
-    for drafts in (("small", other), (other, "small")):
-        with pytest.raises(PairError, match="only model files can draft for each other"):
-            plan_of(files, "big", *drafts)
 
 
 def test_auto_means_the_target_s_own_heads(files: dict[str, Path]) -> None:
@@ -99,11 +83,11 @@ def test_a_name_is_resolved_once(files: dict[str, Path]) -> None:
         asked.append(str(name))
         return files[str(name)]
 
-    make_plan("big", ["small", "tiny"], find=find)
-    assert asked == ["big", "small", "tiny"]
+    make_plan("big", "small", find=find)
+    assert asked == ["big", "small"]
 
 
 def test_heads_and_a_draft_model_exclude_each_other() -> None:
     file = ModelFile(Path("x.gguf"), OPTIONS)
     with pytest.raises(ValueError, match="not both"):
-        DraftPlan(file, (file,), file)
+        DraftPlan(file, file, file)

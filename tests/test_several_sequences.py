@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fixed_tree import FixedTree
 from forward_requests import EXACT, MEMORIES, paths, text
 from llamaspec import (
     FixedLength,
@@ -34,13 +33,11 @@ from llamaspec.errors import ContextFullError, MemoryFullError
 from llamaspec.llama import runtime
 from llamaspec.llama.cells import CellTable
 from llamaspec.measure.probe import sample_tokens
-from llamaspec.measure.store import auto_length
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import ForwardRequest, Logits, TokenArray
 from model_store import ModelStore
 from tiny_models import Recipe
 
-SHAPES = (None, None, (2, 2, 1), (4, 1), (1, 3, 2))
 LONG = 2048  # tokens that the longest model was trained on
 
 
@@ -55,7 +52,6 @@ class Wanted:
     max_tokens: int
     temperature: float
     n_draft: int
-    tree: tuple[int, ...] | None  # instead of a chain, if the memory can branch
     n_read: int | None  # pieces after which the stream is closed; None = read all
 
     def stream(self, pair: Pair) -> TextStream:
@@ -66,7 +62,7 @@ class Wanted:
             sampling=Sampling(temperature=self.temperature),
             seed=self.seed,
             max_tokens=self.max_tokens,
-            policy=FixedLength(self.n_draft) if self.tree is None else FixedTree(self.tree),
+            policy=FixedLength(self.n_draft),
         )
 
 
@@ -80,7 +76,6 @@ def some_texts(rng: np.random.Generator, n: int, *, longest_prompt: int, longest
             int(rng.integers(1, longest)),
             float(rng.choice([0.0, 0.7, 1.3])),
             int(rng.integers(0, 6)),
-            SHAPES[int(rng.integers(len(SHAPES)))],
             int(rng.integers(0, 20)) if rng.random() < 0.2 else None,
         )
         for number in range(n)
@@ -333,7 +328,7 @@ def test_a_text_has_the_same_logits_whatever_ran_before(
 
     Finished sequences stayed in the cache, so a server gave other completions than at first.
     """
-    texts = [Wanted(number, 60 + 90 * number, number, 7, 30, 0.7, 0, None, None) for number in range(4)]
+    texts = [Wanted(number, 60 + 90 * number, number, 7, 30, 0.7, 0, None) for number in range(4)]
     with tiny_pair(store, kind, "f16", n_ctx=512, n_cells=2048, threads=2) as pair:
         recorder = Recorder(pair.target)
         recorder.arrange(monkeypatch)
@@ -381,7 +376,7 @@ def assert_the_same_in_every_situation(
         pytest.skip(reason)
     recorder = Recorder(pair.target)
     recorder.arrange(monkeypatch)
-    in_every_situation(pair, auto_length(pair), prompts, n)
+    in_every_situation(pair, pair.auto_length(), prompts, n)
     assert recorder.n_compared > 7 * n
     assert recorder.differing == []
 

@@ -20,14 +20,16 @@ from rich.console import Console
 
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, option_group
 from llamaspec.cli.model_options import ModelChoice, check_files, find_plan, model_options
-from llamaspec.cli.options import JSON_OPTION, Drafting, drafting_options
+from llamaspec.cli.options import JSON_OPTION, drafting_options
 from llamaspec.cli.output import SlowProgress, check_writable, print_table, say
 from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import write_file
 from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.resources import default_threads, n_hardware_threads
 from llamaspec.measure.bench import Sample, ask_all, speed_ups
+from llamaspec.measure.machine import LoadWatch, too_many_taken
 from llamaspec.measure.report import (
     COLUMNS,
     Report,
@@ -43,6 +45,7 @@ from llamaspec.measure.report import (
 from llamaspec.measure.served_arms import own_arms, peer_arms, program_version, serving
 from llamaspec.measure.store import keep_gains
 from llamaspec.measure.tasks import TASKS, context_for, quick_tasks, read_tasks
+from llamaspec.opening import Drafting
 from llamaspec.plan import DraftPlan
 from llamaspec.values import Copying
 
@@ -138,14 +141,15 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
     )
     samples: list[Sample] = []
     say(f"starting {len(arms)} servers, which take turns: {'; '.join(arm.name for arm in arms)}")
-    fault, code = None, 0
+    fault, code, n_taken = None, 0, 0.0
     try:
         with _ended_by_signals(), ExitStack() as started:
             with SlowProgress("starting the servers"):
                 servers = started.enter_context(serving(arms))
-            asks = {name: server.ask for name, server in servers.items()}
+            asks, watch = {name: server.ask for name, server in servers.items()}, LoadWatch()
             for each in ask_all(asks, tasks, settings.fields, settings.repeats, say):
                 samples += each
+            n_taken = watch.n_taken()
     except KeyboardInterrupt:
         say(f"interrupted{'; results so far:' if samples else ''}")
         code = EXIT_INTERRUPTED
@@ -157,7 +161,8 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
         with_hashes = bench.as_json or bench.share is not None
         report = make_report(samples, plan, settings, peer_version, with_hashes=with_hashes)
         is_usual = drafting == Drafting() and settings.temperature == 0 and settings.max_tokens is None
-        if is_whole and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
+        is_calm = is_whole and not _warns_of_load(n_taken)
+        if is_calm and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
             keep_gains(plan, speed_ups(samples))
         _show(report, bench)
         if bench.share is not None and is_whole:
@@ -168,6 +173,18 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
     if fault is not None:
         raise fault
     sys.exit(code)
+
+
+def _warns_of_load(n_taken: float) -> bool:
+    """Warn if other programs used `n_taken` hardware threads, which is too many; return whether they did."""
+    n_physical, n_logical = default_threads(), n_hardware_threads()
+    if not too_many_taken(n_taken, n_physical, n_logical):
+        return False
+    say(
+        f"warning: other programs used {n_taken:.1f} of {n_logical} hardware threads, so these results "
+        "are not kept as the verdict on the pair; stop them and repeat the benchmark"
+    )
+    return True
 
 
 def _check(bench: BenchOptions) -> None:

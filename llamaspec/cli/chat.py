@@ -23,8 +23,8 @@ from llamaspec.cli.model_options import (
     ModelChoice,
     fetched_model,
     find_plan,
-    learning,
     model_or_plain_options,
+    reporting,
 )
 from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
 from llamaspec.cli.signals import signals_reach_input
@@ -93,8 +93,8 @@ def chat(
         messages = load_last()
     save_to = files.writable(save) if save is not None else None
     seed = decoding.seed_or_random()
-    with learning(find_plan(models), models, decoding) as (pair, policy):
-        how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule, policy)
+    with reporting(find_plan(models), models, decoding) as pair:
+        how = (decoding.sampling, seed, decoding.max_tokens, decoding.rule, pair.length)
         settings = ChatSettings(*how, reasoning_budget)
         if reasoning == "off":  # the budget holds for models that reason whatever the template says
             settings = replace(settings, reasoning_budget=0, template_kwargs={"enable_thinking": False})
@@ -152,7 +152,7 @@ def run(context: click.Context, arguments: tuple[str, ...]) -> None:
         fetched_model(name)
         inner.params["target"] = name
         if not inner.params["draft"] and known_draft(name, fetched_model) is not None:
-            inner.params["draft"] = (AUTO,)
+            inner.params["draft"] = AUTO
         chat.invoke(inner)
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
 from llamaspec.cli.grouped import Decorator, GroupedCommand, option_group
-from llamaspec.cli.model_options import ModelChoice, find_plan, learning, model_or_plain_options
+from llamaspec.cli.model_options import ModelChoice, find_plan, model_or_plain_options, reporting
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import TextStream
@@ -107,7 +107,7 @@ def generate(
     text = prompt.read()
     seed = decoding.seed_or_random()
     quiet = output.stats is None or output.as_json or output.explain  # which says the same and more
-    with learning(find_plan(models), models, decoding, quiet=quiet) as (pair, policy):
+    with reporting(find_plan(models), models, decoding, quiet=quiet) as pair:
         constraint = None
         if output.json_schema is not None:
             constraint = pair.json_schema(output.json_schema)
@@ -121,7 +121,6 @@ def generate(
                 max_tokens=decoding.max_tokens,
                 stops=output.stop,
                 rule=decoding.rule,
-                policy=policy,
                 on_prefill=progress.part,
                 constraint=constraint,
                 prediction=output.prediction,
@@ -134,8 +133,8 @@ def generate(
             click.echo(json.dumps(completion_json(completion, pair, seed, decoding.rule)))
         else:
             _report(completion, seed, output)
-        if output.explain and isinstance(policy, AutoLength):
-            prior = policy.experience()
+        if output.explain and isinstance(pair.length, AutoLength):
+            prior = pair.length.experience()
             reasons = explain(completion, prior.curve)
             print_reasons(reasons, pair_verdict(pair, prior), out.stderr_console())
         elif output.explain:
@@ -215,8 +214,7 @@ def _round_json(round_: Round, vocabulary: Vocabulary) -> dict[str, Any]:
             {
                 "text": text(token),
                 "confidence": round_.confidences[i],
-                "parent": draft.parent(i),
-                "kept": i in round_.path,
+                "kept": i < round_.n_accepted,
             }
             for i, token in enumerate(draft.tokens.tolist())
         ],
@@ -242,7 +240,6 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
         "rule": rule,
         "target": str(pair.target.path),
         "draft": draft,
-        "draft_models": [str(model.path) for model in pair.draft_models],
         "statistics": {
             "rounds": summary.n_rounds,
             "rounds_without_draft": summary.n_rounds_without_draft,

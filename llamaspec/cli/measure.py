@@ -21,9 +21,9 @@ from llamaspec.cli.model_options import (
     ModelChoice,
     find_plan,
     find_plan_here,
-    learning,
     model_options,
     open_models,
+    reporting,
 )
 from llamaspec.errors import LlamaspecError, PairError
 from llamaspec.llama import runtime
@@ -93,14 +93,14 @@ def compare(
         text = PREDICTABLE_PROMPT.encode()
     seed = decoding.seed or 0  # so that the next comparison measures the same completions
     with (
-        learning(plan, models, decoding, quiet=True) as (pair, policy),
+        reporting(plan, models, decoding, quiet=True) as pair,
         out.SlowProgress("comparing") as progress,
     ):
         if text is None:
             tasks = _ordinary_tasks(pair, decoding, seed)
         else:
             tasks = [task_of(pair, text, decoding, seed)]
-        comparison = run_compare(pair, tasks, num_runs, policy, progress)
+        comparison = run_compare(pair, tasks, num_runs, pair.length, progress)
     kept = pair_verdict(plan)
     if as_json:
         click.echo(json.dumps(_comparison_json(comparison, tasks[0], kept)))
@@ -326,11 +326,10 @@ def audit(
     """
     text, plan = prompt.read(AUDIT_PROMPT), plan_with_draft(models, "audit")
     seed = decoding.seed or 0
-    with open_models(plan, models) as pair, out.SlowProgress("auditing") as progress:
+    with open_models(plan, models, decoding) as pair, out.SlowProgress("auditing") as progress:
         task = task_of(pair, text, decoding, seed)
-        policy = shared.make_policy(pair, decoding)
         why_inexact = pair.call(pair.target.why_inexact)
-        found = run_audit(pair, task, policy, progress)
+        found = run_audit(pair, task, pair.length, progress)
     passed = found.is_exact if why_inexact is None else found.is_lossless
     if as_json:
         more = {"passed": passed, "identical_widths": found.identical_widths, "why_inexact": why_inexact}

@@ -13,7 +13,6 @@ from click.core import ParameterSource
 
 from llamaspec.catalog import locate_model, resolve_model
 from llamaspec.cli.grouped import Decorator, option_group
-from llamaspec.cli.options import Drafting, make_policy
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import RemoteFile
 from llamaspec.kernels import AUTO as AUTO_KERNELS
@@ -24,10 +23,10 @@ from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.measure.doctor import OK, option_findings
 from llamaspec.measure.reasons import pair_verdict
-from llamaspec.measure.store import keep_learnt, stored
-from llamaspec.pair import Pair, demo_draft, demo_target, open_plan
+from llamaspec.measure.store import stored
+from llamaspec.opening import Drafting, open_plan
+from llamaspec.pair import Pair, demo_draft, demo_target
 from llamaspec.plan import AUTO, NGRAM, DraftPlan, Find, known_draft, make_plan
-from llamaspec.protocols import LengthPolicy
 from llamaspec.values import Copying, Source
 
 ALMOST = 0.99  # most progress shown while loading: after the weights, contexts are created
@@ -48,6 +47,12 @@ class _KernelsChoice(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
+def _only_one(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
+    if len(names) > 1:
+        raise click.UsageError(f"a target has one draft; drop all but one --{parameter.name}", ctx)
+    return names[0] if names else None
+
+
 _CACHE = click.Choice(list(CACHE_TYPES))
 
 KERNELS_OPTION = click.option(
@@ -62,10 +67,10 @@ _NAMES: tuple[Decorator, ...] = (
                  help="The large model: a file, a name from llamaspec models list, hf:owner/repo:FILE, "
                       "hf:owner/repo:QUANTIZATION, or the address of its page on the hub."),
     click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
-                 type=_DraftName(), envvar="LLAMASPEC_DRAFT",
+                 type=_DraftName(), callback=_only_one, envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens. auto = the draft known for the target, or else "
                       "its prediction heads; mtp = the target's own prediction heads; ngram = no model, only "
-                      "copies of earlier text. May be repeated: each drafts for the previous one."),
+                      "copies of earlier text."),
     click.option("--pair", metavar="NAME",
                  help="A target and its draft, by a name from llamaspec models list."),
     click.option("--ngram/--no-ngram", default=None,
@@ -113,7 +118,7 @@ class ModelChoice:
     """The models as given on the command line."""
 
     target: str
-    drafts: tuple[str, ...]  # each drafts for the one before it
+    draft: str | None
     is_embedded: bool  # no target was given, so the embedded pair is used
     copying: Copying
     no_draft: bool
@@ -122,7 +127,7 @@ class ModelChoice:
 
 
 def _choice(
-    *, target: str | None, draft: tuple[str, ...], pair: str | None, ngram: bool | None,
+    *, target: str | None, draft: str | None, pair: str | None, ngram: bool | None,
     verbose: bool, no_draft: bool = False, **given: Any,
 ) -> ModelChoice:  # fmt: skip
     """Make a ModelChoice; --pair overrides the environment variables."""
@@ -131,15 +136,15 @@ def _choice(
         for name in ("target", "draft"):
             if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise ValueError(f"--pair names both models; drop --{name}")
-        target, draft = pair, (AUTO, *draft[1:])
-    if NGRAM in draft and ngram is False and not no_draft:
+        target, draft = pair, AUTO
+    if draft == NGRAM and ngram is False and not no_draft:
         raise ValueError("--draft ngram and --no-ngram contradict each other; drop one")
     runtime.log.verbose = verbose
     is_embedded, copying = target is None, Copying.of(ngram)
     if no_draft:
-        draft, copying = (), Copying.OFF
-    elif is_embedded and draft in ((), (AUTO,)):
-        draft = (str(demo_draft()),)
+        draft, copying = None, Copying.OFF
+    elif is_embedded and draft in (None, AUTO):
+        draft = str(demo_draft())
     threads = given["threads"]
     target_options = ModelOptions(
         n_ctx=given["n_ctx"],
@@ -207,7 +212,7 @@ def find_plan(choice: ModelChoice, find: Find = fetched_model) -> DraftPlan:
     n_ctx = choice.draft_options.n_ctx or choice.target_options.n_ctx
     return make_plan(
         choice.target,
-        choice.drafts,
+        choice.draft,
         copying=choice.copying,
         target_options=choice.target_options,
         draft_options=replace(choice.draft_options, n_ctx=n_ctx),
@@ -228,51 +233,57 @@ def check_files(plan: DraftPlan) -> None:
         check_gguf(model.path)
 
 
-def open_models(plan: DraftPlan, choice: ModelChoice, cache_ram: int | None = None) -> Pair:
-    """Load the models with a progress bar, and warn on stderr about surprising settings."""
+def open_models(
+    plan: DraftPlan,
+    choice: ModelChoice,
+    drafting: Drafting = Drafting(),  # noqa: B008  # immutable
+    cache_ram: int | None = None,
+) -> Pair:
+    """Open a pair with a progress bar, and warn on stderr about surprising settings."""
     if choice.is_embedded:
         say("no --target given, using the small embedded pair")
     elif choice.no_draft:
         pass
     elif plan.is_plain:
         say("no --draft given, decoding plainly")
-    elif not choice.drafts and known_draft(choice.target, lambda _: plan.target.path) is not None:
+    elif choice.draft is None and known_draft(choice.target, lambda _: plan.target.path) is not None:
         say("no --draft given, so draft tokens are only copied from earlier text; try --draft auto")
     check_files(plan)
     with SlowProgress("loading") as progress:
-        pair = open_plan(plan, cache_ram=cache_ram, on_load=lambda done: progress(min(done, ALMOST)))
+        pair = open_plan(
+            plan,
+            drafting,
+            cache_ram=cache_ram,
+            on_load=lambda done: progress(min(done, ALMOST)),
+            notify=say,
+        )
     _warn(pair)
     return pair
 
 
 @contextmanager
-def learning(
+def reporting(
     plan: DraftPlan,
     choice: ModelChoice,
     drafting: Drafting,
     cache_ram: int | None = None,
     *,
     quiet: bool = False,
-) -> Iterator[tuple[Pair, LengthPolicy]]:
-    """Open a pair and make its policy; at the end, keep what the policy has learnt.
+) -> Iterator[Pair]:
+    """Open a pair, and close it at the end.
 
     Unless `quiet`, say after the first run that the pair was measured, and as soon as it is known, how much
     faster drafting is.
     """
-    with open_models(plan, choice, cache_ram) as pair:
-        with SlowProgress("measuring the speed of the pair"):
-            policy = make_policy(pair, drafting)
-        drafts = isinstance(policy, AutoLength) and Source.MODEL in pair.sources
-        reports = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
-        is_first = stored(pair, LearnedPrior) is None
-        try:
-            yield pair, policy
-        finally:
-            keep_learnt(pair, policy)
-        if reports and is_first and stored(pair, LearnedPrior) is not None:
-            say("first run with this pair: its speed was measured, and the next runs start from that")
-        if reports and (found := pair_verdict(pair)) is not None:
-            say(found)
+    with open_models(plan, choice, drafting, cache_ram) as pair:
+        drafts = isinstance(pair.length, AutoLength) and Source.MODEL in pair.sources
+        reports = drafts and not quiet and not choice.is_embedded and pair_verdict(plan) is None
+        is_first = stored(plan, LearnedPrior) is None
+        yield pair
+    if reports and is_first and stored(plan, LearnedPrior) is not None:
+        say("first run with this pair: its speed was measured, and the next runs start from that")
+    if reports and (found := pair_verdict(plan)) is not None:
+        say(found)
 
 
 def _warn(pair: Pair) -> None:

@@ -14,13 +14,11 @@ import click
 from llamaspec.chat.messages import Message
 from llamaspec.chat.template import ChatTemplate, check_template
 from llamaspec.cli.grouped import Command, Decorator, Integer, Number, option_group
-from llamaspec.cli.output import Detail, say
-from llamaspec.errors import InexactError, PromptError
-from llamaspec.length.fixed import FixedLength
+from llamaspec.cli.output import Detail
+from llamaspec.errors import PromptError
 from llamaspec.llama.options import MAX_DRAFT
-from llamaspec.measure.store import auto_length
+from llamaspec.opening import Drafting
 from llamaspec.pair import Pair
-from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import check_grammar, check_json_schema
 from llamaspec.sampling.filters import Sampling
@@ -177,9 +175,6 @@ _DRAFTING: tuple[Decorator, ...] = (
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
                  metavar=f"auto|0-{MAX_DRAFT}",
                  help="Draft tokens per round; 0 = plain decoding, auto = as many as are fastest."),
-    click.option("--trees", is_flag=True,
-                 help="Let drafts branch into trees if that is expected to be faster. Trees need cheap large "
-                      "batches and the coupled rule."),
     click.option("--exact", is_flag=True,
                  help="Refuse to run if the bits of a result could depend on what ran before or runs at the "
                       "same time."),
@@ -206,15 +201,6 @@ _RULE: tuple[Decorator, ...] = (
                       "without a draft."),
     *_DRAFTING,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """Options for drafting."""
-
-    draft_length: int | None = None  # None = automatic
-    exact: bool = False  # refuse to run if results may depend on what is evaluated beside them
-    trees: bool = False  # draft tokens may branch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,18 +260,6 @@ def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
     """Return the settings that `/set` can change; None = off, or a random seed."""
     chain = {name: getattr(decoding.sampling, name) for name in _SAMPLING}
     return {**chain, "seed": decoding.seed, "max_tokens": decoding.max_tokens}
-
-
-def make_policy(pair: Pair, drafting: Drafting) -> LengthPolicy:
-    """Return a new policy that starts from the stored measurements of this pair.
-
-    InexactError if --exact was given and results may differ.
-    """
-    if drafting.exact and (reason := pair.call(pair.target.why_inexact)) is not None:
-        raise InexactError(f"--exact is impossible: {reason}")
-    if drafting.draft_length is not None:
-        return FixedLength(drafting.draft_length)
-    return auto_length(pair, say, trees=drafting.trees)
 
 
 # Conversations

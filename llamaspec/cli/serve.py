@@ -17,7 +17,13 @@ from click.core import ParameterSource
 from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, refusing_values, section
-from llamaspec.cli.model_options import ModelChoice, device_names, find_plan, learning, model_or_plain_options
+from llamaspec.cli.model_options import (
+    ModelChoice,
+    device_names,
+    find_plan,
+    model_or_plain_options,
+    reporting,
+)
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import ConstraintError, LlamaspecError, WorkerError
@@ -25,6 +31,7 @@ from llamaspec.files import cache_folder
 from llamaspec.llama.devices import PORT, find_devices, serve_worker
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.prefix_store import PrefixFolder
+from llamaspec.opening import Drafting
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.serve import MAX_PARALLEL, ServeSettings
@@ -83,7 +90,7 @@ Examples:
 @shared.drafting_options
 def serve(
     models: ModelChoice,
-    drafting: shared.Drafting,
+    drafting: Drafting,
     api_keys: tuple[str, ...],
     api_key_file: str | None,
     ctx_per_request: int | None,
@@ -114,11 +121,11 @@ def serve(
     with suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         faulthandler.enable(all_threads=False)  # a model file that was shortened, or a fault in llama.cpp
     opened = open_socket(settings)
-    with opened, learning(plan, models, drafting, cache_ram) as (pair, policy), _prefixes(folder, pair):
+    with opened, reporting(plan, models, drafting, cache_ram) as pair, _prefixes(folder, pair):
         with SlowProgress("preparing the server"), suppress(ConstraintError):
             pair.json_schema({})  # prepares the vocabulary now, not at the first request with a schema
         template = _template(pair, chat_template)
-        with serving(pair, policy, template, settings, tell) as (app, service):
+        with serving(pair, pair.length, template, settings, tell) as (app, service):
             url = url_of(opened)
             lines = [f"{service.model_name} is served at {url}", *_in_short(pair, settings.parallel, url)]
             if service.verdict is not None:
@@ -134,10 +141,10 @@ def serve(
 
 def _in_short(pair: Pair, parallel: int, url: str) -> Sequence[str]:
     """Describe the models and the addresses for clients."""
-    drafts = " and ".join(model.description for model in pair.draft_models)
+    draft = None if pair.draft is None else pair.draft.description
     if pair.heads is not None:
-        drafts = "its own prediction heads"
-    what = f"{pair.target.description}, {f'draft: {drafts}' if drafts else 'no draft'}"
+        draft = "its own prediction heads"
+    what = f"{pair.target.description}, {'no draft' if draft is None else f'draft: {draft}'}"
     return (
         f"{what}; {pair.target.weights.kernels}",
         f"{parallel} requests at once, up to {pair.target.context_size} tokens each",
@@ -179,8 +186,8 @@ def _with_room(plan: DraftPlan, models: ModelChoice, per_request: int | None, pa
     def roomy(file: ModelFile, n_ctx: int | None) -> ModelFile:
         return replace(file, options=replace(file.options, n_ctx=n_ctx, n_cells=n_cells))
 
-    drafts = tuple(roomy(file, models.draft_options.n_ctx or per_request) for file in plan.drafts)
-    return replace(plan, target=roomy(plan.target, per_request), drafts=drafts)
+    draft = plan.draft and roomy(plan.draft, models.draft_options.n_ctx or per_request)
+    return replace(plan, target=roomy(plan.target, per_request), draft=draft)
 
 
 @contextmanager

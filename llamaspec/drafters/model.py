@@ -7,21 +7,17 @@ without them the completion would have another distribution. tests/drafters/test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from llamaspec.drafters.common_vocabulary import SharedTokens
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError
-from llamaspec.length.tree import CONTEXT, CandidateTree, Growth, TreeLength
 from llamaspec.protocols import Drafting, Preparing, PromptReading, RandomStreams, Rule, SequenceLength
 from llamaspec.sampling.filters import confidence
-from llamaspec.sampling.sampler import Sampler, candidates
+from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
-
-N_CANDIDATES = 4  # for each position of a tree
-DEEPEST = 64  # maximum depth of a tree
 
 
 @dataclass(slots=True)
@@ -137,43 +133,3 @@ class ModelDrafter:
             return path
         half = max(1, self.context_size // 2)
         return path[-(-excess // half) * half :]
-
-
-@dataclass(slots=True)
-class TreeDrafter(ModelDrafter):
-    """Drafts trees if the length policy allows them, else chains.
-
-    The model evaluates a whole level in one step. The candidates of a position have the greatest log q + g,
-    with the noise g that the target will sample with; the first is the token that a chain would draft. So the
-    rule must be the coupled one. Trees need the same vocabulary as the target's, and no constraint.
-    """
-
-    trees: TreeLength = field(kw_only=True)
-
-    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
-        """Draft a tree or a chain."""
-        can_grow = self.fault is None and len(context) + DEEPEST <= self.context_size
-        growth = self.trees.tree() if can_grow else None
-        return ModelDrafter.propose(self, context, length) if growth is None else self._grow(context, growth)
-
-    def _grow(self, context: TokenArray, growth: Growth) -> Drafting:
-        known, tree = self.tokens.translate(context), CandidateTree()
-        while nodes := growth.expand(tree):
-            try:
-                forward = yield self._level(known, tree, nodes)
-            except EVALUATION_FAULTS as error:
-                self.note_fault(error)
-                break
-            for node, logits in zip(nodes, forward.logits, strict=True):
-                path, scores = np.concatenate([known, tree.path(node)]), self.tokens.scores(logits)
-                tree.add(node, *candidates(scores, self.sampler, path, self.streams, N_CANDIDATES))
-        return tree.draft(growth.keep(tree), self.source)
-
-    def _level(self, context: TokenArray, tree: CandidateTree, nodes: Sequence[int]) -> ForwardRequest:
-        """Request the logits after some nodes, each evaluated after its ancestors."""
-        if nodes[0] == CONTEXT:
-            return ForwardRequest(self.model, context)
-        n_known = len(tree.evaluated)
-        tree.evaluated += nodes
-        listed = tree.listed(tree.evaluated)
-        return ForwardRequest(self.model, context, 0, listed.tokens, listed.parents, n_known)

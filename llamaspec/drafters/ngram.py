@@ -273,7 +273,7 @@ class NgramDrafter:
         ahead = tuple((strengths / (strengths + 1.0)).tolist())
         n = 0
         while n < len(following) and length.wants_more(
-            Draft(following[:n], (), ahead[:n], source, None, ahead[n:])
+            Draft(following[:n], (), ahead[:n], source, ahead[n:])
         ):
             n += 1
         certain = tuple([Distribution.certain(token) for token in following[:n].tolist()])

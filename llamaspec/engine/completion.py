@@ -14,6 +14,7 @@ from enum import Enum
 from llamaspec.values import Round, UnusedDraft
 
 MIN_TIMED_TOKENS = 16  # the speed-up of fewer tokens is noise
+MIN_PLAIN_SECONDS = 0.003  # so is that of a target whose plain rounds are shorter
 
 
 class StopReason(str, Enum):
@@ -88,18 +89,32 @@ def summarize(rounds: Sequence[Round], n_tokens: int) -> Summary:
 def _plain_seconds(rounds: Sequence[Round]) -> dict[int, float]:
     """Return the seconds of a round without a draft, by the number of sequences that share its evaluation.
 
-    They are the latest estimate of the length policy. Without one, they are the median of these rounds if at
-    least three had no draft: a single one may have been delayed.
+    They are the latest estimate of the length policy for the evaluation, and the usual overhead. Without an
+    estimate, they are the median of these rounds if at least three had no draft: a single one may have been
+    delayed.
     """
+    measured = _measured_plain_seconds(rounds)
+    known = {} if measured is None else {1: measured}
+    undrafted = [each for each in rounds if not each.n_drafted] or rounds
+    overhead = statistics.median(each.overhead_seconds for each in undrafted) if rounds else 0.0
+    return known | {
+        each.n_sequences: each.plain_seconds + overhead for each in rounds if each.plain_seconds is not None
+    }
+
+
+def _measured_plain_seconds(rounds: Sequence[Round]) -> float | None:
+    """Return the median seconds of a round of one sequence without a draft; None if fewer than three were."""
     plain = [each.seconds - each.draft_seconds for each in rounds if each.width == 1]
-    known = {1: statistics.median(plain)} if len(plain) >= 3 else {}
-    return known | {each.n_sequences: each.plain_seconds for each in rounds if each.plain_seconds is not None}
+    return statistics.median(plain) if len(plain) >= 3 else None
 
 
 def _speed_up(rounds: Sequence[Round], plain_seconds: Mapping[int, float]) -> float | None:
     """Return how many times as fast as plain decoding the rounds were.
 
-    None if nothing was verified, if there are fewer than MIN_TIMED_TOKENS, or if no plain round was timed.
+    None if nothing was verified, if there are fewer than `MIN_TIMED_TOKENS`, if no plain round was timed, or
+    if one takes less than `MIN_PLAIN_SECONDS`. None, too, if the estimate is wrong for this completion's own
+    plain rounds by more than drafts have changed.
+
     Rounds that shared their evaluation with a prompt do not count, because their own share is unknown. A
     round never costs less than a plain one, so tokens per round is an upper bound.
     """
@@ -111,8 +126,13 @@ def _speed_up(rounds: Sequence[Round], plain_seconds: Mapping[int, float]) -> fl
         is_known and seconds and any(round_.n_verified for round_ in rounds)
     ):
         return None
+    if min(plain_seconds.values()) < MIN_PLAIN_SECONDS:
+        return None
     plain = sum((round_.n_accepted + 1) * plain_seconds[round_.n_sequences] for round_ in rounds)
-    return min(plain / seconds, n_tokens / len(rounds))
+    speed_up = min(plain / seconds, n_tokens / len(rounds))
+    measured = _measured_plain_seconds(rounds)
+    error = 0.0 if measured is None else abs(measured / plain_seconds[1] - 1)
+    return speed_up if abs(speed_up - 1) >= error else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

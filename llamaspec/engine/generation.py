@@ -74,7 +74,7 @@ def _prefill(config: Speculation) -> Generating[TextEvent]:
         seconds += forward.seconds
         n_new = end - max(forward.n_cached, begin)
         if reading is not None and forward.evaluation.width == n_new:  # in one evaluation, beside no other
-            reading.observe_prompt(n_new, forward.seconds)
+            reading.observe_prompt(forward.evaluation, forward.seconds)
         if end < n_total:  # now, because prediction heads need hidden states that are not kept for long
             seconds += yield from _prepare(config.drafter, prompt[: end + 1])
         yield Prefilled(end, n_total, n_cached, seconds)

@@ -20,7 +20,7 @@ from llamaspec.engine.batching import Batching, Group
 from llamaspec.engine.sequence import Clock, RunningSequence, Slot, Stopwatch, as_exception
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError
 from llamaspec.protocols import Model
-from llamaspec.values import TARGET, Evaluation, Forward, ForwardRequest, Logits, n_common
+from llamaspec.values import TARGET, Attention, Evaluation, Forward, ForwardRequest, Logits, n_common
 
 MARGIN = 64  # KV cells that a sequence may need for draft tokens and padding
 HEADROOM = 256  # tokens that a sequence must have room to generate before it is swapped in
@@ -199,7 +199,15 @@ class Scheduler:
         slots = group.slots
         self._batching.note(group, seconds)
         n_rounds = len(slots) - bool(group.n_prefill)
-        evaluation = Evaluation(group.width, n_rounds, next(self._serials), group.n_prefill)
+        model = self._models[group.model]
+        evaluation = Evaluation(
+            group.width,
+            n_rounds,
+            next(self._serials),
+            group.n_prefill,
+            _attention(model, slots),
+            model.is_disturbed,
+        )
         prefill_seconds = seconds * group.n_prefill / group.width  # for the prompt chunk of the last slot
         for i, (slot, scores) in enumerate(zip(slots, logits, strict=True)):
             request, watch = slot.request, slot.stopwatch
@@ -213,11 +221,21 @@ class Scheduler:
     def _resume(self, slot: Slot, answer: Forward | None = None, *, error: Exception | None = None) -> None:
         """Resume a sequence with an answer or an error. An exception of its coroutine ends only this one."""
         try:
+            self._tell_length(slot)
             slot.advance(answer, error)
         except StopIteration:
             self._end(slot)
         except BaseException as raised:  # noqa: BLE001  # raised to the reader
             self._end(slot, raised)
+
+    def _tell_length(self, slot: Slot) -> None:
+        """Tell a length policy which sequences take part in the round that may begin."""
+        length, request = slot.sequence.length, slot.request
+        if length is None or request is None or request.model != TARGET:
+            return
+        taking_part = [each.sequence.length for each in self._slots if each.takes_part and each is not slot]
+        others = [each for each in taking_part if each is not None]
+        length.begin_round(self._models[TARGET].attended(request.n_tokens), others)
 
     def _end(self, slot: Slot, error: BaseException | None = None) -> None:
         """End a sequence; others may use its cached tokens. May be called more than once."""
@@ -232,6 +250,16 @@ class Scheduler:
                 error = error or raised
         slot.request = None
         slot.sequence.end(error)
+
+
+def _attention(model: Model, slots: Sequence[Slot]) -> Attention:
+    """Return how many cached tokens the positions of an evaluation attend to."""
+    attention = Attention()
+    for slot in slots:
+        assert slot.part is not None
+        n_new = slot.part.n_tokens - slot.n_cached
+        attention = attention.plus(model.attended(slot.n_cached + n_new // 2), n_new)
+    return attention
 
 
 def _headroom(slot: Slot) -> int:

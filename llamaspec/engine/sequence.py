@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from llamaspec.protocols import SequenceLength
 from llamaspec.values import NO_TOKENS, TARGET, Forward, ForwardRequest, Round, TokenArray
 
 Event = TypeVar("Event")
@@ -28,7 +29,7 @@ class RunningSequence(Generic[Event]):
     """A completion that is being generated."""
 
     coroutine: Generating[Event]
-    timed_width: Callable[[], int | None] = lambda: None  # the width to pad the next round to, to time it
+    length: SequenceLength | None = None  # its length policy
     n_prompt: int = 0  # tokens
     limit: int | None = None  # maximum length in tokens, prompt included
     is_interactive: bool = False  # a person waits for it
@@ -183,6 +184,11 @@ class Slot:
         return not self.sequence.is_swapped_out and not self.waits_for_reader
 
     @property
+    def takes_part(self) -> bool:
+        """Whether one of the target's next evaluations includes a round of the sequence."""
+        return self.is_running and self.request is not None and (self.has_rounds or self.request.n_scored > 0)
+
+    @property
     def n_cells(self) -> int:
         """KV cells that the prompt, or the next evaluation, needs."""
         return max(self.sequence.n_prompt, 0 if self.request is None else self.request.n_tokens)
@@ -190,7 +196,7 @@ class Slot:
     def timed_width(self) -> int:
         """Return the width that the length policy wants to time, or 0; note the error if the policy fails."""
         try:
-            return self.sequence.timed_width() or 0
+            return 0 if self.sequence.length is None else self.sequence.length.timed_width() or 0
         except BaseException as error:  # noqa: BLE001  # ends this sequence alone
             self.fault = as_exception(error)
             return 0

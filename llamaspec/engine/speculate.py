@@ -1,7 +1,7 @@
 """Speculative decoding: draft, evaluate the whole draft at once, keep the accepted tokens, repeat.
 
 A coroutine without I/O. It yields requests and is sent the answers; it yields rounds and is sent them back
-with their seconds. This is the only loop: for greedy and sampled decoding, chains and trees, any drafter and
+with their seconds. This is the only loop: for greedy and sampled decoding, any drafter and
 none. Rejected tokens need no rollback, because the next request does not contain them. p = target.
 
 References: Algorithm 2 of Chen et al., arXiv 2302.01318; Algorithm 1 of Leviathan et al., arXiv 2211.17192.
@@ -112,7 +112,7 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
     draft = made.first(max(length.n_verified(made), 0))
 
     # Evaluate the draft at once: logits after `tokens` and after each draft token.
-    forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, parents=draft.parents)
+    forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens)
 
     # Accept draft tokens, and draw the next token.
     p = LogitsTarget(forward.logits, tokens, draft, sampler)
@@ -121,7 +121,7 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
     round_: Round = yield replace(
         round_of(made, draft, forward, verification, rule, p),
         logprobs=() if n_top is None else round_logprobs(forward.logits, draft, verification, n_top),
-        plain_seconds=None if reading is None else reading.plain_seconds(forward.evaluation.n_sequences),
+        plain_seconds=None if reading is None else reading.plain_seconds(forward.evaluation),
     )
     length.observe(round_)
     return round_

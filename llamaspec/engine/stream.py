@@ -152,7 +152,7 @@ class TextStream:
             speculation = self._speculation
             sequence: RunningSequence[TextEvent] = RunningSequence(
                 generate(speculation, self._text),
-                speculation.length.timed_width,
+                speculation.length,
                 n_prompt=len(speculation.prompt),
                 limit=speculation.limit,
                 is_interactive=self._is_interactive,

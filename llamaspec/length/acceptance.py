@@ -24,6 +24,7 @@ MATCHES = (0.5, 1, 2, 3.5, 6, 12, 24, 48, 96, 192, 400)  # matched tokens: centr
 MATCH_EDGES = tuple(i / (i + 1) for i in (0.5, 1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5))
 LEVEL, SLOPE, UNDRAWN = 0.2, 0.6, 0.4  # first guesses of log-odds; of tokens that are not drawn yet
 PRIOR, MOST = 4, 200  # weight of a first guess, and longest memory of an average, in tokens
+KEPT = 50  # maximum weight of what earlier runs have learnt, in tokens: the next text may be of another kind
 GAIN = 0.25  # how fast a completion's level moves
 LOSS = 0.5  # how fast it falls after a wrong copy, which costs a wide evaluation for nothing
 FLATTEST = 0.1  # minimum slope of a probability over its log-odds
@@ -32,12 +33,14 @@ FLATTEST = 0.1  # minimum slope of a probability over its log-odds
 class Acceptance:
     """Acceptance of one source over all completions: log-odds of each bin, then of tokens not drawn yet.
 
-    The first guess for a copy after a match of n tokens is odds of n : 1.
+    `log_odds` and the `counts` of tokens that they were learnt from are those of an earlier run. The first
+    guess for a copy after a match of n tokens is odds of n : 1.
     """
 
     def __init__(
         self,
         log_odds: Sequence[float] = (),
+        counts: Sequence[int] = (),
         *,
         level: float = LEVEL,
         slope: float = SLOPE,
@@ -46,12 +49,12 @@ class Acceptance:
         self._edges = MATCH_EDGES if is_copied else EDGES
         usual = map(log, MATCHES) if is_copied else (level + slope * log(p / (1 - p)) for p in CENTRES)
         self.log_odds = np.array(log_odds if len(log_odds) else (*usual, UNDRAWN))
-        self._n = [PRIOR] * len(self.log_odds)
+        self._n = [PRIOR + min(n, KEPT) for n in counts or [0] * len(self.log_odds)]
 
     @property
-    def n_learnt(self) -> int:
-        """Number of tokens learnt from, at most as many as the average remembers."""
-        return self._n[-1] - PRIOR
+    def counts(self) -> tuple[int, ...]:
+        """Tokens from which the log-odds were learnt, at most `KEPT` for each."""
+        return tuple(min(n - PRIOR, KEPT) for n in self._n)
 
     def probability(self, confidence: float | None = None, shift: float = 0.0) -> float:
         """Probability that a token is accepted; None = one that is not drawn yet."""
@@ -101,9 +104,6 @@ def expected_accepted(acceptance: float, longest: int) -> Array:
 
 
 def verified_tokens(round_: Round) -> list[tuple[float, bool]]:
-    """Return confidence and acceptance of each verified token; in a tree, of first candidates only."""
-    found: list[tuple[float, bool]] = []
-    for node, drawn in zip((-1, *round_.path), (*round_.path, None), strict=True):
-        if children := round_.draft.children(node):
-            found.append((round_.confidences[children[0]], children[0] == drawn))
-    return found
+    """Return confidence and acceptance of each accepted token, and of the first rejected one."""
+    n = round_.n_accepted
+    return [(confidence, i < n) for i, confidence in enumerate(round_.confidences[: n + 1])]

@@ -1,54 +1,72 @@
-"""Seconds of a target evaluation by width, and of a draft step.
+"""Seconds of a target evaluation, by its width and the depth of its sequences, and of a draft step.
 
-A width is the number of positions of one evaluation, over all sequences. Each width that was timed has a
-moving average of the logarithm of its seconds; widths between them are interpolated. All averages share a
-scale, because a machine gets slower and faster as a whole. Knows no model and no clock.
+A width is the number of positions of one evaluation, over all sequences. A depth is the number of cached
+tokens that a position attends to.
+
+    seconds = scale * (ratio[width] + attention * (first + share * others))
+
+`scale` is a plain evaluation without cached tokens, and ratio[1] is 1. `first` adds up the depths of the
+first position of each sequence, `others` those of all other positions. `attention` is what a cached token
+costs the first, and `share` of that each other one: 1 if every position reads the cache anew. So what is
+learnt at one depth, or while the machine is slow, holds at every other. The logarithms of these numbers are
+estimated together (`Belief`). docs/architecture.md has the constants. Knows no model and no clock.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from math import exp, log, log2
+from math import exp, hypot, log, log2, sqrt
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
+from llamaspec.length.belief import Array, Belief, Expected
+from llamaspec.values import NO_ATTENTION, Attention
 
 WIDEST = 1 << 16  # positions
 SHORTEST, LONGEST = 1e-12, 1e6  # seconds: other times cannot have been measured
-DENSE = 16  # up to this, each width has its own average; beyond, each power of two
+DENSE = 16  # up to this, each width has its own ratio; beyond, each power of two
 PLAIN_SECONDS = 0.03  # first guess of width 1
 STEP, POSITION = 0.12, 0.2  # first guesses of a draft step and one more position, relative to width 1
-TIMED = 2  # timings of a width before it is known; of plain decoding, before anything is drafted
-PROBED, MOST = 2, 15  # timings that a prior counts as; that an average remembers
-CALIBRATED = (2, 4, 8, 16)  # widths that are timed by padding plain rounds, `TIMED` times each
+READING = 0.1  # first guess of a prompt token of the draft model, in draft steps
+CACHED, SHARE = 5e-5, 0.4  # first guesses: 20,000 cached tokens take as long as the weights
+TIMED = 2  # timings of plain decoding before anything is drafted; of a width before it is known
+CALIBRATED = (2, 4, 8, 16)  # widths that are timed by padding plain rounds
 AGAIN = (
     4.0  # a second timing, in case the first one also compiled kernels, waits for this many times its cost
 )
-TOGETHER = 0.1  # share of a surprise that moves all widths
-OUTLIER, LASTING = 0.25, 3  # of a logarithm: larger surprises are clipped, unless as many come in a row
 LAG = 2  # tokens that a draft model usually has to process before its next step
-READING = 0.1  # first guess of a prompt token of the draft model, in draft steps
 PROMPT = 64  # minimum positions of a prompt chunk whose time is used for its width
+
+# Standard deviations of logarithms
+ANYTHING, GUESS = 3.0, 0.7  # of the scale, which may be anything; of other first guesses
+NOISE, FIRST, CHUNK = 0.08, 0.1, 0.2  # of a timing; of the first one of a width; of a prompt chunk
+PROBED, AGED = 0.05, 0.12  # of a probe's timing; what a kept one gains until the next run
+DRIFT, WEAR = 0.01, 0.003  # what the scale, and each ratio, gains from one evaluation to the next
+STALE = 0.2  # a width that is less certain is timed again
+OUTLIER, LASTING = 0.25, 3  # larger surprises are clipped, unless as many of a width come in a row
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Costs of one pair on one machine, as a probe or earlier runs have measured them.
+    """Costs of one pair on one machine without cached tokens, as a probe or earlier runs have measured them.
 
     Raises
     ------
     ValueError
-        The widths do not ascend from 1 to at most `WIDEST`, or a time cannot have been measured.
+        The widths do not ascend from 1 to at most `WIDEST`, or a number cannot have been measured.
     """
 
     widths: tuple[int, ...]  # positions in one evaluation of the target, ascending, the first is 1
     verify_seconds: tuple[float, ...]  # one for each width
     draft_step_seconds: float  # one draft token; 0 if draft tokens cost nothing
     draft_reading_seconds: float = 0.0  # one prompt token of the draft model; 0 if unknown
+    deviations: tuple[float, ...] = ()  # of the logarithm of each time, relative to width 1; () = a probe's
+    attention: float = 0.0  # cost of a cached token, relative to width 1; 0 if unknown
+    attention_share: float = 0.0  # of that, for each position of a sequence but the first; 0 if unknown
+    draft_attention: float = 0.0  # of the draft model, relative to its step; 0 if unknown
+    draft_deviation: float = PROBED  # of the logarithm of a draft step
 
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.verify_seconds) or self.widths[:1] != (1,):
@@ -62,20 +80,21 @@ class CostCurve:
         )  # fmt: skip
         if not all(SHORTEST <= seconds <= LONGEST for seconds in times):
             raise ValueError(f"seconds must be positive, from {SHORTEST:g} to {LONGEST:g}")
+        is_whole = len(self.deviations) in (0, len(self.widths))
+        if not is_whole or not all(0 <= each < 100 for each in (*self.deviations, self.draft_deviation)):
+            raise ValueError("deviations must be one for each width, from 0 to 100")
+        if not all(0 <= each < 1 for each in (self.attention, self.draft_attention)):
+            raise ValueError("a cached token must cost less than an evaluation")
+        if not 0 <= self.attention_share <= 1:
+            raise ValueError("the share of attention must be from 0 to 1")
 
-
-@dataclass(slots=True)
-class Average:
-    """Moving average of the logarithm of seconds, relative to the common scale."""
-
-    log: float
-    n: int  # timings, at most `MOST`
-    n_outliers: int = 0  # in a row; negative if they were too fast
-
-    def learn(self, surprise: float) -> None:
-        """Include one more timing, which differed by `surprise`."""
-        self.n = min(self.n + 1, MOST)
-        self.log += surprise / self.n
+    def seconds_at(self, depth: float) -> tuple[float, ...]:
+        """Return the seconds of each width for one sequence with this many cached tokens."""
+        cell = self.verify_seconds[0] * self.attention * depth
+        return tuple(
+            seconds + cell * (1 + self.attention_share * (width - 1))
+            for width, seconds in zip(self.widths, self.verify_seconds, strict=True)
+        )
 
 
 class Costs:
@@ -87,193 +106,286 @@ class Costs:
         From a probe or an earlier run.
     pads : bool
         Plain rounds may be padded to time a width.
-    is_settled : bool
-        The prior was measured in enough runs. Otherwise the narrow widths are timed again, in case the
-        machine was busy.
     """
 
-    def __init__(
-        self,
-        prior: CostCurve | None = None,
-        *,
-        pads: bool = True,
-        is_settled: bool = True,
-    ) -> None:
+    def __init__(self, prior: CostCurve | None = None, *, pads: bool = True) -> None:
         prior = prior or CostCurve((1,), (PLAIN_SECONDS,), 0.0)
-        n, step = (PROBED if is_settled else 1) * (len(prior.widths) > 1), prior.draft_step_seconds
-        self.averages = {
-            _knot(width): Average(log(seconds * _knot(width) / width), n)
-            for width, seconds in zip(prior.widths, prior.verify_seconds, strict=True)
-        }
-        self._step = Average(log(step or STEP * prior.verify_seconds[0]), PROBED if step else 0)
-        reading = prior.draft_reading_seconds
-        self._reading = Average(log(reading), PROBED) if reading else None
-        self._early: list[Callable[[], None]] = []  # timings that came before plain decoding set the scale
-        self._scale = 0.0  # logarithm
-        self._untimed = set(CALIBRATED if pads else ()) - (set(prior.widths) if is_settled else set())
+        plain, step, reading = prior.verify_seconds[0], prior.draft_step_seconds, prior.draft_reading_seconds
+        believed, self._belief = _kept_or_guessed, Belief()
+        add = self._belief.add
+        self._scale = add(log(plain), ANYTHING)
+        self._attention = add(*believed(prior.attention, CACHED))
+        self._share = add(*believed(prior.attention_share, SHARE))
+        self._step = add(log(step / plain or STEP), hypot(prior.draft_deviation, AGED) if step else GUESS)
+        self._step_attention = add(*believed(prior.draft_attention, prior.attention or CACHED))
+        self._reading = add(*believed(reading / plain, READING * (step / plain or STEP)))
+        self._ratios: dict[int, int] = {}  # width -> index of its logarithm
+        self._n: Counter[int] = Counter()  # timings of each width, of which a prior counts as `TIMED`
+        self._n_outliers: Counter[int] = Counter()  # in a row; negative if they were too fast
+        self.knows_step, self._knows_reading = step > 0, reading > 0
+        if len(prior.widths) > 1:
+            self._n[1] = TIMED
+            deviations = prior.deviations or (PROBED,) * len(prior.widths)
+            for width, seconds, deviation in zip(
+                prior.widths[1:], prior.verify_seconds[1:], deviations[1:], strict=True
+            ):
+                knot = _knot(width)
+                ratio = log(seconds / plain * knot / width)
+                self._ratios[knot] = add(ratio, hypot(deviation, AGED if prior.deviations else 0.0))
+                self._n[knot] = TIMED
+        self._pads = pads
+        self._timed: Counter[int] = Counter()  # timings of each width in this run
         self.n_timed = 0  # evaluations of the target in this run
+        self.is_disturbed = False  # other programs took cores from the latest evaluation
         self.is_surprised = False  # the latest timing was an outlier: a hiccup, or the first sign of a change
-        self._every: Array = np.empty(0)  # [1 + w] seconds of width w; a cache
+        self._every: Array = np.empty(0)  # [1 + w] seconds of width w without cached tokens; a cache
 
     def widest_timed(self, most: int = WIDEST) -> int:
         """Return the widest width up to `most` that was timed."""
-        timed = (width for width, average in self.averages.items() if average.n and width <= most)
-        return max(timed, default=1)
+        return max((width for width, n in self._n.items() if n and width <= most), default=1)
 
     @property
     def knows_plain(self) -> bool:
         """Whether enough evaluations were timed, now or in a prior, to plan drafts."""
-        return sum(average.n for average in self.averages.values()) >= TIMED
+        return self._n.total() >= TIMED
 
     @property
-    def knows_step(self) -> bool:
-        """Whether a draft step was timed."""
-        return self._step.n > 0
+    def is_step_certain(self) -> bool:
+        """Whether a draft step was timed, not too many runs ago."""
+        return self.knows_step and self._belief.deviation(self._step) <= STALE
 
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of a draft step, which processes one token."""
-        return exp(self._step.log + self._scale)
+    def seconds(self, width: int, attention: Attention = NO_ATTENTION) -> float:
+        """Seconds of an evaluation of this width."""
+        return float(self.seconds_of(width, width)[0]) + self.attention_seconds(attention)
+
+    def seconds_of(self, first: int, last: int, stride: int = 1) -> Array:
+        """Seconds of `first`, `first` + `stride`, ... `last` positions without cached tokens."""
+        if last >= len(self._every):
+            widths, times = self._curve()
+            every = np.arange(1 + max(2 * last, 2 * widths[-1], 2 * DENSE))
+            self._every = np.interp(every, widths, times)  # beyond the widest known, the cost stays the same
+        return self._every[first : last + 1 : stride]
+
+    def attention_seconds(self, attention: Attention) -> float:
+        """Seconds that an evaluation takes for its cached tokens."""
+        means = self._belief.means
+        return exp(means[self._scale] + means[self._attention]) * (
+            attention.first + self._share_of(means) * attention.others
+        )
+
+    def drafting_seconds(self, n_steps: float, n_unread: int = 0, depth: float = 0.0) -> float:
+        """Seconds of draft steps at a depth, the first of which also processes `n_unread` tokens."""
+        step = self._of(self._scale) * self._of(self._step)
+        return (
+            n_steps * step * (1.0 + self._of(self._step_attention) * depth) + n_unread * self.reading_seconds
+        )
 
     @property
     def reading_seconds(self) -> float:
         """Seconds of one prompt token of the draft model."""
-        if self._reading is not None:
-            return exp(self._reading.log + self._scale)
-        return READING * self.step_seconds
-
-    def drafting_seconds(self, n_steps: float, n_unread: int) -> float:
-        """Seconds of draft steps, the first of which also processes `n_unread` tokens."""
-        return n_steps * self.step_seconds + n_unread * self.reading_seconds
-
-    def seconds(self, width: int) -> float:
-        """Seconds of an evaluation of this width."""
-        return float(np.interp(width, *self._curve()))
-
-    def seconds_of(self, first: int, last: int, stride: int = 1) -> Array:
-        """Seconds of evaluations of `first`, `first` + `stride`, ... `last` positions."""
-        if last >= len(self._every):
-            every = np.arange(1 + max(2 * last, 2 * max(self.averages), 2 * DENSE))
-            self._every = np.interp(every, *self._curve())  # beyond the widest known: as long as that one
-        return self._every[first : last + 1 : stride]
-
-    def plain_seconds(self, n_sequences: int) -> float | None:
-        """Expected seconds of a round of `n_sequences` without drafts; None before one was timed."""
-        return float(self.seconds_of(n_sequences, n_sequences)[0]) if self.n_timed else None
+        if self._knows_reading:
+            return self._of(self._scale) * self._of(self._reading)
+        return READING * self._of(self._scale) * self._of(self._step)
 
     def next_untimed(self) -> tuple[int, float] | None:
         """The next width to time by padding a plain round, and the seconds that must be to spare for it.
 
-        None if all were timed, or plain decoding was not.
+        None if all are certain, plain decoding was not timed, or the machine is busy.
         """
-        if not self._untimed or not self.n_timed:
+        if not self._pads or not self.n_timed or self.is_disturbed:
             return None
-        n_timings = {
-            width: self.averages[width].n if width in self.averages else 0 for width in self._untimed
-        }
-        width = min(sorted(self._untimed), key=n_timings.__getitem__)
-        if n_timings[width] == 1:
-            return width, AGAIN * (self.seconds(width) - self.seconds(1))
-        below = max((known for known in self.averages if 1 < known < width), default=2)
+        uncertain = [w for w in CALIBRATED if self._n[w] < TIMED or self._deviation(w) > STALE]
+        if not uncertain:
+            return None
+        width = min(uncertain, key=self._timed.__getitem__)
+        if width in self._ratios:
+            patience = AGAIN if self._timed[width] else 1.0
+            return width, patience * (self.seconds(width) - self.seconds(1))
+        below = max((known for known in self._ratios if known < width), default=2)
         return width, (width - 1) * (self.seconds(below) - self.seconds(1)) / (below - 1)
 
-    def observe_verify(self, width: int, seconds: float) -> None:
-        """Learn from one evaluation of the target."""
+    def observe_verify(
+        self, width: int, seconds: float, attention: Attention = NO_ATTENTION, *, is_disturbed: bool = False
+    ) -> None:
+        """Learn from one evaluation of the target.
+
+        If it was disturbed, because other programs took cores, only the scale is learnt.
+        """
         if seconds <= 0:
             return
-        knot, is_first = _knot(width), not self.n_timed
-        surprise = log(seconds / self.seconds(width))
-        if knot not in self.averages:
-            self.averages[knot] = Average(log(self.seconds(knot)) - self._scale, 0)
-        average = self.averages[knot]
-        self.n_timed += 1
-        if is_first:  # the machine may be slower than ever before
-            self._scale += surprise
-            average.n = max(average.n, 1)
-        elif not average.n:
-            average.learn(surprise)
-        else:
-            self._learn(average, surprise)
-        if average.n >= TIMED:
-            self._untimed.discard(width)
-        self._every = np.empty(0)
-        while self._early:
-            self._early.pop(0)()
+        self.n_timed, self.is_disturbed = self.n_timed + 1, is_disturbed
+        self._age()
+        noise = NOISE if self._n[_knot(width)] else FIRST
+        self._learn_evaluation(width, seconds, attention, noise, is_disturbed=is_disturbed)
 
-    def observe_prompt(self, width: int, seconds: float) -> None:
-        """Learn the cost of a wide evaluation from a prompt chunk of the target.
-
-        It computes no logits, so it counts as one timing, and a later one replaces it.
-        """
-        if width < PROMPT or seconds <= 0:
-            return
-        if not self.n_timed:
-            self._early.append(partial(self.observe_prompt, width, seconds))
-            return
-        knot = _knot(width)
-        if knot not in self.averages or self.averages[knot].n <= 1:
-            self.averages[knot] = Average(log(seconds * knot / width) - self._scale, 1)
-            self._every = np.empty(0)
+    def observe_prompt(self, width: int, seconds: float, attention: Attention = NO_ATTENTION) -> None:
+        """Learn from a prompt chunk of the target. It computes no logits, so its time tells less."""
+        if width >= PROMPT and seconds > 0:
+            self._learn_evaluation(width, seconds, attention, CHUNK)
 
     def observe_first_step(self, seconds: float) -> None:
-        """Learn from a draft step that was timed before the first completion."""
-        if seconds <= 0:
+        """Learn from a draft step that was timed before the first completion.
+
+        A known step stays if this one was slower: it was held up. One that is believed too slow would never
+        be used, and so never be corrected.
+        """
+        surprise = log(max(seconds, SHORTEST) / self.drafting_seconds(1))
+        if seconds <= 0 or (self.knows_step and surprise > 0):
             return
-        if not self.n_timed:
-            self._early.append(partial(self.observe_first_step, seconds))
-            return
-        first = log(seconds) - self._scale
-        if (
-            not self.knows_step or first < self._step.log
-        ):  # a step believed too slow is never used, so never corrected
-            self._step = Average(first, LASTING)
+        self._belief.doubt(self._step, abs(surprise))
+        self._belief.learn(self._product(self._scale, self._step), surprise, NOISE)
+        self.knows_step = True
 
     def observe_reading(self, n: int, seconds: float) -> None:
         """Learn from `n` prompt tokens that the draft model processed."""
         if n < PROMPT // 2 or seconds <= 0:
             return
-        found = log(seconds / n) - self._scale
-        if self._reading is None:
-            self._reading = Average(found, 1)
+        surprise = log(seconds / n / self.reading_seconds)
+        if not self._knows_reading:
+            self._belief.means[self._reading] = log(READING) + self._belief.means[self._step]
+            self._knows_reading = True
         else:
-            self._reading.learn(min(found - self._reading.log, OUTLIER))
+            surprise = min(surprise, OUTLIER)
+        self._belief.learn(self._product(self._scale, self._reading), surprise, CHUNK)
 
-    def _learn(self, average: Average, surprise: float) -> None:
-        sign = (surprise > OUTLIER) - (surprise < -OUTLIER)
-        self.is_surprised = sign != 0
-        average.n_outliers = sign * (max(sign * average.n_outliers, 0) + 1)
-        n_lasting = abs(average.n_outliers)
-        if n_lasting >= 2 and average is self.averages[1]:  # the whole machine has changed
-            self._scale += surprise
-        elif n_lasting >= LASTING or (average.n < 3 and surprise < 0 and average is not self.averages[1]):
-            average.log += surprise  # the average was wrong: for example, the first timing was held up
-            average.n, average.n_outliers = min(average.n + 1, MOST), 0
-        else:
-            surprise = max(-OUTLIER, min(surprise, OUTLIER))
-            self._scale += TOGETHER * surprise
-            average.learn((1.0 - TOGETHER) * surprise)
-
-    def observe_draft(self, n_steps: float, n_unread: int, seconds: float) -> None:
+    def observe_draft(self, n_steps: float, n_unread: int, seconds: float, depth: float = 0.0) -> None:
         """Learn from the draft steps of one round, unless most of the time was prompt processing."""
-        if n_steps and seconds > 0 and n_unread <= LAG:
-            surprise = log(seconds / self.drafting_seconds(n_steps, n_unread))
-            self._step.learn(min(surprise, OUTLIER) if self._step.n >= LASTING else surprise)
+        if not n_steps or seconds <= 0 or n_unread > LAG:
+            return
+        surprise = log(seconds / self.drafting_seconds(n_steps, n_unread, depth))
+        if self.knows_step:
+            surprise = min(surprise, OUTLIER)
+
+        def expect(means: Array) -> Expected:
+            attended = exp(means[self._step_attention]) * depth
+            share = attended / (1.0 + attended)
+            return means[self._scale] + means[self._step] + log(1.0 + attended), {
+                self._scale: 1.0, self._step: 1.0, self._step_attention: share,
+            }  # fmt: skip
+
+        self._belief.doubt(self._step, WEAR)
+        self._belief.learn(expect, surprise, 2 * NOISE if self.knows_step else FIRST)
+        self.knows_step = True
 
     def learned(self) -> CostCurve:
         """Return what the next run should start with."""
-        known = sorted({1, *(width for width, average in self.averages.items() if average.n)})
-        times = [max(SHORTEST, min(exp(self.averages[w].log + self._scale), LONGEST)) for w in known]
-        step = max(SHORTEST, min(self.step_seconds, LONGEST)) if self.knows_step else 0.0
-        reading = 0.0 if self._reading is None else max(SHORTEST, min(self.reading_seconds, LONGEST))
-        return CostCurve(tuple(known), tuple(times), step, reading)
+        known = sorted(width for width in self._ratios if self._n[width])
+        scale = self._of(self._scale)
+        return CostCurve(
+            (1, *known),
+            tuple(_possible(scale * self._ratio(width)) for width in (1, *known)),
+            _possible(self.drafting_seconds(1)) if self.knows_step else 0.0,
+            _possible(self.reading_seconds) if self._knows_reading else 0.0,
+            (0.0, *(min(self._deviation(width), GUESS) for width in known)),
+            min(self._of(self._attention), 0.9),
+            self._share_of(self._belief.means),
+            min(self._of(self._step_attention), 0.9),
+            self._belief.deviation(self._step),
+        )
+
+    def _of(self, i: int) -> float:
+        """Return a number whose logarithm is believed."""
+        return exp(self._belief.means[i])
+
+    def _ratio(self, width: int) -> float:
+        return self._of(self._ratios[width]) if width in self._ratios else 1.0
+
+    def _deviation(self, width: int) -> float:
+        return self._belief.deviation(self._ratios[width])
+
+    def _share_of(self, means: Array) -> float:
+        return min(exp(means[self._share]), 1.0)
+
+    def _product(self, *factors: int) -> Callable[[Array], Expected]:
+        """Return what to expect of the logarithm of a product."""
+        effects = dict.fromkeys(factors, 1.0)
+        return lambda means: (float(sum(means[i] for i in factors)), effects)
+
+    def _age(self) -> None:
+        """Let everything be a little less certain, because the machine changes."""
+        self._belief.doubt(self._scale, DRIFT)
+        self._belief.doubt(slice(self._reading + 1, None), WEAR)  # all ratios
+
+    def _learn_evaluation(
+        self, width: int, seconds: float, attention: Attention, noise: float, *, is_disturbed: bool = False
+    ) -> None:
+        knot = _knot(width)
+        if knot != 1 and knot not in self._ratios:
+            self._ratios[knot] = self._belief.add(*self._guessed(knot))
+
+        def expect(means: Array) -> Expected:
+            """Return the logarithm of the seconds; the effects are shares of the seconds."""
+            of_weights = (exp(means[self._ratios[knot]]) if knot != 1 else 1.0) * width / knot
+            of_first = exp(means[self._attention])
+            of_others = of_first * self._share_of(means) * attention.others
+            total = of_weights + of_first * attention.first + of_others
+            effects = {
+                self._scale: 1.0,
+                self._attention: 1.0 - of_weights / total,
+                self._share: of_others / total if means[self._share] < 0 else 0.0,
+            }
+            if knot != 1:
+                effects[self._ratios[knot]] = of_weights / total
+            return means[self._scale] + log(total), effects
+
+        expected, effects = expect(self._belief.means)
+        surprise = log(seconds) - float(expected)
+        if is_disturbed:
+            self._belief.learn(expect, surprise, noise, only={self._scale})
+        else:
+            self._learn_credible(knot, expect, surprise, noise, self._belief.spread(effects))
+        self._every = np.empty(0)
+
+    def _learn_credible(
+        self, knot: int, expect: Callable[[Array], Expected], surprise: float, noise: float, spread: float
+    ) -> None:
+        """Learn from an evaluation, but little from an outlier.
+
+        A stall of the machine is clipped. Surprises of the same kind in a row show that something has
+        changed, and nothing makes an evaluation faster by chance.
+        """
+        limit = max(OUTLIER, 3 * hypot(spread, noise))
+        sign = (surprise > limit) - (surprise < -limit)
+        self.is_surprised = sign != 0
+        n_in_row = self._n_outliers[knot] = sign * (max(sign * self._n_outliers[knot], 0) + 1)
+        unsure = self._scale if knot == 1 else self._ratios[knot]
+        has_changed = abs(n_in_row) >= (2 if knot == 1 else LASTING) or (sign < 0 and self._n[knot] < LASTING)
+        if sign and has_changed:
+            self._belief.doubt(unsure, abs(surprise))
+            self._n_outliers[knot] = 0
+        elif sign:
+            surprise = sign * limit
+        self._belief.learn(expect, surprise, noise)
+        if sign and not has_changed and knot != 1:
+            self._belief.doubt(unsure, OUTLIER)  # so it is timed again soon
+        self._n[knot] += 1
+        self._timed[knot] += 1
+
+    def _guessed(self, knot: int) -> tuple[float, float]:
+        """Return a first guess of the logarithm of a ratio, and its standard deviation."""
+        widest = max(self._ratios, default=1)
+        ratio = self.seconds(knot) / self._of(self._scale)
+        if knot <= DENSE or knot <= widest:
+            return log(ratio), GUESS
+        return log(ratio * sqrt(knot / widest)), hypot(GUESS, log(knot / widest) / 2)
 
     def _curve(self) -> tuple[list[int], list[float]]:
         """Return the widths and seconds between which the others are interpolated."""
-        known = sorted(self.averages)
-        times = [exp(self.averages[w].log + self._scale) for w in known]
-        return (known, times) if len(known) > 1 else ([1, 2], [times[0], (1 + POSITION) * times[0]])
+        scale, known = self._of(self._scale), sorted(self._ratios)
+        if not known:
+            return [1, 2], [scale, (1 + POSITION) * scale]
+        return [1, *known], [scale, *(scale * self._ratio(width) for width in known)]
+
+
+def _kept_or_guessed(kept: float, guess: float) -> tuple[float, float]:
+    """Return the logarithm of a number, and its standard deviation."""
+    return (log(kept), hypot(PROBED, AGED)) if kept > 0 else (log(guess), GUESS)
+
+
+def _possible(seconds: float) -> float:
+    return max(SHORTEST, min(seconds, LONGEST))
 
 
 def _knot(width: int) -> int:
-    """Return the width whose average is used for this one."""
+    """Return the width whose ratio is used for this one."""
     return width if width <= DENSE else 1 << round(log2(width))

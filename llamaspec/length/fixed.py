@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamaspec.protocols import LengthPolicy, PromptReading, SequenceLength
@@ -42,6 +43,9 @@ class FixedLength:
         """All draft tokens."""
         return len(draft)
 
+    def begin_round(self, depth: float, others: Sequence[SequenceLength]) -> None:
+        """Do nothing: the length is fixed."""
+
     def timed_width(self) -> None:
         """None: nothing is timed."""
 
@@ -54,10 +58,7 @@ class FixedLength:
 
 @dataclass(slots=True, eq=False)
 class SequenceAtMost:
-    """The length of one sequence, limited to a number of draft tokens.
-
-    It grows no trees, because a tree grows without asking `wants_more`.
-    """
+    """The length of one sequence, limited to a number of draft tokens."""
 
     limit: int
     sequence: SequenceLength
@@ -74,6 +75,10 @@ class SequenceAtMost:
     def n_verified(self, draft: Draft) -> int:
         """As the policy decides."""
         return self.sequence.n_verified(draft)
+
+    def begin_round(self, depth: float, others: Sequence[SequenceLength]) -> None:
+        """Tell the policy."""
+        self.sequence.begin_round(depth, others)
 
     def timed_width(self) -> int | None:
         """As the policy decides."""

@@ -7,20 +7,19 @@ tests/simulator.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
-from llamaspec.length.acceptance import MOST, Acceptance
-from llamaspec.length.costs import TIMED, CostCurve, Costs
+from llamaspec.length.acceptance import KEPT, Acceptance
+from llamaspec.length.costs import PROBED, TIMED, CostCurve, Costs
 from llamaspec.length.sequence import FREE, AutoSequence, RoundPlan
-from llamaspec.length.tree import TreeAcceptance
 from llamaspec.values import COPIES, Round, Source
 
 SHARE, CREDIT = 0.015, 2.0  # budget for timing and exploring: share of all time; plain tokens at first
 CHANGED = 0.1  # relative change of plain decoding after which it is timed again soon
+RECENT = 20_000.0  # tokens of earlier runs in the gain of real requests
 USUAL = 256.0  # tokens of a completion, before any has ended
 REMEMBERED = 6  # completions in the average length: requests of a kind follow each other
-SETTLED = 3  # runs of a pair after which its costs are trusted: one of them may have been on a busy machine
 NEAREST, FARTHEST = 4, 512  # minimum and maximum rounds between two explorations
 
 
@@ -46,6 +45,36 @@ class Exploration:
 
 
 @dataclass(frozen=True, slots=True)
+class Gain:
+    """What drafts have changed in real requests: seconds of generation, and an estimate of those without."""
+
+    n_tokens: float = 0.0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= each < 1e15 for each in (self.n_tokens, self.seconds, self.plain_seconds)):
+            raise ValueError("the tokens and seconds of requests must be >= 0")
+
+    @property
+    def speed_up(self) -> float:
+        """Speed-up over plain decoding."""
+        return self.plain_seconds / self.seconds if self.seconds else 1.0
+
+    def plus(self, other: Gain, factor: float = 1.0) -> Gain:
+        """Return the sum, with `factor` times the other."""
+        return Gain(
+            max(self.n_tokens + factor * other.n_tokens, 0.0),
+            max(self.seconds + factor * other.seconds, 0.0),
+            max(self.plain_seconds + factor * other.plain_seconds, 0.0),
+        )
+
+    def faded(self) -> Gain:
+        """Return this with the weight of at most `RECENT` tokens, because requests change."""
+        return Gain().plus(self, min(1.0, RECENT / max(self.n_tokens, 1.0)))
+
+
+@dataclass(frozen=True, slots=True)
 class LearnedPrior:
     """The knowledge that a policy starts with, from a probe or from earlier runs.
 
@@ -59,16 +88,99 @@ class LearnedPrior:
     log_odds: tuple[float, ...] = ()  # acceptance of the draft
     distance: int = NEAREST  # rounds between two explorations
     copy_log_odds: tuple[float, ...] = ()  # acceptance of copies of earlier text
-    n_runs: int = SETTLED  # in which costs were measured; a probe counts as enough
-    n_learnt: int = 0  # draft tokens from which `log_odds` were learnt; counting stops at a few hundred
+    counts: tuple[int, ...] = ()  # tokens from which each of `log_odds` was learnt, at most `KEPT`
+    copy_counts: tuple[int, ...] = ()  # the same for `copy_log_odds`
+    gain: Gain = Gain()  # since the latest benchmark  # immutable
 
     def __post_init__(self) -> None:
-        kinds = ((self.log_odds, Acceptance()), (self.copy_log_odds, Acceptance(is_copied=True)))
-        is_whole = all(len(log_odds) in (0, len(usual.log_odds)) for log_odds, usual in kinds)
-        if not is_whole or self.distance < 1 or min(self.n_runs, self.n_learnt) < 0:
+        kinds = (
+            (self.log_odds, self.counts, Acceptance()),
+            (self.copy_log_odds, self.copy_counts, Acceptance(is_copied=True)),
+        )
+        is_whole = all(
+            len(log_odds) in (0, len(usual.log_odds)) and len(counts) in (0, len(log_odds))
+            for log_odds, counts, usual in kinds
+        )
+        if not is_whole or self.distance < 1:
             raise ValueError("a prior of another kind")
+        if not all(0 <= n <= KEPT for n in (*self.counts, *self.copy_counts)):
+            raise ValueError(f"counts must be from 0 to {KEPT}")
         if not all(abs(number) < 50 for number in (*self.log_odds, *self.copy_log_odds)):
             raise ValueError("a prior must be finite")
+
+    @property
+    def n_learnt(self) -> int:
+        """Draft tokens from which acceptance was learnt; counting stops at `KEPT`."""
+        return self.counts[-1] if self.counts else 0
+
+    def merged(self, start: LearnedPrior, kept: LearnedPrior) -> LearnedPrior:
+        """Return this, with what other runs have kept meanwhile where this run has learnt nothing new.
+
+        `start` is what this run started from, or what it has kept last.
+        """
+        log_odds, counts = _newest(_bins(self), _bins(start), _bins(kept))
+        copies, copy_counts = _newest(_copy_bins(self), _copy_bins(start), _copy_bins(kept))
+        return replace(
+            self,
+            curve=_merged_curve(self.curve, kept.curve),
+            log_odds=log_odds,
+            counts=counts,
+            copy_log_odds=copies,
+            copy_counts=copy_counts,
+            gain=kept.gain.plus(self.gain.plus(start.gain, -1.0)),
+            distance=kept.distance if self.distance == start.distance else self.distance,
+        )
+
+
+_Bin = tuple[float, int]  # log-odds, and the tokens that they were learnt from
+
+
+def _bins(prior: LearnedPrior) -> list[_Bin]:
+    return [*zip(prior.log_odds, prior.counts or (0,) * len(prior.log_odds), strict=True)]
+
+
+def _copy_bins(prior: LearnedPrior) -> list[_Bin]:
+    return [*zip(prior.copy_log_odds, prior.copy_counts or (0,) * len(prior.copy_log_odds), strict=True)]
+
+
+def _newest(
+    mine: list[_Bin], start: list[_Bin], kept: list[_Bin]
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return log-odds and counts: a bin of `kept` wherever `mine` is still as at the `start`."""
+    if len(mine) == len(start) == len(kept):
+        mine = [other if own == old else own for own, old, other in zip(mine, start, kept, strict=True)]
+    return tuple(log_odds for log_odds, _ in mine), tuple(n for _, n in mine)
+
+
+def _merged_curve(mine: CostCurve | None, kept: CostCurve | None) -> CostCurve | None:
+    """Return a curve with what is more certain in `kept`, as slow or fast as the machine is in `mine`."""
+    if mine is None or kept is None:
+        return mine or kept
+    scale = mine.verify_seconds[0] / kept.verify_seconds[0]
+    others = {width: (spread, scale * time) for width, (spread, time) in _by_width(kept).items()}
+    found = _by_width(mine)
+    for width, other in others.items():
+        found[width] = min(found.get(width, other), other)
+    widths = sorted(found)
+    knows_less = not mine.draft_step_seconds or mine.draft_deviation > kept.draft_deviation
+    drafting = kept if kept.draft_step_seconds and knows_less else mine
+    factor = scale if drafting is kept else 1.0
+    return replace(
+        mine,
+        widths=tuple(widths),
+        verify_seconds=tuple(found[width][1] for width in widths),
+        deviations=tuple(found[width][0] for width in widths),
+        draft_step_seconds=factor * drafting.draft_step_seconds,
+        draft_deviation=drafting.draft_deviation,
+        draft_attention=drafting.draft_attention,
+        draft_reading_seconds=mine.draft_reading_seconds or scale * kept.draft_reading_seconds,
+    )
+
+
+def _by_width(curve: CostCurve) -> dict[int, tuple[float, float]]:
+    """Return the deviation and the seconds of each width."""
+    deviations = curve.deviations or (PROBED,) * len(curve.widths)
+    return dict(zip(curve.widths, zip(deviations, curve.verify_seconds, strict=True), strict=True))
 
 
 class AutoLength:
@@ -82,8 +194,6 @@ class AutoLength:
         Maximum draft tokens of a completion in one round.
     sources : collection of Source
         Where draft tokens come from.
-    trees : bool
-        Drafts may branch into trees.
     pads : bool
         Plain rounds may be padded to time a width.
 
@@ -99,35 +209,30 @@ class AutoLength:
         longest: int = 15,
         sources: Collection[Source] = frozenset({Source.MODEL}),
         *,
-        trees: bool = False,
         pads: bool = True,
     ) -> None:
         if longest < 1:
             raise ValueError(f"the longest draft must be >= 1, got {longest}")
         if not isinstance(prior, LearnedPrior):
-            prior = LearnedPrior(prior, n_runs=0 if prior is None else SETTLED)
-        self._prior = prior
-        self.costs = Costs(prior.curve, pads=pads, is_settled=self.is_settled)
+            prior = LearnedPrior(prior)
+        self.costs = Costs(prior.curve, pads=pads)
         self.longest, self.sources = longest, frozenset(sources)
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
-        self.acceptance[self.drafting] = Acceptance(prior.log_odds)
-        self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, is_copied=True)
-        self.trees = TreeAcceptance(self.acceptance[self.drafting]) if trees else None
+        self.acceptance[self.drafting] = Acceptance(prior.log_odds, prior.counts)
+        self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, prior.copy_counts, is_copied=True)
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # each while the other is used
+        self._earlier = prior.gain.faded()
+        self._n_tokens = self._seconds = self._plain_seconds = 0.0  # of this run; see `Gain`
         self.credit = 0.0  # seconds that timing and exploring may cost now
         self.sequences: list[AutoSequence] = []
         self.usual_length = USUAL  # tokens of a completion
+        self.on_work: Callable[[float], object] = _ignore  # receives the seconds of each round
         self._latest = -1  # serial number of the latest evaluation
 
     @property
     def drafting(self) -> Source:
         """The source whose tokens need draft steps."""
         return min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether costs were measured often enough to be trusted."""
-        return self._prior.n_runs >= SETTLED
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> AutoSequence:
         """Start a completion."""
@@ -146,27 +251,26 @@ class AutoLength:
 
     def experience(self) -> LearnedPrior:
         """Return what the next run should start with."""
-        log_odds, copies = (
-            tuple(self.acceptance[source].log_odds.tolist()) for source in (self.drafting, Source.NGRAM)
+        drafts, copies = (self.acceptance[source] for source in (self.drafting, Source.NGRAM))
+        return LearnedPrior(
+            self.costs.learned(),
+            tuple(drafts.log_odds.tolist()),
+            self.drafts.distance,
+            tuple(copies.log_odds.tolist()),
+            counts=drafts.counts,
+            copy_counts=copies.counts,
+            gain=self._earlier.plus(Gain(self._n_tokens, self._seconds, self._plain_seconds)),
         )
-        n_runs = min(self._prior.n_runs + 1, SETTLED)
-        n_learnt = min(self._prior.n_learnt, MOST) + self.acceptance[self.drafting].n_learnt
-        return LearnedPrior(self.costs.learned(), log_odds, self.drafts.distance, copies, n_runs, n_learnt)
 
-    def running(self) -> list[AutoSequence]:
-        """Return the completions that are expected in the next evaluation."""
-        return [each for each in self.sequences if each.takes_part(max(self._latest - 1, 0))]
-
-    def learn(self, round_: Round, plan: RoundPlan, *, paid: bool, n_unread: int) -> None:
+    def learn(self, round_: Round, plan: RoundPlan, *, paid: bool, n_unread: int, depth: float) -> None:
         """Learn from a round of a completion; an evaluation that several share is learnt once.
 
         `paid`: a draft token was accepted. `n_unread`: tokens that the draft model also had to process.
+        `depth`: cached tokens that a position attended to.
         """
         n_made, n_steps = round_.n_accepted + 1, round_.n_priced_steps
-        if self.trees is not None and round_.draft.parents is not None:
-            self.trees.learn(round_)
-        if n_steps and round_.draft.is_chain:
-            self.costs.observe_draft(n_steps, n_unread, round_.draft_seconds)
+        if n_steps:
+            self.costs.observe_draft(n_steps, n_unread, round_.draft_seconds, depth)
         seconds = round_.seconds / round_.n_sequences
         self.credit += SHARE * seconds
         if round_.evaluation != self._latest or round_.n_sequences == 1:
@@ -177,6 +281,13 @@ class AutoLength:
             self.credit -= max(seconds - n_made * plan.plain, 0.0)
         if n_steps and plan.explored is self.drafting:
             self.drafts.learn(paid=paid)
+        if self.costs.knows_plain and not round_.verified_in.n_prefill:
+            self._n_tokens += n_made
+            self._seconds += (
+                seconds - round_.overhead_seconds / round_.n_sequences
+            )  # plain rounds have it, too
+            self._plain_seconds += n_made * plan.plain
+        self.on_work(seconds)
 
     def _learn_costs(self, round_: Round) -> None:
         self._latest = round_.evaluation
@@ -184,11 +295,19 @@ class AutoLength:
         self.plain.n_since += 1
         if round_.verified_in.n_prefill:  # the seconds without the prompt chunk are unknown
             return
-        before = self.costs.seconds(round_.width)
-        self.costs.observe_verify(round_.width, round_.verify_seconds)
+        seen = round_.verified_in
+        before = self.costs.seconds(seen.width, seen.attention)
+        self.costs.observe_verify(
+            seen.width, round_.verify_seconds, seen.attention, is_disturbed=seen.is_disturbed
+        )
         if self.costs.n_timed == TIMED:
             self.credit = CREDIT * self.costs.seconds(1)
         if round_.width == round_.n_sequences:
-            self.plain.learn(paid=abs(self.costs.seconds(round_.width) / before - 1.0) > CHANGED)
+            self.plain.learn(
+                paid=abs(self.costs.seconds(seen.width, seen.attention) / before - 1.0) > CHANGED
+            )
         elif self.costs.is_surprised:  # does plain decoding take longer, too?
             self.plain.n_since = FARTHEST
+
+
+def _ignore(_seconds: float) -> None: ...

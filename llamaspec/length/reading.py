@@ -8,7 +8,7 @@ prompt at once, and a long one in chunks beside the target's rounds.
 from __future__ import annotations
 
 from llamaspec.length.costs import Costs
-from llamaspec.values import CHUNK, Round, UnusedDraft
+from llamaspec.values import CHUNK, Attention, Evaluation, Round, UnusedDraft
 
 LITTLE = 64  # tokens: a prompt this short is processed at once, without a decision
 SHORT = 8  # plain tokens: a prompt that takes longer is processed in chunks
@@ -73,14 +73,17 @@ class DraftPrompt:
         pace, usual = (round_.verify_seconds + round_.overhead_seconds) / n_made, self._pace
         self._pace = pace if usual is None else usual + (pace - usual) * n_made / (n_made + PACE)
 
-    def observe_prompt(self, n: int, seconds: float) -> None:
-        """Learn from `n` prompt tokens that the target processed in one evaluation."""
-        self._costs.observe_prompt(n, seconds)
+    def observe_prompt(self, evaluation: Evaluation, seconds: float) -> None:
+        """Learn from a prompt chunk that the target processed in an evaluation of its own."""
+        if not evaluation.is_disturbed:
+            self._costs.observe_prompt(evaluation.width, seconds, evaluation.attention)
 
     def observe_reading(self, n: int, seconds: float) -> None:
         """Learn from `n` prompt tokens that the draft model processed."""
         self._costs.observe_reading(n, seconds)
 
-    def plain_seconds(self, n_sequences: int) -> float | None:
-        """Expected seconds of a round of `n_sequences` without drafts; None before one was timed."""
-        return self._costs.plain_seconds(n_sequences)
+    def plain_seconds(self, evaluation: Evaluation) -> float | None:
+        """Expected seconds of an evaluation without its drafts; None before one was timed."""
+        if not self._costs.n_timed:
+            return None
+        return self._costs.seconds(evaluation.n_sequences, Attention(evaluation.attention.first))

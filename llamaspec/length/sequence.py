@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llamaspec.length.acceptance import SequenceAcceptance, expected_accepted, verified_tokens
-from llamaspec.length.costs import DENSE, Array
+from llamaspec.length.belief import Array
+from llamaspec.length.costs import DENSE
 from llamaspec.length.reading import DraftPrompt
-from llamaspec.length.tree import TreePlan, plan_tree
-from llamaspec.values import CHUNK, COPIES, LONGEST_COPY, WAIT_SECONDS, Draft, Round, Source
+from llamaspec.protocols import SequenceLength
+from llamaspec.values import CHUNK, COPIES, LONGEST_COPY, WAIT_SECONDS, Attention, Draft, Round, Source
 
 if TYPE_CHECKING:
     from llamaspec.length.policy import AutoLength
@@ -56,13 +57,15 @@ class AutoSequence:
         self.reading = DraftPrompt(policy.costs)
         self.is_drafting = False  # the latest round had draft steps
         self.n_written = 0  # tokens of the completion
-        self._evaluation = -1  # serial number of the latest one with this completion
+        self.depth = 0.0  # cached tokens that a position attends to
+        self._others: list[AutoSequence] = []  # that take part in the next evaluation
         self._plan: RoundPlan | None = None  # of the round that has begun
         self._longest_copy = FIRST
 
-    def takes_part(self, evaluation: int) -> bool:
-        """Whether a round has begun, or the latest one was in this evaluation or a later one."""
-        return self._plan is not None or self._evaluation >= evaluation
+    def begin_round(self, depth: float, others: Sequence[SequenceLength]) -> None:
+        """Begin a round of a sequence, in an evaluation together with `others`."""
+        self.depth = depth
+        self._others = [each for each in others if isinstance(each, AutoSequence)]
 
     def wants_more(self, draft: Draft) -> bool:
         """Whether the next tokens are worth their time, or should be explored."""
@@ -80,19 +83,11 @@ class AutoSequence:
         plan, source = self._begun(), draft.source
         if source is plan.explored and (source in FREE or not self._drops):
             return 0
-        if not len(draft) or not self._drops or source in FREE or draft.parents is not None:
+        if not len(draft) or not self._drops or source in FREE:
             return len(draft)
         expected = self._expected(source, draft.confidences)
-        return int((expected - plan.rate * plan.prices[: len(expected)]).argmax())
-
-    def tree(self) -> TreePlan | None:
-        """The plan of the next round's tree; None if a chain is as good, or drafts are only explored."""
-        policy, plan = self._policy, self._begun()
-        if policy.trees is None or plan.explored is not None or self.reading.n_to_read:
-            return None
-        usual = self._acceptance[policy.drafting].probability()
-        prices = plan.prices[: plan.limits.get(policy.drafting, 0) + 1]
-        return plan_tree(policy.trees, usual, prices, plan.step, policy.costs, plan.rate, plan.plain)
+        n = int((expected - plan.rate * plan.prices[: len(expected)]).argmax())
+        return max(n, int(plan.explored is source))  # prices may be wrong, and only an evaluation shows it
 
     def timed_width(self) -> int | None:
         """The width to time in this round; None = no padding."""
@@ -105,14 +100,14 @@ class AutoSequence:
         for confidence, outcome in found:
             self._acceptance[round_.source].learn(outcome, confidence)
         paid = any(outcome > 0.5 for _, outcome in found)
-        self._policy.learn(round_, plan, paid=paid, n_unread=self.reading.n_unread)
+        self._policy.learn(round_, plan, paid=paid, n_unread=self.reading.n_unread, depth=self.depth)
         if round_.source in COPIES and len(round_.draft):
             n_right = self._longest_copy if round_.n_accepted == len(round_.draft) else round_.n_accepted
             self._longest_copy = min(max(FIRST, 2 * n_right), LONGEST_COPY)
         self.n_written += round_.n_accepted + 1
         self.is_drafting = round_.n_priced_steps > 0
         self.reading.observe(round_)
-        self._evaluation, self._plan = round_.evaluation, None
+        self._plan = None
 
     def close(self) -> None:
         """End the completion."""
@@ -126,8 +121,9 @@ class AutoSequence:
 
     def _planned(self) -> RoundPlan:
         policy, costs = self._policy, self._policy.costs
-        others = [each for each in policy.running() if each is not self]
-        n_sequences, n_drafting = 1 + len(others), 1 + sum(each.is_drafting for each in others)
+        others = self._others
+        n_sequences, drafting = 1 + len(others), [self, *(each for each in others if each.is_drafting)]
+        n_drafting = len(drafting)
         # All drafting sequences get the same length: if the curve has steps, one position alone never pays.
         n, n_copies = (
             min(longest, max((max(REACH, widest * 3 // 2) - n_sequences) // n_drafting, 1))
@@ -138,10 +134,15 @@ class AutoSequence:
         )
         n_most = max(n, n_copies) if policy.sources & COPIES else n
         seconds = costs.seconds_of(n_sequences, n_sequences + n_most * n_drafting, n_drafting)
+        cached = Attention(self.depth + sum(each.depth for each in others))
+        cached_for_each = Attention(0.0, sum(each.depth for each in drafting))  # draft token of all
+        seconds = seconds + costs.attention_seconds(cached)
+        seconds += costs.attention_seconds(cached_for_each) * np.arange(len(seconds))
         if len(policy.sequences) > 1:  # others, also those whose prompt is processed, wait for a long copy
             n_short = int((seconds - seconds[0] <= WAIT_SECONDS).sum()) - 1
             seconds = seconds[: max(n_short, CHUNK) + 1]
-        plan = RoundPlan(plain=float(seconds[0]) / n_sequences, step=costs.step_seconds / n_drafting)
+        step = costs.drafting_seconds(1, 0, self.depth) / n_drafting
+        plan = RoundPlan(plain=float(seconds[0]) / n_sequences, step=step)
         if not costs.knows_plain:
             return plan
         plan.prices, plan.rate = (seconds - seconds[0]) / n_drafting, 1.0 / plan.plain
@@ -175,7 +176,7 @@ class AutoSequence:
         elif (
             policy.drafts.is_due()
             and bool((expected_accepted(SURE, n)[1:] > plan.rate * spent[1:]).any())
-            and costs.drafting_seconds(1, self.reading.n_unread if self.reading.is_asleep else 0)
+            and costs.drafting_seconds(1, self.reading.n_unread if self.reading.is_asleep else 0, self.depth)
             <= policy.credit
         ):
             policy.drafts.n_since = 0

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.llama.nextn import Rows
@@ -15,22 +14,18 @@ from llamaspec.values import TokenArray
 
 
 class Segment(NamedTuple):
-    """Tokens of one sequence to evaluate: consecutive ones, perhaps followed by a tree."""
+    """Consecutive tokens of one sequence to evaluate."""
 
     seq_id: int  # llama.cpp's
     start: int  # position of the first token
     tokens: TokenArray  # [n]
     n_scored: int  # number of tokens, the last ones, that get logits
     hidden: Rows | None = None  # [n, E] for a prediction head: the hidden row that goes with each token
-    positions: TokenArray | None = None  # [n] with a tree; None = consecutive
-    owners: Sequence[Sequence[int]] = ()  # [n] with a tree: the seq_ids of each token
-    end: int = 0  # with a tree: number of positions that `seq_id` holds afterwards
 
     def padding(self, n: int, n_scorable: int) -> Segment:
         """Return `n` unused positions after this segment, of which at most `n_scorable` get logits."""
         tokens = np.full(n, self.tokens[-1], dtype=np.int32)
-        end = self.end or self.start + len(self.tokens)
-        return Segment(self.seq_id, end, tokens, max(0, min(n, n_scorable)))
+        return Segment(self.seq_id, self.start + len(self.tokens), tokens, max(0, min(n, n_scorable)))
 
 
 class Batch:
@@ -42,9 +37,10 @@ class Batch:
         self._token = np.zeros(size, dtype=np.int32)
         self._position = np.zeros(size, dtype=np.int32)
         self._wanted = np.zeros(size, dtype=np.int8)
-        self._n_owners = np.zeros(size, dtype=np.int32)
-        self._pointers = np.zeros(size, dtype=np.uintp)  # to the first owner of each position
-        self._owners: npt.NDArray[np.int32]  # kept: llama.cpp follows the pointers during an evaluation
+        self._n_owners = np.ones(size, dtype=np.int32)
+        self._owner = np.zeros(size, dtype=np.int32)  # the seq_id of each position
+        offsets = self._owner.itemsize * np.arange(size, dtype=np.uintp)
+        self._pointers = self._owner.ctypes.data + offsets  # to the owner of each position
         self._batch = lib.llama_batch(
             n_tokens=0,
             token=_pointer(self._token, lib.llama_token),
@@ -57,24 +53,17 @@ class Batch:
 
     def fill(self, segments: Sequence[Segment]) -> lib.llama_batch:
         """Return the batch that evaluates some segments; valid until the next call."""
-        end, owners = 0, list[Sequence[int]]()
+        end = 0
         for segment in segments:
             n = len(segment.tokens)
             start, end = end, end + n
             self._token[start:end] = segment.tokens
             self._wanted[start:end] = 0
             self._wanted[end - segment.n_scored : end] = 1
-            if segment.positions is None:
-                self._position[start:end] = np.arange(segment.start, segment.start + n, dtype=np.int32)
-            else:
-                self._position[start:end] = segment.positions
+            self._position[start:end] = np.arange(segment.start, segment.start + n, dtype=np.int32)
+            self._owner[start:end] = segment.seq_id
             if self._hidden is not None and segment.hidden is not None:
                 self._hidden[start:end] = segment.hidden
-            owners += segment.owners or [(segment.seq_id,)] * n
-        self._owners = np.array([seq_id for each in owners for seq_id in each], dtype=np.int32)
-        self._n_owners[:end] = n_owners = np.array([len(each) for each in owners], dtype=np.int32)
-        offsets = np.cumsum(n_owners) - n_owners
-        self._pointers[:end] = self._owners.ctypes.data + self._owners.itemsize * offsets
         self._batch.n_tokens = end
         return self._batch
 

@@ -34,7 +34,6 @@ from llamaspec.llama.options import (
     CACHE_TYPES,
     DEFAULT_CONTEXT,
     FLASH_ATTENTION,
-    N_BRANCHES,
     N_SEQUENCES,
     ModelOptions,
 )
@@ -42,7 +41,6 @@ from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.resources import ThreadGovernor, governors
 from llamaspec.llama.runtime import AbortFlag, Handle
-from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, Logits
 
@@ -110,13 +108,12 @@ class Context:
                 ends=weights.vocabulary.ends,
             )
         else:
-            n_sequences, n_branches = _n_sequences(options), 0 if head is not None else N_BRANCHES
+            n_sequences = _n_sequences(options)
             block = BLOCK if weights.facts.window is None else min(BLOCK, weights.facts.window)
             self.cache = KVCache(
-                Cells(pointer, n_sequences + 1 + n_branches, block),
+                Cells(pointer, n_sequences + 1, block),
                 n_cells,
                 n_sequences,
-                n_branches,
                 store=store,
                 keeps_finished=leaves_main_memory(weights, options),
             )
@@ -136,16 +133,12 @@ class Context:
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests together; return a view of the logits of each: [n_scored, V]."""
-        if len(batch) > 1 and _n_branches(batch) > N_BRANCHES:  # evaluate one half after the other
-            half = len(batch) // 2
-            first = [logits.copy() for logits in self.evaluate(batch[:half])]
-            return first + self.evaluate(batch[half:], n_padding)
         if isinstance(self.cache, RecurrentCache):
             number, request = batch[0]
             while (n := self.cache.pause(request)) is not None:
                 self.evaluate([(number, request.prefill(n))])
         numbers = [number for number, _ in batch]
-        segments = [self.cache.segment(number, request, numbers) for number, request in batch]
+        segments = [self.cache.segment(number, request) for number, request in batch]
         new = [(number, segment.tokens) for number, segment in zip(numbers, segments, strict=True)]
         n_positions = n_padding + sum([len(segment.tokens) for segment in segments])
         n_scored = sum([segment.n_scored for segment in segments])
@@ -192,6 +185,11 @@ class Context:
             self._n_threads = self._governor.n_threads
             lib.llama_set_n_threads(pointer, self._n_threads, self._n_threads)
 
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the latest evaluation used fewer threads than on an idle machine."""
+        return self._governor is not None and self._n_threads < resources.default_threads()
+
     def logits(self, n: int) -> Logits:
         """Return a view of the first `n` rows of logits; ScoresError unless all are finite."""
         n_vocabulary = self.weights.vocabulary.size
@@ -219,12 +217,11 @@ class Context:
         self._handle = None
 
     def _keep_hidden(self, numbers: Sequence[int], segments: Sequence[Segment]) -> None:
-        """Record the hidden rows of the committed tokens, without padding and trees."""
+        """Record the hidden rows of the committed tokens, without padding."""
         lengths = [len(segment.tokens) for segment in segments]
         hidden = parts(self.hidden_rows(sum(lengths)), lengths)
         for number, segment, part in zip(numbers, segments, hidden, strict=False):
-            sequence = self.cache.running[number]
-            sequence.hidden.add(segment.start, part[: sequence.n - segment.start])
+            self.cache.running[number].hidden.add(segment.start, part)
 
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))
@@ -255,9 +252,8 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
         _check_room(weights, options, n_cells)
     if other is not None:
         parameters.ctx_other = other
-    n_branches = 0 if is_head else N_BRANCHES
     # Two more sequences: one for garbage, one for copying.
-    parameters.n_seq_max = 1 if keeps_states else _n_sequences(options) + n_branches + 2
+    parameters.n_seq_max = 1 if keeps_states else _n_sequences(options) + 2
     parameters.n_outputs_max = max(options.max_scored, parameters.n_seq_max)
     parameters.kv_unified = True
     parameters.swa_full = True
@@ -281,11 +277,6 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
 def _n_sequences(options: ModelOptions) -> int:
     """Number of cached sequences: llama.cpp reserves one row of logits for each."""
     return max(2, min(N_SEQUENCES - 1, options.max_scored))
-
-
-def _n_branches(batch: Sequence[tuple[int, ForwardRequest]]) -> int:
-    """Number of llama.cpp sequences that the trees of a batch need, besides one for each request."""
-    return sum([n_leaves(request.parents) - 1 for _, request in batch if request.parents is not None])
 
 
 def _can_restore_states(weights: Weights) -> bool:

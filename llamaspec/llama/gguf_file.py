@@ -36,6 +36,12 @@ _MAX_LAYERS = 4096
 _INTERVALS = {  # by default, one of this many layers has attention and the others keep states
     "qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "minimax-01": 8,
 }  # fmt: skip
+_WINDOW_PERIODS = {
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma3n": 5,
+    "gpt-oss": 2,
+}  # one of so many has no window; usually 4
 _RANGES = {  # of integers
     "block_count": (1, _MAX_LAYERS),
     "context_length": (1, 1 << 30),
@@ -203,6 +209,15 @@ def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
         (n * key + index, n * value) if i + n_shared < n_layers and not has_state[i] else (0, 0)
         for i, (n, key, value, index) in enumerate(zip(heads_kv, *sizes, indexer, strict=True))
     ]
+
+
+def windowed_share(found: GgufFile) -> float:
+    """Return the share of layers whose attention has a sliding window, in a model that has such layers."""
+    pattern = found.metadata.get(f"{found.architecture}.attention.sliding_window_pattern")
+    if isinstance(pattern, list) and pattern:
+        return sum(map(bool, pattern)) / len(pattern)
+    period = pattern if type(pattern) is int and pattern > 1 else _WINDOW_PERIODS.get(found.architecture, 4)
+    return 1.0 - 1.0 / period
 
 
 def multiplied_types(parts: Iterable[GgufFile]) -> frozenset[int]:

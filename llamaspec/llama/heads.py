@@ -263,6 +263,15 @@ class PredictionHeads:
         for head in self._heads:
             head.forget()
 
+    @property
+    def is_disturbed(self) -> bool:
+        """As for the target."""
+        return self._target.is_disturbed
+
+    def attended(self, n_tokens: int) -> float:
+        """As for the target."""
+        return self._target.attended(n_tokens)
+
     def abort(self) -> None:
         """Abort the running evaluation; may be called from any thread."""
         self._abort.set()

@@ -10,14 +10,13 @@ tests/llama/test_kv_cache.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.cells import CachedSequence, Cells, CellTable
 from llamaspec.llama.prefix_store import Bytes, PrefixStore
-from llamaspec.llama.tree_cells import TreeCells
 from llamaspec.values import ForwardRequest, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # number of a sequence, its request, padding positions
@@ -29,9 +28,9 @@ MAX_GARBAGE = 0.25  # of the full cells; above it, a compaction saves its own ti
 class KVCache:
     """The sequences of a context and the cells that each holds.
 
-    Of llama.cpp's sequences, the first `n_sequences` are for completions, the next is for garbage, and
-    `n_branches` more are for trees. Finished sequences go to `store`. With `keeps_finished` they keep their
-    cells until the room is needed: on a GPU, attention passes over them fast, and moving them is slow.
+    Of llama.cpp's sequences, the first `n_sequences` are for completions, and the next is for garbage.
+    Finished sequences go to `store`. With `keeps_finished` they keep their cells until the room is needed: on
+    a GPU, attention passes over them fast, and moving them is slow.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class KVCache:
         cells: Cells,
         size: int,
         n_sequences: int,
-        n_branches: int = 0,
         *,
         store: PrefixStore | None = None,
         keeps_finished: bool = False,
@@ -47,7 +45,6 @@ class KVCache:
         self._store = store or PrefixStore()
         self._keeps_finished = keeps_finished
         self._table = CellTable(cells, size, garbage=n_sequences)
-        self._trees = TreeCells(self._table, range(n_sequences + 1, n_sequences + 1 + n_branches))
         self._sequences = [CachedSequence(i) for i in range(n_sequences)]
         self.running: dict[int, CachedSequence] = {}  # by the number of the running sequence
         self._clock = itertools.count(1)
@@ -90,7 +87,6 @@ class KVCache:
         """Cut the sequence to its request, add tokens known elsewhere, and reserve cells for the rest."""
         n_before = request.n_before  # the most that the cache can supply
         sequence = self.running.get(number) or self._assign(number, request.tokens[:n_before])
-        n_known = self._trees.resume(sequence, request)
         n = min(sequence.shared(request.tokens), n_before)
         sequence.n_reserved = 0
         if n < request.n_tokens:  # otherwise keep the tokens after these: the next request may want them
@@ -99,12 +95,12 @@ class KVCache:
             least = n + (MIN_SHARED if n and request.n_logits else 1)
             if n_before >= least:
                 self._take_over(sequence, request.tokens[:n_before], least)
-            sequence.n_reserved = request.n_tokens - n_known - sequence.n + n_padding
+            sequence.n_reserved = request.n_tokens - sequence.n + n_padding
             sequence.n_padding = n_padding
             self._make_room(sequence)
             if n_before >= max(least, sequence.n + MIN_COPIED):
                 self._restore(sequence, request.tokens[:n_before])
-            n = sequence.n + n_known
+            n = sequence.n
         sequence.last_used = next(self._clock)
         return n
 
@@ -164,14 +160,9 @@ class KVCache:
         """Return how many of the first tokens need not be evaluated again."""
         return max([self._store.find(tokens).n, *(sequence.shared(tokens) for sequence in self._sequences)])
 
-    def segment(self, number: int, request: ForwardRequest, evaluated: Collection[int]) -> Segment:
-        """Return what to evaluate for a prepared request, in one batch with all sequences `evaluated`."""
-        sequence = self.running[number]
-        if not request.is_tree:
-            return sequence.segment(request)
-        self._is_evaluating = True  # branches are about to hold cells
-        waiting = [sequence for other, sequence in self.running.items() if other not in evaluated]
-        return self._trees.grow(sequence, request, waiting)
+    def segment(self, number: int, request: ForwardRequest) -> Segment:
+        """Return what to evaluate for a prepared request."""
+        return self.running[number].segment(request)
 
     def begin(self, n_scored: int) -> None:
         """Start an evaluation: until `commit`, cells may hold tokens that are not recorded."""
@@ -182,15 +173,13 @@ class KVCache:
         self._is_changing = True
         for number, tokens in evaluated:
             sequence = self.running[number]
-            cells = self._table.take(len(tokens))
-            if not self._trees.commit(sequence, tokens, cells):
-                sequence.append(tokens, cells)
+            sequence.append(tokens, self._table.take(len(tokens)))
             sequence.n_reserved -= len(tokens)
             if sequence.n_reserved <= sequence.n_padding:
                 sequence.n_reserved = 0
         if n_padding:  # it follows the tokens of the last sequence
             last = self.running[evaluated[-1][0]]
-            self._table.cells.remove(last.seq_id, self._trees.n_positions(last))
+            self._table.cells.remove(last.seq_id, last.n)
         self._is_evaluating = self._is_changing = False
 
     def release(self, number: int) -> None:
@@ -198,7 +187,6 @@ class KVCache:
         self._start_change()
         sequence = self.running.pop(number, None)
         if sequence is not None:
-            self._trees.drop(sequence)
             sequence.n_reserved = 0
             sequence.hidden = sequence.hidden.tail(sequence.n)
             if self.running and not self._keeps_finished:
@@ -219,7 +207,6 @@ class KVCache:
         self._table.clear()
         for sequence in self._sequences:
             sequence.n = 0
-        self._trees.clear()
         self._is_evaluating = self._is_changing = False
 
     def clear(self) -> None:
@@ -229,8 +216,6 @@ class KVCache:
 
     def compact(self) -> None:
         """Move full cells down over the garbage; drop what cannot be moved."""
-        for sequence in self.running.values():
-            self._trees.drop(sequence)
         self.n_compactions += 1
         held = [sequence for sequence in self._sequences if sequence.n]
         self._table.compact(sorted(held, key=lambda each: each.last_used))
@@ -265,7 +250,6 @@ class KVCache:
                 sequence.n_reserved = 0
         self._is_changing = True
         if self._is_evaluating:
-            self._trees.settle(self._sequences)
             for sequence in self._sequences:
                 self._table.cells.remove(sequence.seq_id, sequence.n)
             self._is_evaluating = False
@@ -280,9 +264,6 @@ class KVCache:
         if self._n_free() >= 0:
             return
         n_reserved = sum([sequence.n_reserved for sequence in self.running.values()])
-        for sequence in self.running.values():
-            if not sequence.n_reserved:
-                self._trees.drop(sequence)
         finished = [sequence for sequence in self._unused() if sequence.n]
         for sequence in sorted(finished, key=lambda each: each.last_used):
             if table.n_live + n_reserved <= size:

@@ -21,10 +21,9 @@ from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.nextn import PARTS
-from llamaspec.llama.options import N_BRANCHES, N_SEQUENCES, ModelOptions
+from llamaspec.llama.options import N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
-from llamaspec.llama.tree_cells import n_leaves
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
 from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
 
@@ -132,7 +131,7 @@ class LlamaModel:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether layers keep states: then there is no padding, no draft tree, and a context per sequence."""
+        """Whether layers keep states: then there is no padding, and a context per sequence."""
         return self.weights.facts.keeps_states
 
     @property
@@ -161,6 +160,18 @@ class LlamaModel:
     def facts(self) -> ModelFacts:
         """Return facts about the weights."""
         return self.weights.facts
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the latest evaluation used fewer threads than on an idle machine."""
+        return any(context.is_disturbed for context in self._contexts)
+
+    def attended(self, n_tokens: int) -> float:
+        """Return how many of `n_tokens` cached tokens a position attends to, averaged over the layers."""
+        facts = self.weights.facts
+        if facts.window is None or n_tokens <= facts.window:
+            return n_tokens
+        return n_tokens - facts.windowed_share * (n_tokens - facts.window)
 
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | ContextFullError]:
         """Make room for requests; return for each its number of cached tokens, or why there is no room.
@@ -299,10 +310,6 @@ class LlamaModel:
         """Raise ValueError if llama.cpp would abort the process."""
         if not 0 < request.n_tokens <= self.context_size:
             raise ValueError(f"{request.n_tokens} tokens do not fit a context of {self.context_size}")
-        if request.is_tree and self.keeps_states:
-            raise ValueError("this model evaluates chains of draft tokens, not trees")
-        if request.parents is not None and n_leaves(request.parents) > N_BRANCHES:
-            raise ValueError(f"a tree of draft tokens has at most {N_BRANCHES} branches")
         for tokens in (request.tokens, request.draft):
             # As unsigned numbers negative ones are large: one pass over the array instead of two.
             if len(tokens) and int(np.maximum.reduce(tokens.view(np.uint32))) >= self.vocabulary.size:

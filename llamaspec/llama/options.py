@@ -17,7 +17,6 @@ DEFAULT_CONTEXT = 4096  # tokens of the smallest default context, unless the mod
 BATCH = 512  # maximum number of positions in one evaluation
 DRAFT_SCORED = 16  # maximum number of positions that a draft model scores at once: one for each sequence
 N_SEQUENCES = 64  # maximum number of cached sequences, running or finished, in a context
-N_BRANCHES = 32  # maximum number of branches of draft trees in one evaluation, besides one for each sequence
 
 FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,

@@ -14,7 +14,7 @@ messages have none of their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ class RecurrentCache:
         """Return how many of the first tokens need not be evaluated again."""
         return max(self.shared(tokens), self._store.find(tokens).n)
 
-    def segment(self, number: int, request: ForwardRequest, evaluated: Collection[int]) -> Segment:
+    def segment(self, number: int, request: ForwardRequest) -> Segment:
         """Return what to evaluate for a prepared request."""
         return self._held.segment(request)
 

@@ -28,6 +28,7 @@ from llamaspec.llama.gguf_file import (
     kv_row_sizes,
     multiplied_types,
     read_gguf,
+    windowed_share,
 )
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
@@ -46,6 +47,7 @@ class ModelFacts:
     n_active_parameters: int | None  # roughly as many as a token uses; None = all
     weights_bytes: int
     window: int | None  # positions that sliding-window layers see; None = all layers see all positions
+    windowed_share: float  # share of the layers with such a window, if there are any
     keeps_states: bool  # whether some layers keep a recurrent state
     keeps_positions: bool  # whether some layers cache keys and values
 
@@ -118,6 +120,7 @@ class Weights:
             n_active_parameters=active_parameters(file, n_parameters),
             weights_bytes=int(lib.llama_model_size(self.pointer)),
             window=int(lib.llama_model_n_swa(self.pointer)) or None,
+            windowed_share=windowed_share(file),
             keeps_states=is_recurrent or bool(lib.llama_model_is_hybrid(self.pointer)),
             keeps_positions=not is_recurrent,
         )

@@ -118,7 +118,7 @@ def machine_findings(machine: MachineFacts) -> Iterator[Finding]:
         shown += "; no GPU offload"
     remedy = f"rebuild llama.cpp with CMAKE_ARGS=-DGGML_{option}=on"
     yield check("devices", shown, not fault, fault, remedy)
-    if machine.n_taken >= max(0.5, machine.n_logical - machine.n_physical + 0.5):
+    if machine.is_busy:
         text = f"other programs use {machine.n_taken:.1f} of {machine.n_logical} hardware threads"
         fault = "; until they stop, llamaspec uses fewer threads and is slower"
         yield Finding(WARNING, "load", text + fault, "stop other CPU-heavy programs")

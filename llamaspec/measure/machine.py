@@ -10,7 +10,10 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+
+import psutil
 
 from llamaspec.catalog import Catalog, Entry
 from llamaspec.errors import ModelFileError
@@ -46,6 +49,11 @@ class MachineFacts:
         """The GPUs that this build computes on."""
         return tuple(device for device in self.devices if device.is_gpu and self.can_offload)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs slow llamaspec down."""
+        return too_many_taken(self.n_taken, self.n_physical, self.n_logical)
+
     def offloads(self, options: ModelOptions) -> bool:
         """Whether a model with these options computes on a GPU."""
         return bool(self.gpus) and options.offloads
@@ -64,18 +72,44 @@ def look_at_machine() -> MachineFacts:
         free_bytes=resources.available_bytes(),
         n_physical=resources.default_threads(),
         n_logical=resources.n_hardware_threads(),
-        n_taken=_taken_cores(),
+        n_taken=taken_threads(),
     )
 
 
-def _taken_cores() -> float:
-    """Measure how many hardware threads other programs are using."""
-    before = usage()
+def taken_threads() -> float:
+    """Measure for `LOOK_SECONDS` how many hardware threads other programs use."""
+    watch = LoadWatch()
     time.sleep(LOOK_SECONDS)
-    after = usage()
-    wall = after.wall - before.wall
-    idle, own = (after.idle - before.idle) / wall, (after.own - before.own) / wall
-    return max(0.0, resources.n_hardware_threads() - idle - own)
+    return watch.n_taken()
+
+
+class LoadWatch:
+    """Measures how many hardware threads programs use besides this process and its children."""
+
+    def __init__(self) -> None:
+        self._begin, self._children = usage(), _seconds_of_children()
+
+    def n_taken(self) -> float:
+        """Return the average since the watch began."""
+        now = usage()
+        own = now.own - self._begin.own + max(_seconds_of_children() - self._children, 0.0)
+        used = (now.idle - self._begin.idle + own) / max(now.wall - self._begin.wall, 1e-9)
+        return max(0.0, resources.n_hardware_threads() - used)
+
+
+def _seconds_of_children() -> float:
+    """Return the processor time of all running children, and of theirs."""
+    seconds = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            times = child.cpu_times()
+            seconds += times.user + times.system
+    return seconds
+
+
+def too_many_taken(n_taken: float, n_physical: int, n_logical: int) -> bool:
+    """Whether other programs use so many hardware threads that less than all cores are left."""
+    return n_taken >= max(0.5, n_logical - n_physical + 0.5)
 
 
 # Pairs that fit

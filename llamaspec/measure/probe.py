@@ -18,7 +18,7 @@ import numpy as np
 
 from llamaspec.drafters.fallback import drafting, preparing
 from llamaspec.errors import MemoryFullError
-from llamaspec.length.costs import CostCurve
+from llamaspec.length.costs import DENSE, CostCurve
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.compare import Progress, Spread, take_turns
@@ -35,6 +35,8 @@ READING = 0.25  # fraction of the remaining time that processing a longer contex
 ALONE = 0.3  # fraction of a comparison's time for evaluating positions one at a time
 ATTENTION_TURNS = 9
 ATTENTION_SECONDS = 15.0  # longest time for processing a context again; longer contexts are left out
+TELLING = 0.1  # relative change of plain decoding from which two depths tell what cached tokens cost
+LEAST_SHARE = 0.02
 MOST_SECONDS, MOST_TOKENS = 1e6, 1 << 30  # a stored probe with more is damaged
 # Ordinary text, because a mixture of experts uses more of its experts for random tokens.
 TEXT = """\
@@ -131,12 +133,29 @@ class Probe:
 
     @property
     def curve(self) -> CostCurve:
-        """Costs at the first depth, for the length policy."""
+        """Costs at the first depth, and what more cached tokens cost, for the length policy."""
+        attention, share = self._attention_costs()
         return CostCurve(
             tuple(timing.width for timing in self.widths),
             tuple(timing.timings[0].median for timing in self.widths),
             self.draft_step.median if self.draft_step else 0.0,
+            attention=attention,
+            attention_share=share,
         )
+
+    def _attention_costs(self) -> tuple[float, float]:
+        """Return the cost of a cached token relative to width 1, and the share for another position.
+
+        Both are 0, unknown, if times vary too much to tell the depths apart.
+        """
+        plain = self.widths[0].timings
+        widest = max((each for each in self.widths if each.width <= DENSE), key=lambda each: each.width)
+        n_tokens, seconds = self.depths[-1] - self.depths[0], plain[-1].median - plain[0].median
+        if widest.width == 1 or seconds < TELLING * plain[0].median:
+            return 0.0, 0.0
+        more = (widest.timings[-1].median - widest.timings[0].median) / seconds
+        share = min(max((more - 1) / (widest.width - 1), LEAST_SHARE), 1.0)
+        return seconds / plain[0].median / n_tokens, share
 
     @property
     def identical_widths(self) -> frozenset[int]:

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from llamaspec.engine.completion import Completion
+from llamaspec.engine.completion import MIN_PLAIN_SECONDS, Completion
 from llamaspec.length.acceptance import Acceptance, verified_tokens
 from llamaspec.length.costs import CALIBRATED, DENSE, CostCurve, Costs
-from llamaspec.length.policy import LearnedPrior
+from llamaspec.length.policy import Gain, LearnedPrior
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.store import BenchGains, Models, stored
 from llamaspec.plan import DraftPlan, ModelFile
@@ -29,13 +29,13 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 CONCLUSIVE_WIDTH = 9
 LIKELY = 0.8  # acceptance at which quantizations are compared
 TELLING = 32  # draft tokens from which an observed acceptance is mentioned
+ENOUGH = 2000  # tokens of real requests from which their gain is mentioned
 NOISE = 0.07  # two measurements of costs relative to plain decoding differ by up to twice this
 SAME = 0.03  # smaller speed-ups are noise
 QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # wide batches are often cheap with these
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 _ORIGINS = {
     Source.MODEL: "from the draft model",
-    Source.STAGE: "from the draft model",
     Source.MTP: "from the prediction heads",
     Source.NGRAM: "copied from earlier text",
     Source.PREDICTION: "copied from the prediction",
@@ -146,15 +146,17 @@ def in_words(curve: CostCurve) -> list[str]:
 def pair_verdict(pair: Models, prior: LearnedPrior | None = None) -> str | None:
     """Return in one sentence what a pair gains from drafts, and how that is known; None if it is not.
 
-    The latest benchmark decides. Without one, the costs and the acceptance of `prior` do, by default those
-    that are kept.
+    Real requests decide, if there were enough since the latest benchmark, and otherwise the benchmark.
+    Without one, the costs and the acceptance of `prior` do, by default those that are kept.
     """
+    prior = prior or stored(pair, LearnedPrior)
+    if prior is not None and (found := _gain_in_requests(prior.gain)) is not None:
+        return found
     if (gains := stored(pair, BenchGains)) is not None:
         return (
             f"on this machine this pair is {_gains_in_words(gains.speed_ups)} "
             "(measured by llamaspec bench at temperature 0)"
         )
-    prior = prior or stored(pair, LearnedPrior)
     if prior is None or prior.curve is None or not prior.curve.draft_step_seconds:
         return None
     seconds, said = round_seconds(prior.curve), verdict(prior.curve)
@@ -171,15 +173,27 @@ def pair_verdict(pair: Models, prior: LearnedPrior | None = None) -> str | None:
     return f"{said}; at the observed {acceptance:.0%}, it is {gain} (computed from measured times)"
 
 
+def _gain_in_requests(gain: Gain) -> str | None:
+    """Return what drafts have gained in real requests; None if those tell too little."""
+    if gain.n_tokens < ENOUGH or gain.plain_seconds < MIN_PLAIN_SECONDS * gain.n_tokens:
+        return None
+    return (
+        f"on this machine this pair was {_gains_in_words({'': gain.speed_up})} in its latest requests "
+        f"(estimate for {gain.n_tokens:,.0f} tokens)"
+    )
+
+
 def _gains_in_words(speed_ups: Mapping[str, float]) -> str:
+    """Return speed-ups as a clause; by group of tasks, or of everything if the name is empty."""
     parts = []
     for group, speed_up in speed_ups.items():
         if abs(speed_up - 1) < SAME:
-            parts.append(f"as fast as without drafts for {group}")
+            gain = "as fast as without drafts"
         elif speed_up > 1:
-            parts.append(f"about {speed_up:.1f} times as fast for {group}")
+            gain = f"about {speed_up:.1f} times as fast{'' if group else ' as without drafts'}"
         else:
-            parts.append(f"{1 - speed_up:.0%} slower for {group}")
+            gain = f"{1 - speed_up:.0%} slower{'' if group else ' than without drafts'}"
+        parts.append(f"{gain} for {group}" if group else gain)
     *others, last = parts
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -189,13 +203,15 @@ def _other_quantization(pair: Models, curve: CostCurve) -> str:
 
     It must be in the same folder. Empty if there is none.
     """
-    target, *drafts = (ModelFile(model.path, model.options) for model in pair.models)
+    target, draft = ModelFile(pair.target.path, pair.target.options), None
+    if pair.draft is not None:
+        draft = ModelFile(pair.draft.path, pair.draft.options)
     name = target.path.name
     for kind in (each for upper in QUANTIZATIONS for each in (upper, upper.lower())):
         other = target.path.with_name(_QUANTIZATION.sub(kind, name))
         if other == target.path or not other.is_file():
             continue
-        prior = stored(DraftPlan(ModelFile(other, target.options), tuple(drafts)), LearnedPrior)
+        prior = stored(DraftPlan(ModelFile(other, target.options), draft), LearnedPrior)
         if prior is None or prior.curve is None or not prior.curve.draft_step_seconds:
             continue
         best = best_length(round_seconds(prior.curve), LIKELY)
@@ -251,9 +267,7 @@ class Reasons:
         if not self.accepted:
             return "no draft token was verified, so nothing was gained"
         if self.gained_seconds is None:
-            return (
-                "gain unknown: the completion is too short, or too few rounds without draft tokens were timed"
-            )
+            return "gain unknown: the completion is too short, or the estimate is too uncertain"
         more = "less" if self.gained_seconds > 0 else "more"
         return f"the completion took {abs(self.gained_seconds):.2f} s {more} than without drafts (estimate)"
 

@@ -230,7 +230,7 @@ def make_report(
         ),
         versions={**versions, "python": platform.python_version(), **peer},
         target=_model(plan.target.path, with_hashes),
-        drafts=tuple(_model(model.path, with_hashes) for model in plan.drafts),
+        drafts=tuple(_model(model.path, with_hashes) for model in plan.models[1:]),
         has_heads=plan.heads is not None,
         settings=settings,
         curve=None if prior is None else prior.curve,

@@ -1,4 +1,4 @@
-"""Measurements of a pair on this machine, kept between runs, and the length policy that starts from them.
+"""Measurements of a pair on this machine, and what runs have learnt about it, kept between runs.
 
 Each kind has a file of its own in the user's cache folder. A damaged file is ignored with a warning, and the
 next write replaces it. Another format has other file names.
@@ -11,30 +11,28 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
-from llamaspec.errors import LlamaspecError
+from filelock import FileLock
+
 from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.policy import Gain, LearnedPrior
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.model import LlamaModel
-from llamaspec.measure.probe import Probe, time_draft_step
+from llamaspec.measure.probe import Probe
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
-from llamaspec.protocols import LengthPolicy
-from llamaspec.sequence_drafters import Stage
-from llamaspec.values import Source
 
-FORMAT = 8  # of the files
-WORTH_KEEPING = 24  # evaluations of the target; what a shorter run learns is not kept
+FORMAT = 10  # of the files
+LOCK = ".lock"  # a file in their folder, which a process locks while it replaces one of them
+PATIENCE = 5.0  # seconds to wait for the lock, which is held for milliseconds
 _MAX_BYTES = 4 << 20
 
 T = TypeVar("T")
-Models: TypeAlias = DraftPlan | Pair | Stage  # `models` of each: the target and its draft models
-Notify: TypeAlias = Callable[[str], None]  # receives one line
+Models: TypeAlias = DraftPlan | Pair  # `models` of each: the target and its draft model
+Notify: TypeAlias = Callable[[str], object]  # receives one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,64 @@ def _ignore(line: str) -> None: ...
 
 def stored(pair: Models, kind: type[T], notify: Notify = _ignore) -> T | None:
     """Return a kept measurement of a pair, or None; `notify` receives a warning if the file is damaged."""
-    path = _path(pair, kind)
+    return _read(_path(pair, kind), kind, notify)
+
+
+def keep(pair: Models, measured: Any, notify: Notify = _ignore) -> None:
+    """Keep a measurement; `notify` receives a warning if the cache folder is not writable."""
+    update(pair, type(measured), lambda _: measured, notify)
+
+
+def update(pair: Models, kind: type[T], change: Callable[[T | None], T], notify: Notify = _ignore) -> None:
+    """Replace a kept measurement by what `change` makes of it; it gets None if there is none.
+
+    Meanwhile no other process writes, so no update is lost.
+    """
+    folder = _folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / LOCK, timeout=PATIENCE):
+            path = _path(pair, kind)
+            write_file(path, json.dumps(asdict(cast(Any, change(_read(path, kind, _ignore))))))
+    except OSError as error:  # a lock that is not given back in time is one, too
+        reason = error.strerror or str(error)
+        notify(f"cannot write into {folder}: {reason}; set LLAMASPEC_CACHE to another folder")
+
+
+def keep_probe(pair: Models, probe: Probe, notify: Notify = _ignore) -> None:
+    """Keep a probe; the next run starts from its costs and from the acceptance that earlier runs observed."""
+    keep(pair, probe, notify)
+    usual = LearnedPrior(probe.curve)
+
+    def with_costs(earlier: LearnedPrior | None) -> LearnedPrior:
+        return replace(earlier or usual, curve=usual.curve, distance=usual.distance)
+
+    update(pair, LearnedPrior, with_costs)
+
+
+def keep_gains(pair: Models, speed_ups: Mapping[str, float]) -> None:
+    """Keep the results of a benchmark; other groups of tasks keep their earlier results.
+
+    They count until enough real requests have followed, so the gain of earlier requests is dropped.
+    """
+
+    def with_groups(earlier: BenchGains | None) -> BenchGains:
+        return BenchGains({**(earlier.speed_ups if earlier else {}), **speed_ups})
+
+    update(pair, BenchGains, with_groups)
+    if stored(pair, LearnedPrior) is not None:
+        update(pair, LearnedPrior, lambda earlier: replace(earlier or LearnedPrior(), gain=Gain()))
+
+
+def forget(pair: Models) -> bool:
+    """Delete all measurements of a pair; return whether there were any."""
+    paths = [path for kind in _SUFFIXES if os.path.lexists(path := _path(pair, kind))]
+    for path in paths:
+        path.unlink()
+    return bool(paths)
+
+
+def _read(path: Path, kind: type[T], notify: Notify) -> T | None:
     try:
         return parse_json(kind, read_file(path, _MAX_BYTES))
     except FileNotFoundError:
@@ -73,77 +128,17 @@ def stored(pair: Models, kind: type[T], notify: Notify = _ignore) -> T | None:
     return None
 
 
-def keep(pair: Models, measured: Any, notify: Notify = _ignore) -> None:
-    """Keep a measurement; `notify` receives a warning if the cache folder is not writable."""
-    path = _path(pair, type(measured))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(asdict(measured)))
-    except OSError as error:
-        notify(f"cannot write {path}: {error.strerror}; set LLAMASPEC_CACHE to another folder")
-
-
-def keep_probe(pair: Models, probe: Probe, notify: Notify = _ignore) -> None:
-    """Keep a probe; the next run starts from its costs and from the acceptance that earlier runs observed."""
-    keep(pair, probe, notify)
-    earlier = stored(pair, LearnedPrior) or LearnedPrior()
-    usual = LearnedPrior(probe.curve)
-    keep(pair, replace(earlier, curve=probe.curve, distance=usual.distance, n_runs=usual.n_runs))
-
-
-def keep_gains(pair: Models, speed_ups: Mapping[str, float]) -> None:
-    """Keep the results of a benchmark; other groups of tasks keep their earlier results."""
-    earlier = stored(pair, BenchGains)
-    keep(pair, BenchGains({**(earlier.speed_ups if earlier else {}), **speed_ups}))
-
-
-def forget(pair: Models) -> bool:
-    """Delete all measurements of a pair; return whether there were any."""
-    paths = [path for kind in _SUFFIXES if os.path.lexists(path := _path(pair, kind))]
-    for path in paths:
-        path.unlink()
-    return bool(paths)
-
-
-def auto_length(pair: Pair, notify: Notify = _ignore, *, trees: bool = False) -> AutoLength:
-    """Return a new length policy for a pair.
-
-    Each draft model that has a draft of its own also gets a policy. In the first runs of a pair a draft step
-    is timed. `notify` receives warnings about damaged files.
-    """
-    pads = not pair.target.keeps_states
-    for stage in pair.stages:
-        stage.length = AutoLength(stored(stage, LearnedPrior, notify), sources=stage.sources, pads=pads)
-    prior = stored(pair, LearnedPrior, notify)
-    policy = AutoLength(prior, sources=pair.sources, trees=trees, pads=pads)
-    if Source.MODEL in pair.sources and not (policy.is_settled and policy.costs.knows_step):
-        with suppress(LlamaspecError):  # a draft that fails is reported when it is used
-            policy.costs.observe_first_step(time_draft_step(pair))
-    return policy
-
-
-def keep_learnt(pair: Pair, policy: LengthPolicy) -> None:
-    """Keep what a run has learned about a pair and its stages, if the run was long enough."""
-    learners: list[tuple[Pair | Stage, LengthPolicy]] = [(pair, policy)]
-    learners += [(stage, stage.length) for stage in pair.stages]
-    for models, learned in learners:
-        if isinstance(learned, AutoLength) and learned.costs.n_timed >= WORTH_KEEPING:
-            keep(models, learned.experience())
+def _folder() -> Path:
+    return cache_folder() / "curves"
 
 
 def _path(pair: Models, kind: type[object]) -> Path:
-    """Return the file of a measurement.
-
-    A probe also depends on the kind of attention and the types of the KV cache; a prior serves all of them.
-    """
+    """Return the file of a measurement. Its name depends on everything that changes costs."""
     models = pair.models
-    key: list[object] = [FORMAT, *(_model_key(model) for model in models), models[0].options.heads]
-    if kind is Probe:
-        options = [model.options for model in models]
-        key += [[each.flash_attention, each.cache_type_k, each.cache_type_v] for each in options]
+    key = [FORMAT, *map(_model_key, models), models[0].options.heads]
     key += [runtime.backend_description(), platform.node()]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
-    return cache_folder() / "curves" / f"{name}{_SUFFIXES[kind]}.json"
+    return _folder() / f"{name}{_SUFFIXES[kind]}.json"
 
 
 def _model_key(model: ModelFile | LlamaModel) -> list[object]:
@@ -151,4 +146,5 @@ def _model_key(model: ModelFile | LlamaModel) -> list[object]:
     options = model.options
     threads = options.threads or resources.default_threads()
     placement = [options.gpu_layers, threads, options.repack, *options.placement]
-    return [file_identity(model.path), *placement]
+    attention = [options.flash_attention, options.cache_type_k, options.cache_type_v]
+    return [file_identity(model.path), *placement, *attention]

@@ -21,12 +21,12 @@ class Coupled:
     """The target draws its own token at every position; a draft token is accepted if it is the same.
 
     Draft and target share the noise of a position, so the completion for a seed is the same with any draft
-    and with none. In a tree, the accepted path follows the branch with the target's token.
+    and with none.
 
     References
     ----------
     Daliri, Musco and Suresh, "Coupling without communication and drafter-invariant speculative decoding",
-    arXiv 2408.07978; for several candidates arXiv 2506.05632.
+    arXiv 2408.07978.
     """
 
     name = "coupled"
@@ -40,14 +40,12 @@ class Coupled:
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> Verification:
         """Accept draft tokens while the target draws the same ones."""
-        path: list[int] = []
+        n, drafted = 0, draft.tokens.tolist()
         while True:
-            node = path[-1] if path else -1
-            token = streams.choose(target.after(node), Stream.TOKEN, start + len(path))
-            same = [child for child in draft.children(node) if draft.tokens[child] == token]
-            if not same:
-                return _verification(path, token, target)
-            path.append(same[0])
+            token = streams.choose(target.after(n - 1), Stream.TOKEN, start + n)
+            if n == len(drafted) or drafted[n] != token:
+                return Verification(n, token)
+            n += 1
 
     def acceptance(self, token: int, q: Distribution, p: Distribution, drawn: int) -> float:
         """Return 1 if the target drew the token, else 0."""
@@ -79,13 +77,11 @@ class Rejection:
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> Verification:
         """Accept the first n draft tokens; draw the next from the residual, or from p if all are accepted."""
-        if not draft.is_chain:
-            raise ValueError(f"the {self.name} rule verifies chains, not trees; use the coupled rule")
         n, weight = self._accepted(draft, target, streams, start)
         rest, stream = target.after(n - 1), Stream.TOKEN
         if n < len(draft):
             rest, stream = residual(rest, draft.distributions[n], weight), Stream.RESIDUAL
-        return _verification(range(n), streams.choose(rest, stream, start + n, attempt=start), target)
+        return Verification(n, streams.choose(rest, stream, start + n, attempt=start))
 
     def _accepted(
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
@@ -138,7 +134,7 @@ def round_of(
     """Return a round without its seconds, from a draft, its verified part, and the outcome."""
     return Round(
         draft=verified.without_distributions(),
-        path=verification.path,
+        n_accepted=verification.n_accepted,
         next_token=verification.next_token,
         verified_in=forward.evaluation,
         n_dropped=len(made) - len(verified),
@@ -154,7 +150,7 @@ def _counterfactual(
     None if all were verified, or a token before it was rejected.
     """
     n = len(verified)
-    if len(made) == n or len(verification.path) < n or not made.is_chain or not made.distributions:
+    if len(made) == n or verification.n_accepted < n or not made.distributions:
         return None
     token, q = int(made.tokens[n]), made.distributions[n]
     return made.confidences[n], rule.acceptance(token, q, target.after(n - 1), verification.next_token)
@@ -187,7 +183,3 @@ def _stop_probability(draft: Draft, target: TargetDistributions, i: int, weight:
     surplus = float(_uncovered(target.after(i - 1), draft.distributions[i], weight).sum())
     open_mass = surplus + 1.0 - weight
     return surplus / open_mass if open_mass > 0 else 1.0
-
-
-def _verification(path: range | list[int], token: int, target: TargetDistributions) -> Verification:
-    return Verification(tuple(path), token, tuple([target.after(node) for node in (-1, *path)]))

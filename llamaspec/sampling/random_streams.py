@@ -11,7 +11,7 @@ import functools
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.protocols import RandomStreams, Stream
+from llamaspec.protocols import Stream
 from llamaspec.values import Distribution
 
 _MASK = (1 << 64) - 1
@@ -45,19 +45,13 @@ class SeededStreams:
         """Draw one token of `distribution`."""
         if len(distribution.tokens) == 1:
             return int(distribution.tokens[0])
-        return int(distribution.tokens[self.perturbed(distribution, stream, position, attempt).argmax()])
+        uniform = self._uniform(distribution.tokens.astype(np.uint64), stream, position, attempt)
+        perturbed = np.log(distribution.probabilities) - np.log(-np.log(uniform))
+        return int(distribution.tokens[perturbed.argmax()])
 
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         """Return True with the given probability."""
         return float(self._uniform(np.zeros(1, dtype=np.uint64), stream, position, attempt)[0]) < probability
-
-    def perturbed(
-        self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0
-    ) -> npt.NDArray[np.float64]:
-        """Return log p + noise of each token, of which `choose` takes the greatest: float64 [S]."""
-        uniform = self._uniform(distribution.tokens.astype(np.uint64), stream, position, attempt)
-        perturbed: npt.NDArray[np.float64] = np.log(distribution.probabilities) - np.log(-np.log(uniform))
-        return perturbed
 
     def _uniform(
         self, tokens: npt.NDArray[np.uint64], stream: Stream, position: int, attempt: int
@@ -73,38 +67,10 @@ class SeededStreams:
         return ((hashed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
-class CascadeStreams:
-    """Randomness for the draft of a draft model.
-
-    Draws that depend on position alone are shared, so that under the coupled rule all models draw the same
-    tokens. All other draws are independent of those for the target and for other drafts.
-    """
-
-    def __init__(self, streams: RandomStreams) -> None:
-        self._streams = streams
-        self.start = 0  # index in the sequence at which the draft begins
-
-    def choose(self, distribution: Distribution, stream: Stream, position: int, attempt: int = 0) -> int:
-        """Draw one token of `distribution`."""
-        return self._streams.choose(distribution, stream, position, self._own(attempt))
-
-    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> npt.NDArray[np.float64]:
-        """Return log p + noise of each token, of which `choose` takes the greatest: float64 [S]."""
-        return self._streams.perturbed(distribution, stream, position)
-
-    def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
-        """Return True with the given probability."""
-        return self._streams.chance(probability, stream, position, self._own(attempt))
-
-    def _own(self, attempt: int) -> int:
-        return attempt and attempt << 32 | self.start
-
-
 @functools.lru_cache(maxsize=64)
 def _of_part(part: int) -> int:
     """Return the part of a key for a stream, a position or an attempt; draft and target share it."""
-    key = _mixed((part + 1) * _GOLDEN & _MASK)
-    return key if part <= _MASK else _mixed(key ^ _of_part(part >> 64))
+    return _mixed((part + 1) * _GOLDEN & _MASK)
 
 
 def _mixed(value: int) -> int:

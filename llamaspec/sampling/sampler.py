@@ -1,15 +1,15 @@
 """The distributions from which the tokens of a sequence are drawn, given its tokens and constraint.
 
-Target and draft use the same `Sampler`. tests/sampling/test_sampler.py, tests/engine/test_constrained_law.py.
+Target and draft use the same `Sampler`. tests/engine/test_constrained_law.py, tests/test_logprobs.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from llamaspec.protocols import RandomStreams, SequenceConstraint, Stream
+from llamaspec.protocols import SequenceConstraint
 from llamaspec.sampling.filters import Sampling, Scores, distribution
 from llamaspec.values import Distribution, Draft, Logits, Logprobs, TokenArray, Verification
 
@@ -54,42 +54,16 @@ class LogitsTarget:
         self._known: dict[int, Distribution] = {}
 
     def after(self, i: int) -> Distribution:
-        """Return p after the context and the path to draft token `i`; -1 = after the context."""
+        """Return p after the context and draft tokens 0 to `i`; -1 = after the context."""
         if i not in self._known:
             tokens = self._context
             if i >= 0 and self._sampler.looks_back:
-                tokens = np.concatenate([tokens, self._draft.tokens[self._draft.path(i)]])
+                tokens = np.concatenate([tokens, self._draft.tokens[: i + 1]])
             allowed = self._sampler.allowed(tokens)
             if allowed is not None and not len(allowed):
                 allowed = None  # after an end-of-text token, where no token is kept
             self._known[i] = self._sampler.distribution(self._logits[i + 1], tokens, allowed)
         return self._known[i]
-
-
-def candidates(
-    scores: Scores, sampler: Sampler, path: TokenArray, streams: RandomStreams, n: int
-) -> tuple[list[int], list[float]]:
-    """Return up to `n` tokens that the target may draw after `path`, best first, and their confidences.
-
-    They have the greatest log q + g, with the noise g that the target will use; a confidence is a softmax of
-    log q + g. A greedy sampler has no noise; then q is the distribution at temperature 1.
-
-    References
-    ----------
-    Daliri, Musco and Suresh, arXiv 2408.07978; lists of candidates: arXiv 2506.05632.
-    """
-    sampling, position = sampler.sampling, len(path)
-    if sampling.temperature == 0 or sampling.top_k == 1:
-        warm = replace(sampling, temperature=1.0, top_k=max(4 * n, 16), top_p=None, min_p=None)
-        q = replace(sampler, sampling=warm).distribution(scores, path)
-        perturbed = np.log(q.probabilities)
-    else:
-        q = sampler.distribution(scores, path)
-        perturbed = streams.perturbed(q, Stream.TOKEN, position)
-    order = (-perturbed).argsort(kind="stable")[:n]
-    weights = np.exp(perturbed - perturbed[order[0]])
-    chances = weights[order] / weights.sum()
-    return q.tokens[order].tolist(), chances.tolist()
 
 
 def logprobs(scores: Scores, token: int, n_top: int) -> Logprobs:
@@ -111,6 +85,5 @@ def round_logprobs(
     logits: Logits, draft: Draft, verification: Verification, n_top: int
 ) -> tuple[Logprobs, ...]:
     """Return the log-probabilities of each token of a round, from the target's logits [1 + K, V] float32."""
-    nodes = (-1, *verification.path)
-    tokens = [*draft.tokens[list(verification.path)].tolist(), verification.next_token]
-    return tuple(logprobs(logits[node + 1], token, n_top) for node, token in zip(nodes, tokens, strict=True))
+    tokens = [*draft.tokens[: verification.n_accepted].tolist(), verification.next_token]
+    return tuple(logprobs(scores, token, n_top) for scores, token in zip(logits, tokens, strict=False))

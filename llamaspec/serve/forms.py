@@ -219,7 +219,6 @@ def _round(round_: Round) -> Data:
     return {
         **_milliseconds(round_),
         "drafted": round_.n_verified,
-        "branches": round_.draft.n_branches,
         "accepted": round_.n_accepted,
         "source": round_.source.value,
         "rows": round_.n_sequences,

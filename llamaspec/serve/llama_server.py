@@ -241,7 +241,7 @@ async def _props(service: Service, _: Request) -> Response:
         "model_path": pair.target.path.name,
         "model_description": pair.target.description,
         "kernels": pair.target.weights.kernels,
-        "drafts": [model.description for model in pair.draft_models],
+        "drafts": [model.description for model in pair.models[1:]],
         "total_slots": service.settings.parallel,
         "default_generation_settings": {"n_ctx": pair.target.context_size},
         "has_chat_template": service.builder.template is not None,

@@ -8,8 +8,7 @@ import pytest
 
 from command import ENTRY, Answer, answer_of, invoke, naming, run
 from model_store import ModelStore
-from tiny_models import Recipe, truncated, write_bert, write_vocabulary_only
-from tiny_vocabulary import BYTES
+from tiny_models import truncated, write_bert, write_vocabulary_only
 
 LATIN = "caf\xe9".encode("latin-1")
 
@@ -43,8 +42,6 @@ def files(store: ModelStore, target_file: Path, tmp_path_factory: pytest.TempPat
         "CUT_METADATA": truncated(target_file, folder / "cut-metadata.gguf", 700),
         "VOCABULARY": write_vocabulary_only(folder / "vocabulary.gguf"),
         "BERT": write_bert(folder / "bert.gguf"),
-        "OTHER": store.path("llama", Recipe(vocabulary=BYTES.renamed(70, "other"))),
-        "LONGER": store.path("llama", Recipe(vocabulary=BYTES.longer(200))),
         "EMPTY_PROMPT": folder / "empty.txt",
         "LATIN_PROMPT": folder / "latin.txt",
         "LONG_PROMPT": folder / "long.txt",
@@ -81,15 +78,6 @@ def test_model_files_do_not_end_the_process(files: dict[str, Path], name: str) -
     assert_refused(run("generate", "--target", files[name], "--draft", files["GOOD"], "x"), says, 1)
 
 
-@pytest.mark.parametrize("command", ["generate", "compare"])
-def test_a_draft_of_another_vocabulary_that_has_a_draft(files: dict[str, Path], command: str) -> None:
-    """Without a draft of its own it may draft: test_common_vocabulary.py."""
-    answer = invoke(command, *naming([files["GOOD"], files["OTHER"]]), "--draft", files["GOOD"], "-p", "x")
-    assert_refused(answer, "token 70 is 'D' in the target and 'other' in the draft; choose a draft", 1)
-    answer = invoke(command, *naming([files["GOOD"], files["LONGER"]]), "--draft", files["GOOD"], "-p", "x")
-    assert_refused(answer, "288 and 488 tokens; token 288 is '<extra_0>' in the draft only; choose", 1)
-
-
 PROMPTS: list[tuple[list[str], bytes, str]] = [
     ([""], b"", "the prompt is empty; give some text"),
     (["-p", ""], b"", "the prompt is empty; give some text"),
@@ -119,6 +107,11 @@ def test_copies_that_are_asked_for_and_forbidden() -> None:
     assert_refused(answer, "--draft ngram and --no-ngram contradict each other; drop one", 2)
     plain = invoke("generate", "--draft", "ngram", "--no-ngram", "--no-draft", "-n", "2", "x")
     assert plain.code == 0, "as the plain server of a benchmark is started"
+
+
+def test_a_second_draft() -> None:
+    answer = invoke("generate", "--draft", "a.gguf", "-md", "b.gguf", "x")
+    assert_refused(answer, "a target has one draft; drop all but one --draft", 2)
 
 
 @pytest.mark.parametrize("arguments", [["x", "-p", "y"], ["-p", "x", "-f", "LONG_PROMPT"]])

@@ -109,14 +109,30 @@ def test_the_table_and_the_bars() -> None:
     assert [line[0] for line in lines if line[:1] in (["plain"], ["auto"])] == ["plain", "auto"]
 
 
+class OtherPrograms:
+    """They use this many hardware threads."""
+
+    n_threads = 0.0
+
+    def n_taken(self) -> float:
+        return self.n_threads
+
+
 @pytest.mark.usefixtures("demo_files", "own_cache")
-@pytest.mark.parametrize(("limit", "shown"), [((), ""), (("-n", "2"), "-n 2 ")])
-def test_a_quick_run(limit: tuple[str, ...], shown: str, tmp_path: Path) -> None:
-    """The tables name the command, and only answers of full length leave a verdict."""
+@pytest.mark.parametrize(
+    ("limit", "shown", "n_taken"), [((), "", 0.0), ((), "", 1000.0), (("-n", "2"), "-n 2 ", 0.0)]
+)
+def test_a_quick_run(
+    limit: tuple[str, ...], shown: str, n_taken: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables name the command. Only answers of full length on a calm machine leave a verdict."""
+    monkeypatch.setattr(OtherPrograms, "n_threads", n_taken)
+    monkeypatch.setattr("llamaspec.cli.bench.LoadWatch", OtherPrograms)
     answer = invoke("bench", "--quick", "--threads", "1", *limit, "--markdown")
     assert answer.code == 0, answer.stderr
     assert f" --quick {shown}-t 0 -r 1`" in answer.stdout
-    assert bool([*tmp_path.rglob("*.bench.json")]) == (not limit)
+    assert ("warning: other programs used" in answer.stderr) == (n_taken > 0)
+    assert bool([*tmp_path.rglob("*.bench.json")]) == (not limit and not n_taken)
 
 
 @pytest.mark.usefixtures("demo_files")

@@ -14,7 +14,7 @@ from tiny_vocabulary import BYTES
 
 KEYS = {
     "text", "tokens", "prompt_tokens", "cached_tokens", "stop_reason", "seed", "rule", "target", "draft",
-    "draft_models", "statistics",
+    "statistics",
 }  # fmt: skip
 STATISTICS = {
     "rounds", "rounds_without_draft", "drafted", "verified", "accepted", "acceptance_rate",

@@ -6,7 +6,6 @@ The counterfactual of a round is the acceptance of its first unverified draft to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -15,23 +14,20 @@ from exact_law import (
     SAMPLINGS,
     SELF,
     THREE,
-    TREES,
-    MakeDrafter,
     TableStreams,
-    cascade_drafter,
     mean,
     model_drafter,
     noise_tables,
     rounds,
     text,
 )
-from fakes import Branching, CountingUp, Length, Partly, all_but_last, every_second, nothing, sure
+from fakes import CountingUp, Length, Partly, all_but_last, every_second, nothing, sure
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.length.policy import AutoLength
 from llamaspec.protocols import RandomStreams, SequenceLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import DRAFT, TARGET, Distribution, Draft, Round, TokenArray
+from llamaspec.values import DRAFT, TARGET, Draft, Round, TokenArray
 from stepped import Stepped
 from texts import alone, draft, stream, target
 
@@ -120,12 +116,12 @@ def test_a_counterfactual_is_accepted_if_the_token_would_have_been(
     assert told >= {0.0, 1.0} or drafter != "model" or sampling == "greedy"
 
 
-@pytest.mark.parametrize("drafter", list(CHAINS | TREES))
+@pytest.mark.parametrize("drafter", list(CHAINS))
 def test_no_counterfactual_if_everything_is_verified(drafter: str) -> None:
     chain, rule = SAMPLINGS["plain"], RULES["coupled"]
     for k, seed in ((0, 0), (1, 1), (2, 2), (3, 3)):
         streams = SeededStreams(seed)
-        chosen = (CHAINS | TREES)[drafter](chain, rule, streams)
+        chosen = CHAINS[drafter](chain, rule, streams)
         made = rounds(THREE, chosen, Length(k), rule, chain, streams, 30)
         assert {round_.counterfactual for round_ in made} == {None}
 
@@ -137,34 +133,14 @@ class Unknown(CountingUp):
         return super().propose(context, length).without_distributions()
 
 
-class Known(Branching):
-    """Trees with distributions."""
-
-    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
-        tree = super().propose(context, length)
-        return replace(tree, distributions=tuple(Distribution.certain(token) for token in tree.tokens))
-
-
-FROM_ANYWHERE: dict[str, MakeDrafter] = {
-    **TREES,
-    "tree, distributions known": lambda *_: Known(),
-    "distributions unknown": lambda *_: Unknown(),
-}
-
-
-@pytest.mark.parametrize("drafter", list(FROM_ANYWHERE))
-def test_no_counterfactual_for_trees_or_without_distributions(drafter: str) -> None:
-    """Their tokens need not be verified, though."""
+def test_no_counterfactual_without_distributions() -> None:
+    """The tokens need not be verified, though."""
     chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(1)
-    chosen = FROM_ANYWHERE[drafter](chain, rule, streams)
     plain = text(rounds(THREE, NoDrafter(), Length(), rule, chain, streams, 30))
     sizes = []
     for n in (nothing, sure, all_but_last):
-        length = Partly(3, n)
-        made = rounds(THREE, chosen, length, rule, chain, streams, 30)
-        assert {round_.counterfactual for round_ in made[:-3]} == {
-            None
-        }  # near the limit, trees become chains
+        made = rounds(THREE, Unknown(), Partly(3, n), rule, chain, streams, 30)
+        assert {round_.counterfactual for round_ in made} == {None}
         assert text(made) == plain
         sizes.append(sum(len(round_.draft) for round_ in made))
     assert sizes[0] == 0 < sizes[2]
@@ -182,9 +158,8 @@ def test_counterfactuals_of_a_draft_that_is_the_target_are_accepted(
     chain, n_shadows = SAMPLINGS[sampling], 0
     for seed in range(8):
         streams = SeededStreams(seed)
-        alone = model_drafter(SELF, chain, RULES[rule], streams)
-        helped = cascade_drafter(SELF, [Partly(3, n), Length(1)], chain, RULES[rule], streams)
-        made = rounds(SELF, (alone, helped)[seed % 2], Partly(4, n), RULES[rule], chain, streams, 39)
+        drafter = model_drafter(SELF, chain, RULES[rule], streams)
+        made = rounds(SELF, drafter, Partly(4, n), RULES[rule], chain, streams, 39)
         assert all(round_.n_accepted == len(round_.draft) for round_ in made)
         told = [round_.counterfactual and round_.counterfactual[1] for round_ in made]
         assert {*told} <= {None, 1.0}
@@ -236,18 +211,6 @@ def test_policies_observe_dropped_tokens_and_counterfactuals() -> None:
     ]
 
 
-def test_the_policy_of_a_stage_observes_its_counterfactuals() -> None:
-    chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(1)
-    drafter = cascade_drafter(SELF, [Partly(3, every_second)], chain, rule, streams)
-    rounds(SELF, drafter, Length(10), rule, chain, streams, 30)
-    assert isinstance(drafter.length, Partly)
-    told = [
-        (round_.n_dropped, round_.counterfactual and round_.counterfactual[1])
-        for round_ in drafter.length.rounds
-    ]
-    assert told[:4] == [(3, 1.0), (0, None)] * 2
-
-
 def test_all_draft_steps_are_priced() -> None:
     """For any number of verified draft tokens."""
     models = {TARGET: target(), DRAFT: draft()}
@@ -273,16 +236,14 @@ def test_the_automatic_length_knows_what_the_draft_has_not_processed(n: HowMany)
 # -- answers of a policy
 
 
-@pytest.mark.parametrize("drafter", list(CHAINS | TREES))
+@pytest.mark.parametrize("drafter", list(CHAINS))
 @pytest.mark.parametrize("n", [-9, -1, 99])
 def test_a_policy_may_return_any_number(n: int, drafter: str) -> None:
     """More than were drafted means all."""
     chain, rule, streams = SAMPLINGS["plain"], RULES["coupled"], SeededStreams(3)
     length = Partly(3, lambda draft, rounds: n)
-    made = rounds(THREE, (CHAINS | TREES)[drafter](chain, rule, streams), length, rule, chain, streams, 30)
+    made = rounds(THREE, CHAINS[drafter](chain, rule, streams), length, rule, chain, streams, 30)
     assert text(made) == text(rounds(THREE, NoDrafter(), Length(), rule, chain, streams, 30))
-    whole = rounds(
-        THREE, (CHAINS | TREES)[drafter](chain, rule, streams), Length(3), rule, chain, streams, 30
-    )
+    whole = rounds(THREE, CHAINS[drafter](chain, rule, streams), Length(3), rule, chain, streams, 30)
     if n > 0:
         assert [len(a.draft) for a in made] == [len(b.draft) for b in whole]

@@ -17,14 +17,11 @@ from exact_law import (
     LENGTHS,
     SAMPLINGS,
     SELF,
-    SHAPES,
     THREE,
-    TREES,
     Models,
     RepeatedDrawError,
     TableStreams,
     distance,
-    grown,
     model_drafter,
     noise_tables,
     plain_law,
@@ -32,14 +29,13 @@ from exact_law import (
     text,
     walk,
 )
-from fakes import Branching, FakeModel, Length
+from fakes import FakeModel, Length
 from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.errors import ScoresError
 from llamaspec.protocols import RandomStreams, Rule, Stream, TargetDistributions
 from llamaspec.sampling.acceptance_rules import RULES, Block, Rejection
-from llamaspec.sampling.filters import Floats
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import (
@@ -130,9 +126,6 @@ class Instead:
     def chance(self, probability: float, stream: Stream, position: int, attempt: int = 0) -> bool:
         return self.streams.chance(probability, self._taken(stream), position, attempt)
 
-    def perturbed(self, distribution: Distribution, stream: Stream, position: int) -> Floats:
-        return self.streams.perturbed(distribution, self._taken(stream), position)
-
     def _taken(self, stream: Stream) -> Stream:
         return self.wrong if stream is self.right else stream
 
@@ -144,10 +137,10 @@ class ForgetsResidual(Rejection):
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> Verification:
         right = super().verify(draft, target, streams, start)
-        n = len(right.path)
+        n = right.n_accepted
         if n == len(draft):
             return right
-        return Verification(right.path, streams.choose(target.after(n - 1), Stream.TOKEN, start + n, -1))
+        return Verification(n, streams.choose(target.after(n - 1), Stream.TOKEN, start + n, -1))
 
 
 class DrawsResidualAsDraft(Rejection):
@@ -173,7 +166,7 @@ class ForgetsWeight(Block):
         self, draft: Draft, target: TargetDistributions, streams: RandomStreams, start: int
     ) -> Verification:
         right = super().verify(draft, target, streams, start)
-        n = len(right.path)
+        n = right.n_accepted
         if n == len(draft):
             return right
         p, q = target.after(n - 1), draft.distributions[n]
@@ -181,7 +174,7 @@ class ForgetsWeight(Block):
         if not sum(left):
             return right
         rest = Distribution(p.tokens, np.array(left) / sum(left))
-        return Verification(right.path, streams.choose(rest, Stream.RESIDUAL, start + n, -1))
+        return Verification(n, streams.choose(rest, Stream.RESIDUAL, start + n, -1))
 
 
 @pytest.mark.parametrize("rule", [ForgetsResidual(), ForgetsWeight()])
@@ -195,11 +188,10 @@ def test_a_random_number_that_is_used_twice_changes_the_law(rule: Rule) -> None:
         error_of(rule, THREE, Length(3))
 
 
-DRAFTERS = {**CHAINS, **TREES}
 EVERY_LENGTH = {**LENGTHS, **DROPPING}
 
 
-@pytest.mark.parametrize("drafter", list(DRAFTERS))
+@pytest.mark.parametrize("drafter", list(CHAINS))
 @pytest.mark.parametrize("length", list(EVERY_LENGTH))
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, drafter: str) -> None:
@@ -207,7 +199,7 @@ def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, dr
     texts = set()
     for noise in noise_tables():
         streams = TableStreams(noise)
-        chosen = DRAFTERS[drafter](chain, rule, streams)
+        chosen = CHAINS[drafter](chain, rule, streams)
         with_draft = text(rounds(THREE, chosen, EVERY_LENGTH[length], rule, chain, streams))
         assert with_draft == text(rounds(THREE, NoDrafter(), Length(), rule, chain, streams))
         texts.add(with_draft)
@@ -226,37 +218,6 @@ def test_a_draft_that_is_the_target_is_never_rejected(rule: str, sampling: str, 
         assert max(len(round_.draft) for round_ in made) == k
 
 
-def test_a_tree_with_every_token_is_followed_to_its_leaves() -> None:
-    """Siblings share no logits: the next token is drawn after the accepted branch."""
-    for seed in range(10):
-        made = rounds(
-            THREE, Branching(), Length(2), RULES["coupled"], SAMPLINGS["plain"], SeededStreams(seed), 39
-        )
-        assert {round_.n_accepted for round_ in made if len(round_.draft) == 12} == {2}
-        assert all(list(round_.path) == round_.draft.path(round_.path[-1]) for round_ in made if round_.path)
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_rules_for_chains_refuse_trees(rule: str) -> None:
-    with pytest.raises(ValueError, match="use the coupled rule"):
-        rounds(THREE, Branching(), Length(1), RULES[rule], SAMPLINGS["plain"], SeededStreams(0))
-
-
-@pytest.mark.parametrize("rule", list(RULES))
-def test_a_verification_has_the_distributions_along_the_path(rule: str) -> None:
-    """A stage uses them as q: p after the context, and after each accepted token."""
-    draft = Draft.certain([1, 2, 2, 0])
-    asked: dict[int, Distribution] = {}
-
-    class Table:
-        def after(self, i: int) -> Distribution:
-            return asked.setdefault(i, Distribution.certain(1 if i < 0 else 2))
-
-    said = RULES[rule].verify(draft, Table(), SeededStreams(0), 1)
-    assert [asked[i] for i in (-1, *said.path)] == list(said.distributions)
-    assert said.path == (0, 1, 2)
-
-
 def test_a_draft_with_more_tokens_keeps_the_law() -> None:
     """It proposes only tokens that the target has."""
     models = {TARGET: THREE[TARGET], DRAFT: FOUR[DRAFT]}
@@ -268,18 +229,3 @@ def test_a_draft_with_more_tokens_keeps_the_law() -> None:
             return text(rounds(models, drafter, Length(2), rule, chain, streams))
 
         assert distance(walk(run), plain_law(models[TARGET], chain)) < 1e-12
-
-
-@pytest.mark.parametrize("sampling", list(SAMPLINGS))
-@pytest.mark.parametrize("widths", SHAPES, ids=str)
-def test_the_first_branch_of_a_tree_that_is_the_targets_is_never_rejected(
-    widths: tuple[int, ...], sampling: str
-) -> None:
-    """With a stale context or other noise a tree stays lossless; only this test would notice."""
-    rule, chain = RULES["coupled"], SAMPLINGS[sampling]
-    for seed in range(5):
-        streams = SeededStreams(seed)
-        made = rounds(SELF, grown(SELF, widths, chain, rule, streams), Length(30), rule, chain, streams, 39)
-        full = [round_ for round_ in made if len(round_.draft) and round_ is not made[-1]]
-        assert {round_.n_accepted for round_ in full[:-1]} == {len(widths)}
-        assert all(round_.path == tuple(range(len(round_.path))) for round_ in full)

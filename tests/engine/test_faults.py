@@ -357,8 +357,9 @@ def all_read(of: TextStream) -> BaseException | None:
 NOTHING = Injector("", 0, SystemExit())
 SEAMS = [
     "drafter.prepare", "drafter.propose", "drafter.close",
-    "length.wants_more", "length.n_verified", "length.timed_width", "length.observe", "length.close",
-    "rule.draw", "rule.verify", "streams.choose", "streams.perturbed",
+    "length.begin_round", "length.wants_more", "length.n_verified", "length.timed_width", "length.observe",
+    "length.close",
+    "rule.draw", "rule.verify", "streams.choose",
     "constraint.allowed", "constraint.forced", "constraint.is_complete",
     "vocabulary.piece", "vocabulary.is_end",
 ]  # fmt: skip

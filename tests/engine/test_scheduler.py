@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fakes import Branching, Clock, CountingUp, Evaluated, FakeModel, Length, tokens
+from fakes import Clock, CountingUp, Evaluated, FakeModel, Length, tokens
 from forward_requests import scores
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.sequence import MAX_UNREAD, RunningSequence
@@ -38,7 +38,7 @@ def scored(model: FakeModel) -> list[Evaluated]:
     return [evaluated for evaluated in model.evaluated if evaluated.requests[0].n_scored]
 
 
-@pytest.mark.parametrize("drafter", [None, NoDrafter(), CountingUp(V), Branching(V)])
+@pytest.mark.parametrize("drafter", [None, NoDrafter(), CountingUp(V)])
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("n_sequences", [1, 3, 9])
 @pytest.mark.parametrize("max_chunked_prefill", [0, 5, 512])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from llamaspec.engine.completion import MIN_TIMED_TOKENS, Summary, summarize
+from llamaspec.engine.completion import MIN_PLAIN_SECONDS, MIN_TIMED_TOKENS, Summary, summarize
 from llamaspec.values import Evaluation, Round
 from rounds import a_round
 
@@ -54,10 +54,10 @@ def gain(rounds: Sequence[Round]) -> float | None:
 
 
 def test_the_speed_up_over_plain_decoding() -> None:
-    """3 tokens alone, 2 beside three other sequences, and 1 alone: in 6.125 s."""
+    """3 tokens alone, 2 beside three other sequences, and 1 alone: in 6.125 s. Overhead counts."""
     made, seconds = [ALONE, SHARED, PLAIN], {1: 1.0, 4: 2.5}
     told = gain(believing(seconds, made))
-    assert told == pytest.approx((3 * 1.0 + 2 * 2.5 + 1.0) / 6.125)
+    assert told == pytest.approx((3 * 1.125 + 2 * 2.625 + 1.125) / 6.125)
     assert gain(believing({1: 2.0, 4: 3.5}, made)) == 2.0, "no more than the tokens of a round"
     for first in ({}, {1: 7.0}):  # before a plain round was timed, or with another estimate
         assert gain([*believing(first, [ALONE]), *believing(seconds, [SHARED, PLAIN])]) == told
@@ -103,3 +103,30 @@ def test_no_rates_without_rounds() -> None:
 def test_the_path_has_the_accepted_tokens(n: int) -> None:
     summary = summarize([a_round((1, 2), accepted=n)], n + 1)
     assert (summary.n_accepted, summary.n_tokens, len(summary.accepted_histogram)) == (n, n + 1, n + 1)
+
+
+def test_an_estimate_that_tells_nothing_is_not_made() -> None:
+    """Because a round is too short, or because the estimate is wrong for the plain rounds that were made."""
+
+    def quicker(rounds: Sequence[Round], factor: float) -> list[Round]:
+        return [
+            replace(
+                each,
+                draft_seconds=factor * each.draft_seconds,
+                verify_seconds=factor * each.verify_seconds,
+                overhead_seconds=factor * each.overhead_seconds,
+                plain_seconds=None if each.plain_seconds is None else factor * each.plain_seconds,
+            )
+            for each in rounds
+        ]
+
+    alone = believing({1: 0.5}, [ALONE, PLAIN])
+    told = gain(alone)
+    assert told is not None
+    shortest = MIN_PLAIN_SECONDS / (0.5 + 0.125)
+    assert gain(quicker(alone, 1.01 * shortest)) == pytest.approx(told)
+    assert gain(quicker(alone, 0.99 * shortest)) is None
+    assert gain(believing({1: 2.2}, [ALONE, PLAIN])) is not None
+    drafted = a_round((1, 2, 3), accepted=0, seconds=(0.0, 0.6, 0.125))
+    assert gain(believing({1: 0.5}, [drafted, PLAIN])) == pytest.approx(1.25 / 1.35)
+    assert gain(believing({1: 0.3}, [drafted, PLAIN])) is None, "37% slower, but its plain rounds were, too"

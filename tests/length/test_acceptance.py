@@ -55,20 +55,18 @@ def test_acceptance_of_copies_recovers_soon_after_a_rejection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parents", "path", "found"),
+    ("n_accepted", "found"),
     [
-        (None, (), [(0.9, False)]),
-        (None, (0,), [(0.9, True), (0.8, False)]),
-        (None, (0, 1, 2), [(0.9, True), (0.8, True), (0.7, True)]),
-        ([-1, -1, 1], (1, 2), [(0.9, False), (0.7, True)]),
+        (0, [(0.9, False)]),
+        (1, [(0.9, True), (0.8, False)]),
+        (3, [(0.9, True), (0.8, True), (0.7, True)]),
     ],
 )
 def test_nothing_is_learnt_from_tokens_after_a_rejection(
-    parents: list[int] | None, path: tuple[int, ...], found: list[tuple[float, bool]]
+    n_accepted: int, found: list[tuple[float, bool]]
 ) -> None:
-    tree = None if parents is None else np.array(parents, dtype=np.int32)
-    draft = Draft(np.arange(3, dtype=np.int32), (), (0.9, 0.8, 0.7), parents=tree)
-    assert verified_tokens(Round(draft, path, 0, Evaluation(4))) == found
+    draft = Draft(np.arange(3, dtype=np.int32), (), (0.9, 0.8, 0.7))
+    assert verified_tokens(Round(draft, n_accepted, 0, Evaluation(4))) == found
 
 
 def log_odds(probability: float) -> float:

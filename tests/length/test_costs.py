@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llamaspec.length.costs import CostCurve, Costs
+from llamaspec.values import Attention
 
 STEPPED = {1: 10.0, 2: 16.0, 3: 22.0, 4: 12.0, 8: 20.0, 16: 60.0, 32: 50.0, 64: 90.0, 128: 100.0, 512: 400.0}
 
@@ -52,7 +53,7 @@ def test_one_slow_evaluation_changes_little(hiccup: float) -> None:
 def test_a_slow_first_timing_is_corrected_by_the_second() -> None:
     costs = timed({1: 10.0})
     costs.observe_verify(4, 300.0)
-    assert costs.seconds(4) == pytest.approx(300.0)
+    assert costs.seconds(4) > 80.0
     costs.observe_verify(4, 20.0)
     assert costs.seconds(4) == pytest.approx(20.0, rel=0.02)
 
@@ -68,7 +69,8 @@ def test_each_width_is_timed_once_and_later_once_more() -> None:
         width, seconds = wanted
         spare.append((width, round(seconds, 1)))
         costs.observe_verify(width, 10.0 + 2.0 * (width - 1))
-    assert spare == [(2, 2.0), (4, 6.0), (8, 14.0), (16, 30.0), (2, 8.0), (4, 24.0), (8, 56.0), (16, 120.0)]
+    assert [width for width, _ in spare] == [2, 4, 8, 16, 2, 4, 8, 16]
+    assert [seconds for _, seconds in spare] == pytest.approx([2, 6, 14, 30, 8, 24, 56, 120], rel=0.05)
     assert timed({1: 10.0}, costs=Costs(pads=False)).next_untimed() is None
 
 
@@ -92,7 +94,7 @@ def test_a_wrong_width_of_a_prior_is_corrected_alone() -> None:
 def test_a_prior_of_a_faster_machine_keeps_its_shape() -> None:
     costs = Costs(CostCurve((1, 4), (0.010, 0.012), 0.001))
     costs.observe_verify(1, 0.1)
-    assert [costs.seconds(4), costs.step_seconds] == pytest.approx([0.12, 0.01])
+    assert [costs.seconds(4), costs.drafting_seconds(1)] == pytest.approx([0.12, 0.01], rel=0.01)
 
 
 def test_draft_steps_are_averaged_and_prompt_tokens_beside_them_count() -> None:
@@ -101,27 +103,28 @@ def test_draft_steps_are_averaged_and_prompt_tokens_beside_them_count() -> None:
     for _ in range(8):
         costs.observe_draft(2, 2, 0.0044)
     assert costs.knows_step
-    assert costs.step_seconds == pytest.approx(0.002)
-    assert costs.drafting_seconds(1, 0) == pytest.approx(0.002)
-    assert costs.drafting_seconds(2, 30) == pytest.approx(0.01)
+    assert costs.drafting_seconds(1) == pytest.approx(0.002, rel=0.02)
+    assert costs.drafting_seconds(2, 30) == pytest.approx(0.01, rel=0.02)
     costs.observe_draft(1, 0, 0.2)
-    assert costs.step_seconds < 0.0022
+    assert costs.drafting_seconds(1) < 0.0022
 
 
 def test_costs_of_a_busy_first_run_are_corrected() -> None:
     """A draft step of 1.1 s was kept, so the draft was never used, and its step was never timed again."""
-    spoilt = CostCurve((1, 2, 4, 8, 16), (0.1, 0.4, 0.5, 0.6, 0.7), 1.1)
-    costs = Costs(spoilt, is_settled=False)
+    spoilt = CostCurve((1, 2, 4, 8, 16), (0.1, 0.4, 0.5, 0.6, 0.7), 1.1, 0.0, (0.0,) + 4 * (0.08,))
+    costs = Costs(spoilt)
     costs.observe_first_step(0.02)
     costs.observe_verify(1, 0.1)
-    assert costs.step_seconds == pytest.approx(0.02)
-    while (wanted := costs.next_untimed()) is not None:
-        costs.observe_verify(wanted[0], 0.12)
-    assert costs.seconds(2) < 0.3
+    assert costs.drafting_seconds(1) == pytest.approx(0.02, rel=0.1)
+    for _ in range(4):  # runs, each of which times a width again
+        while (wanted := costs.next_untimed()) is not None:
+            costs.observe_verify(wanted[0], 0.12)
+        costs = Costs(costs.learned())
+        costs.observe_verify(1, 0.1)
+    assert costs.seconds(2) < 0.15
     costs.observe_first_step(0.5)
     costs.observe_verify(1, 0.1)
-    assert costs.step_seconds < 0.03, "one that is timed slower was held up"
-    assert Costs(spoilt).next_untimed() is None
+    assert costs.drafting_seconds(1) < 0.03, "one that is timed slower was held up"
 
 
 def test_a_stall_of_the_first_evaluation_does_not_spoil_a_known_curve() -> None:
@@ -139,11 +142,11 @@ def test_a_draft_step_that_was_timed_first_does_not_follow_the_machine() -> None
     costs.observe_first_step(0.002)
     costs.observe_verify(1, 0.5)
     assert costs.knows_step
-    assert costs.step_seconds == pytest.approx(0.002)
+    assert costs.drafting_seconds(1) == pytest.approx(0.002, rel=0.05)
     costs.observe_draft(1, 16, 0.1)
-    assert costs.step_seconds == pytest.approx(0.002), "it also processed a prompt"
+    assert costs.drafting_seconds(1) == pytest.approx(0.002, rel=0.05), "it also processed a prompt"
     costs.observe_draft(1, 1, 0.1)
-    assert costs.step_seconds < 0.0025, "it was held up"
+    assert costs.drafting_seconds(1) < 0.0025, "it was held up"
 
 
 def test_the_next_run_starts_with_the_learned_costs() -> None:
@@ -152,7 +155,7 @@ def test_the_next_run_starts_with_the_learned_costs() -> None:
     curve = costs.learned()
     assert curve.widths == (1, 4, 32)
     assert curve.verify_seconds == pytest.approx((0.010, 0.016, 0.050), rel=0.05)
-    assert curve.draft_step_seconds == pytest.approx(0.002)
+    assert curve.draft_step_seconds == pytest.approx(0.002, rel=0.02)
     assert Costs(curve).learned().verify_seconds == pytest.approx(curve.verify_seconds)
     assert Costs().learned().widths == (1,)
     assert Costs().learned().draft_step_seconds == 0.0
@@ -175,3 +178,66 @@ def test_impossible_curves_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=match):
         CostCurve(widths, seconds, step)
+
+
+def deep(costs: Costs, width: int, seconds: float, depth: float) -> None:
+    """Time an evaluation of one sequence with cached tokens."""
+    costs.observe_verify(width, seconds, Attention().plus(depth, width))
+
+
+def test_what_is_learnt_at_one_depth_holds_at_another() -> None:
+    """A cached token costs the first position 0.001 and each other one 0.0004."""
+    costs, shallow = Costs(), {1: 10.0, 2: 12.0, 4: 15.0, 8: 22.0}
+    for depth in (0, 8_000, 0, 8_000):
+        for _ in range(3):
+            for width, seconds in shallow.items():
+                deep(costs, width, seconds + depth * (0.001 + 0.0004 * (width - 1)), depth)
+    for depth in (0, 4_000, 16_000):
+        for width, seconds in shallow.items():
+            expected = seconds + depth * (0.001 + 0.0004 * (width - 1))
+            assert costs.seconds(width, Attention().plus(depth, width)) == pytest.approx(expected, rel=0.08)
+    again = Costs(costs.learned())
+    assert again.seconds(8, Attention().plus(16_000, 8)) == pytest.approx(82.8, rel=0.08)
+    assert costs.learned().seconds_at(16_000)[-1] == pytest.approx(82.8, rel=0.08)
+
+
+def test_chunks_of_a_prompt_show_what_cached_tokens_cost() -> None:
+    costs = Costs()
+    for begin in range(0, 16_384, 512):
+        attention = Attention().plus(begin + 256, 512)
+        costs.observe_prompt(512, 300.0 + 0.0005 * (attention.first + attention.others), attention)
+    timed({1: 10.0}, costs=costs)
+    deep(costs, 1, 18.0, 16_384)
+    deep(costs, 1, 18.0, 16_384)
+    assert costs.seconds(1, Attention(16_384)) == pytest.approx(18.2, rel=0.05)
+    assert costs.seconds(1) == pytest.approx(10.0, rel=0.1)
+
+
+def test_a_busy_machine_changes_only_the_scale() -> None:
+    costs = timed({1: 10.0, 2: 12.0, 4: 15.0, 8: 22.0, 16: 40.0})
+    for _ in range(50):
+        costs.observe_verify(1, 20.0, is_disturbed=True)
+        costs.observe_verify(4, 60.0, is_disturbed=True)
+    assert costs.next_untimed() is None, "nothing is timed now"
+    assert costs.seconds(4) / costs.seconds(1) == pytest.approx(1.5, rel=0.02)
+    assert costs.seconds(1) > 18.0
+    timed({1: 10.0}, costs=costs)
+    assert costs.seconds(4) == pytest.approx(15.0, rel=0.05)
+
+
+def test_a_kept_timing_is_repeated_after_some_runs() -> None:
+    costs = timed({1: 10.0, 2: 12.0, 4: 15.0, 8: 22.0, 16: 40.0})
+    repeated = []
+    for _ in range(6):
+        costs = Costs(costs.learned())
+        costs.observe_verify(1, 10.0)
+        repeated.append(costs.next_untimed() is not None)
+    assert repeated[:2] == [False, False]
+    assert any(repeated[2:4])
+
+
+def test_a_width_that_is_not_used_is_timed_again_in_a_long_run() -> None:
+    costs = timed({1: 10.0, 2: 12.0, 4: 15.0, 8: 22.0, 16: 40.0})
+    assert costs.next_untimed() is None
+    timed({1: 10.0}, 5_000, costs)
+    assert costs.next_untimed() is not None

@@ -22,13 +22,13 @@ def test_within_an_upper_limit_the_policy_decides() -> None:
     policy = AutoLength()
     sequence = AtMost(1, policy).start_sequence(drops=True)
     for width in (1, 1, 2, 2):
-        sequence.observe(Round(Draft(), (), 0, Evaluation(width), verify_seconds=0.01))
+        sequence.observe(Round(Draft(), 0, 0, Evaluation(width), verify_seconds=0.01))
     assert policy.costs.n_timed == 4
     policy.credit = -1.0  # no time for timing widths
     assert sequence.wants_more(Draft())
     assert not sequence.wants_more(Draft.certain([1]))
     assert (sequence.timed_width(), sequence.n_verified(Draft())) == (None, 0)
-    sequence.observe(Round(Draft(), (), 0, Evaluation(1), verify_seconds=0.01))
+    sequence.observe(Round(Draft(), 0, 0, Evaluation(1), verify_seconds=0.01))
     policy.credit = 1.0
     assert sequence.timed_width() == 4
     sequence.close()

@@ -164,23 +164,23 @@ def test_a_quick_run_is_one_request_of_each_kind() -> None:
 
 def test_llama_server_gets_the_same_files_and_settings() -> None:
     options = ModelOptions(threads=3, n_ctx=2048, gpu_layers=7, flash_attention="on", cache_type_v="q8_0")
-    files = DraftPlan(ModelFile(Path("t.gguf"), options), (ModelFile(Path("d.gguf"), ModelOptions()),))
+    files = DraftPlan(ModelFile(Path("t.gguf"), options), ModelFile(Path("d.gguf"), ModelOptions()))
     arms = {arm.name: " ".join(arm.words) for arm in peer_arms("server", files)}
     names = [f"llama-server, {kind}" for kind in ("none", "draft-simple", "ngram-simple", "ngram-mod")]
     assert [*arms] == names
     plain = "server -m t.gguf -np 1 -c 2048 -t 3 -ngl 7 -fa on -ctk f16 -ctv q8_0"
     more = ["", " --spec-type draft-simple -md d.gguf", " --spec-type ngram-simple", " --spec-type ngram-mod"]
     assert [*arms.values()] == [plain + each for each in more]
-    with_heads = replace(files, drafts=(), heads=files.target)
+    with_heads = replace(files, draft=None, heads=files.target)
     assert [arm.words[-1] for arm in peer_arms("server", with_heads)][1] == "draft-mtp"
-    file_of_heads = replace(files, drafts=(), heads=ModelFile(Path("h.gguf"), options))
+    file_of_heads = replace(files, draft=None, heads=ModelFile(Path("h.gguf"), options))
     assert [*peer_arms("server", file_of_heads)][1].words[-4:] == (
         "--spec-type",
         "draft-mtp",
         "-md",
         "h.gguf",
     )
-    alone = replace(files, drafts=())
+    alone = replace(files, draft=None)
     assert [arm.name for arm in peer_arms("server", alone)] == [names[0], *names[2:]]
     two = [*peer_arms("server", files, ["ngram-mod"], n_parallel=2)]
     assert [arm.name for arm in two] == [PEER_PLAIN, "llama-server, ngram-mod"], (

@@ -92,9 +92,9 @@ def test_where_a_curve_saturates(seconds: tuple[float, ...], widest: int) -> Non
 
 # One completion
 
-PLAIN = Round(Draft(), (), 0, Evaluation(1), verify_seconds=0.020, overhead_seconds=0.001)
+PLAIN = Round(Draft(), 0, 0, Evaluation(1), verify_seconds=0.020, overhead_seconds=0.001)
 DRAFTED = Round(  # 2 of 3 draft tokens accepted: 3 tokens
-    Draft(np.zeros(3, np.int32), (), (0.95, 0.8, 0.4)), (0, 1), 0, Evaluation(4), n_draft_steps=3,
+    Draft(np.zeros(3, np.int32), (), (0.95, 0.8, 0.4)), 2, 0, Evaluation(4), n_draft_steps=3,
     draft_seconds=0.006, verify_seconds=0.029, overhead_seconds=0.003,
 )  # fmt: skip
 DROPPED = replace(PLAIN, n_draft_steps=2, draft_seconds=0.005, n_dropped=2)
@@ -124,29 +124,16 @@ def judged(why: Reasons) -> list[tuple[int, int]]:
 def test_draft_tokens_count_up_to_the_first_rejected_one() -> None:
     """A bin includes its upper end; the tokens after a rejected one do not count."""
     draft = Draft(np.zeros(5, np.int32), (), (0.95, 0.9, 0.8, 0.3, 0.6))
-    why = explain(a_text([Round(draft, (0, 1, 2), 0, Evaluation(6))]), None)
+    why = explain(a_text([Round(draft, 3, 0, Evaluation(6))]), None)
     assert judged(why) == [(0, 0), (1, 0), (0, 0), (0, 0), (2, 2), (1, 1)]
     assert explain(a_text([PLAIN]), None).accepted == {}
     assert [*why.bins] == [(0.0, 0.1), (0.1, 0.3), (0.3, 0.5), (0.5, 0.7), (0.7, 0.9), (0.9, 1.0)]
 
 
-def test_in_a_tree_the_best_child_counts() -> None:
-    """The second child of the context was accepted, and its only child was not."""
-    tree = Draft(np.arange(4, dtype=np.int32), (), (0.6, 0.2, 0.4, 0.05), parents=np.array([-1, -1, 0, 1]))
-    assert judged(explain(a_text([Round(tree, (1,), 0, Evaluation(5))]), None)) == [
-        (1, 0),
-        (0, 0),
-        (0, 0),
-        (1, 0),
-        (0, 0),
-        (0, 0),
-    ]
-
-
 def test_draft_tokens_are_counted_by_their_origin() -> None:
     """Copies were left out: "observed acceptance: 0 %", though copied tokens were accepted."""
     rounds = [
-        Round(Draft.certain([1] * n, source=source), tuple(range(k)), 0, Evaluation(n + 1))
+        Round(Draft.certain([1] * n, source=source), k, 0, Evaluation(n + 1))
         for source, n, k in (
             (Source.NGRAM, 3, 1),
             (Source.NGRAM, 5, 2),

@@ -70,7 +70,7 @@ def beside_the_peer(pair: DraftPlan) -> Report:
 @pytest.fixture
 def pair(target_file: Path, draft_file: Path, own_cache: None) -> DraftPlan:
     options = ModelOptions(threads=1)
-    files = DraftPlan(ModelFile(target_file, options), (ModelFile(draft_file, options),))
+    files = DraftPlan(ModelFile(target_file, options), ModelFile(draft_file, options))
     keep(files, LearnedPrior(CostCurve((1, 2, 4), (0.02, 0.03, 0.05), 0.004)))
     return files
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from command import generate, invoke, naming
 from llamaspec import ModelOptions
@@ -18,11 +21,13 @@ from llamaspec.errors import printable
 from llamaspec.kernels import KernelLibrary, Kernels
 from llamaspec.length.costs import CostCurve
 from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.measure import store
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming
-from llamaspec.measure.store import forget, keep, keep_probe, stored
+from llamaspec.measure.store import BenchGains, forget, keep, keep_probe, stored
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import Draft, Evaluation, Round
+from patience import PATIENCE
 
 TIMING = Spread(0.009, 0.01, 0.012)
 PROBE = Probe(
@@ -32,7 +37,7 @@ PROBE = Probe(
     draft_step=TIMING,
 )
 EARLIER = LearnedPrior(
-    CostCurve((1, 3), (0.02, 0.03), 0.004), tuple(i / 4 for i in range(10)), 32, n_learnt=9
+    CostCurve((1, 3), (0.02, 0.03), 0.004), tuple(i / 4 for i in range(10)), 32, counts=(9,) * 10
 )
 DEEP = "[" * 3000 + "]" * 3000
 
@@ -70,7 +75,7 @@ def test_what_is_kept_is_found(pair: DraftPlan, tmp_path: Path) -> None:
     assert stored(pair, LearnedPrior) == EARLIER
     keep_probe(pair, PROBE)
     assert stored(pair, Probe) == PROBE
-    costs_anew = LearnedPrior(PROBE.curve, EARLIER.log_odds, n_learnt=EARLIER.n_learnt)
+    costs_anew = LearnedPrior(PROBE.curve, EARLIER.log_odds, counts=EARLIER.counts)
     assert stored(pair, LearnedPrior) == costs_anew, "a probe says nothing of acceptance"
     assert forget(pair)
     assert not forget(pair)
@@ -100,18 +105,48 @@ def test_measurements_belong_to_the_kernels(pair: DraftPlan, monkeypatch: pytest
     assert stored(on_disk(pair.target.path, ModelOptions(threads=1, kernels="off")), Probe) is None
 
 
-def test_costs_are_kept_for_all_kinds_of_attention_and_a_probe_for_one(pair: DraftPlan) -> None:
-    """The best kind depends on the length of the context; in short ones, all cost the same."""
+def test_measurements_belong_to_a_kind_of_attention(pair: DraftPlan) -> None:
     keep_probe(pair, PROBE)
     usual = pair.target.options
     for options in (
         replace(usual, flash_attention="off"),
         replace(usual, cache_type_k="bf16"),
         replace(usual, cache_type_v="bf16"),
+        replace(usual, threads=2),
     ):
         other = on_disk(pair.target.path, options)
-        assert stored(other, Probe) is None
-        assert stored(other, LearnedPrior) == stored(pair, LearnedPrior) != None  # noqa: E711
+        assert (stored(other, Probe), stored(other, LearnedPrior)) == (None, None)
+
+
+def test_processes_that_write_one_file_lose_no_update(pair: DraftPlan) -> None:
+    n_processes, n_groups = 3, 5
+    code = (
+        "import sys; from pathlib import Path; from llamaspec import ModelOptions; "
+        "from llamaspec.measure.store import keep_gains; from llamaspec.plan import DraftPlan, ModelFile; "
+        "plan = DraftPlan(ModelFile(Path(sys.argv[1]), ModelOptions(threads=1))); "
+        f"[keep_gains(plan, {{f'{{sys.argv[2]}} {{i}}': 2.0}}) for i in range({n_groups})]"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(pair.target.path), str(i)], env=environment)
+        for i in range(n_processes)
+    ]
+    assert [process.wait(PATIENCE) for process in processes] == [0] * n_processes
+    gains = stored(pair, BenchGains)
+    assert gains is not None
+    assert len(gains.speed_ups) == n_processes * n_groups
+
+
+def test_a_lock_that_is_not_given_back_is_reported(
+    pair: DraftPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "PATIENCE", 0.01)
+    faults: list[str] = []
+    keep(pair, EARLIER)
+    with FileLock(tmp_path / "curves" / store.LOCK):
+        keep(pair, PROBE, faults.append)
+    assert "cannot write" in faults[0]
+    assert (stored(pair, Probe), stored(pair, LearnedPrior)) == (None, EARLIER)
 
 
 @PLACES
@@ -165,7 +200,7 @@ def use(prior: CostCurve | LearnedPrior) -> None:
     row = (policy := AutoLength(prior)).start_sequence()
     for evaluation in range(3):
         row.wants_more(Draft())
-        row.observe(Round(Draft(), (), 0, Evaluation(1, 1, evaluation), verify_seconds=0.02))
+        row.observe(Round(Draft(), 0, 0, Evaluation(1, 1, evaluation), verify_seconds=0.02))
     policy.experience()
 
 
@@ -221,7 +256,7 @@ def test_a_run_warns_in_one_line_and_replaces_the_file(
     (line,) = (line for line in again.stderr.splitlines() if "ignoring" in line)
     assert line.startswith(f"llamaspec: ignoring {path}, which cannot be used: ")
     assert "ignoring" not in generate(*options, models=models).stderr
-    assert [found.name for found in path.parent.iterdir()] == [path.name]
+    assert {found.name for found in path.parent.iterdir()} <= {path.name, store.LOCK}
 
 
 def test_a_prior_of_another_policy_is_ignored(models: list[Path], tmp_path: Path, own_cache: None) -> None:

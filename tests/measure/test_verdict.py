@@ -9,7 +9,7 @@ import pytest
 from llamaspec import ModelOptions
 from llamaspec.length.acceptance import Acceptance
 from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import LearnedPrior
+from llamaspec.length.policy import Gain, LearnedPrior
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import forget, keep, keep_gains
 from llamaspec.plan import DraftPlan, ModelFile
@@ -17,21 +17,25 @@ from llamaspec.plan import DraftPlan, ModelFile
 CHEAP = CostCurve((1, 4, 9), (1.0, 1.3, 1.8), 0.1)
 DEAR = CostCurve((1, 4, 9), (1.0, 4.0, 9.0), 0.1)
 KNOWN = (*Acceptance().log_odds[:-1].tolist(), 1.1)  # 75 % of the draft's tokens
+KNOWN_WELL = (32,) * 10
 POOR = (*Acceptance().log_odds[:-1].tolist(), -5.0)
 
 
 @pytest.fixture
 def pair(target_file: Path, own_cache: None) -> DraftPlan:
     model = ModelFile(target_file, ModelOptions(threads=1))
-    return DraftPlan(model, (model,))
+    return DraftPlan(model, model)
 
 
 @pytest.mark.parametrize(
     ("prior", "said"),
     [
-        (LearnedPrior(CHEAP, KNOWN, n_learnt=32), "about 1.7 times as fast as without a draft (computed"),
-        (LearnedPrior(CHEAP, POOR, n_learnt=32), "at the observed 1%, it is no faster (computed"),
-        (LearnedPrior(CHEAP, POOR, n_learnt=31), None),  # the first draft tokens may be unlucky
+        (
+            LearnedPrior(CHEAP, KNOWN, counts=KNOWN_WELL),
+            "about 1.7 times as fast as without a draft (computed",
+        ),
+        (LearnedPrior(CHEAP, POOR, counts=KNOWN_WELL), "at the observed 1%, it is no faster (computed"),
+        (LearnedPrior(CHEAP, POOR, counts=(31,) * 10), None),  # the first draft tokens may be unlucky
         (
             LearnedPrior(DEAR, KNOWN),
             "slower at any acceptance, so plain decoding and copies are used (computed",
@@ -60,6 +64,27 @@ def test_a_benchmark_decides_and_groups_are_kept(pair: DraftPlan) -> None:
     assert pair_verdict(pair) is None
 
 
+@pytest.mark.parametrize(
+    ("gain", "said"),
+    [
+        (Gain(5000, 100.0, 150.0), "was about 1.5 times as fast as without drafts in its latest requests"),
+        (Gain(5000, 100.0, 80.0), "was 20% slower than without drafts in its latest requests"),
+        (Gain(5000, 100.0, 101.0), "was as fast as without drafts in its latest requests"),
+        (Gain(1999, 100.0, 150.0), "69% slower for edits"),  # too few tokens
+        (Gain(50_000, 100.0, 149.0), "69% slower for edits"),  # of less than 3 ms
+    ],
+)
+def test_real_requests_replace_a_benchmark(pair: DraftPlan, gain: Gain, said: str) -> None:
+    """A benchmark on a busy machine said "0.31 times as fast for edits" for ever."""
+    keep_gains(pair, {"edits": 0.31})
+    keep(pair, LearnedPrior(CHEAP, KNOWN, gain=gain))
+    found = pair_verdict(pair)
+    assert found is not None
+    assert said in found
+    keep_gains(pair, {"edits": 1.4})
+    assert "about 1.4 times as fast for edits" in str(pair_verdict(pair)), "the newest counts"
+
+
 def test_another_quantization_is_named_if_it_was_measured_and_wins(
     target_file: Path, tmp_path: Path, own_cache: None
 ) -> None:
@@ -69,7 +94,7 @@ def test_another_quantization_is_named_if_it_was_measured_and_wins(
     for name, path in files.items():
         path.write_bytes(target_file.read_bytes() + name.encode())  # each has an identity of its own
     draft = ModelFile(target_file, ModelOptions(threads=1))
-    pairs = {name: DraftPlan(ModelFile(path, draft.options), (draft,)) for name, path in files.items()}
+    pairs = {name: DraftPlan(ModelFile(path, draft.options), draft) for name, path in files.items()}
     keep(pairs["Q4_K_M"], LearnedPrior(DEAR, KNOWN))
     alone = pair_verdict(pairs["Q4_K_M"])
     assert alone is not None

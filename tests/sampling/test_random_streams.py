@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 
 from llamaspec.protocols import Stream
-from llamaspec.sampling.random_streams import CascadeStreams, SeededStreams
+from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import Distribution
 
 COIN = Distribution(np.array([4, 9], dtype=np.int32), np.array([0.5, 0.5]))
@@ -70,34 +68,6 @@ def test_the_same_arguments_give_the_same_number() -> None:
     assert SeededStreams(5).choose(SKEWED, Stream.TOKEN, 9) == SeededStreams(5 + 2**64).choose(
         SKEWED, Stream.TOKEN, 9
     )
-
-
-@pytest.mark.parametrize("stream", list(Stream))
-def test_a_draw_has_the_greatest_perturbed_score(stream: Stream) -> None:
-    streams = SeededStreams(5)
-    for position in range(50):
-        compared = streams.perturbed(SKEWED, stream, position)
-        assert SKEWED.tokens[compared.argmax()] == streams.choose(SKEWED, stream, position)
-
-
-def test_the_random_numbers_of_a_drafts_draft() -> None:
-    """Numbers for a position alone are shared by all; numbers for an attempt differ from all others."""
-    streams, n = SeededStreams(5), 2000
-    first, second = CascadeStreams(streams), CascadeStreams(streams)
-    first.start, second.start = 3, 4
-    for i in range(50):
-        assert first.choose(SKEWED, Stream.TOKEN, i) == streams.choose(SKEWED, Stream.TOKEN, i)
-        assert np.array_equal(
-            first.perturbed(SKEWED, Stream.TOKEN, i), streams.perturbed(SKEWED, Stream.TOKEN, i)
-        )
-    draws = [
-        [each.choose(COIN, Stream.DRAFT, i, 3) for i in range(n)]
-        for each in (streams, first, second, CascadeStreams(first))
-    ]
-    chances = [[each.chance(0.5, Stream.ACCEPT, i, 3) for i in range(n)] for each in (streams, first, second)]
-    for made in (draws, chances):
-        for a, b in itertools.combinations(np.array(made), 2):
-            assert abs((a == b).sum() - n / 2) < 4 * np.sqrt(n) / 2
 
 
 def test_golden_value_of_a_seed_of_64_bits() -> None:

@@ -138,15 +138,6 @@ def test_copying_can_be_switched_off(demo_files: tuple[Path, Path]) -> None:
     assert copied["timings"]["draft_n"] > not_copied["timings"]["draft_n"] == 0
 
 
-def test_without_copies_all_other_drafts_remain(demo_files: tuple[Path, Path]) -> None:
-    """Once, the server forgot the draft of the draft."""
-    target, draft = demo_files
-    body = {**BODY, "speculative": {"ngram": False, "rounds": True}}
-    with open_demo((target, [draft, draft])) as pair, served(pair) as server:
-        rounds = server.post("/v1/completions", body).json()["rounds"]
-    assert {each["source"] for each in rounds if each["drafted"]} == {"stage"}
-
-
 @pytest.mark.parametrize(
     "prompts", [["def f(", "import"], ["def f("], [[70], [71, 72]], [[70]], [70], "def f("]
 )
@@ -162,15 +153,11 @@ def test_one_prompt_or_several(server: Served, demo: Pair, prompts: list[Any]) -
     assert [choice["text"] for choice in choices] == said_alone
 
 
-def test_the_speed_up_is_known_if_something_was_drafted(demo: Pair) -> None:
+def test_the_speed_up_is_unknown_if_nothing_was_drafted(demo: Pair) -> None:
     with served(demo, AutoLength()) as server:
-        answers = [
-            server.post("/v1/completions", {**BODY, "max_tokens": 120, "speculative": speculative}).json()
-            for speculative in ({"enabled": False}, {})
-        ]
-    for timings in (answer["timings"] for answer in answers):
-        assert (timings["speedup_estimate"] is not None) == (timings["draft_n"] > 0)
-    assert answers[0]["timings"]["draft_n"] == 0
+        body = {**BODY, "max_tokens": 120, "speculative": {"enabled": False}}
+        timings = server.post("/v1/completions", body).json()["timings"]
+    assert (timings["draft_n"], timings["speedup_estimate"]) == (0, None)
 
 
 def test_a_model_whose_name_has_slashes(demo: Pair) -> None:

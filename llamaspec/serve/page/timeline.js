@@ -36,12 +36,7 @@ export function draw(svg, rounds) {
       at += ms;
     }
     if (width > 4 * rounds.length) add(group, "line", { x1: x(start), x2: x(start), y1: TOP, y2: TOP + HEIGHT });
-    for (let i = 1; i < round.branches; i++) {
-      const y = TOP + (HEIGHT * i) / round.branches;
-      add(group, "line", { class: "branch", x1: x(start), x2: x(start + round.draft_ms), y1: y, y2: y });
-    }
-    const shape = round.branches > 1 ? ` in ${round.branches} branches` : "";
-    const what = `${round.accepted} of ${round.drafted} draft tokens${shape} accepted, ${at - start < 1000 ? `${(at - start).toFixed(1)} ms` : seconds(at - start)}`;
+    const what = `${round.accepted} of ${round.drafted} draft tokens accepted, ${at - start < 1000 ? `${(at - start).toFixed(1)} ms` : seconds(at - start)}`;
     add(group, "title", {}, what);
   }
   const step = axisStep(total);
