@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 SUFFIX = ".prefixes"
 _MAGIC = b"llamaspec prefixes 3\n"
-_HEAD = struct.Struct("<iiiq")  # index of the parent or -1, is_whole, number of tokens, bytes of content
+_HEAD = struct.Struct("<iiiq")  # index of the parent or -1, flags, number of tokens, bytes of content
+_WHOLE, _SHARED = 1, 2  # flags of a node
 
 
 class DamagedError(Exception):
@@ -161,7 +162,8 @@ def _write_nodes(path: Path, store: PrefixStore, limit: int) -> int:
         for node in store.nodes():
             assert node.parent is not None
             tokens, content = node.tokens.tobytes(), node.content.data
-            head = _HEAD.pack(places[node.parent], node.is_whole, len(node.tokens), len(content))
+            flags = _WHOLE * node.is_whole | _SHARED * node.is_shared
+            head = _HEAD.pack(places[node.parent], flags, len(node.tokens), len(content))
             if file.tell() + len(head) + len(tokens) + len(content) + len(digest) > limit:
                 break
             digest = _digest(digest, head, tokens, content)
@@ -186,7 +188,7 @@ def _read_nodes(path: Path, store: PrefixStore) -> int:
             head = file.read(_HEAD.size)
             if len(head) < _HEAD.size:
                 raise DamagedError
-            parent, is_whole, n, n_bytes = _HEAD.unpack(head)
+            parent, flags, n, n_bytes = _HEAD.unpack(head)
             n_left -= _HEAD.size + 4 * n + n_bytes + len(digest)
             if min(n - 1, n_bytes, n_left) < 0:
                 raise DamagedError
@@ -194,7 +196,8 @@ def _read_nodes(path: Path, store: PrefixStore) -> int:
             digest = _digest(digest, head, tokens.data, content.data)
             if file.read(len(digest)) != digest or not -1 <= parent < len(nodes) - 1:
                 raise DamagedError
-            node = Node(nodes[parent + 1], tokens.view(np.int32), content, is_whole=bool(is_whole))
+            node = Node(nodes[parent + 1], tokens.view(np.int32), content)
+            node.is_whole, node.is_shared = bool(flags & _WHOLE), bool(flags & _SHARED)
             if store.n_bytes + node.n_bytes > store.limit:
                 break
             store.add(node)

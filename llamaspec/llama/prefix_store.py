@@ -156,8 +156,8 @@ class PrefixStore:
             is_beginning = n_common(node.tokens, tokens) == len(node.tokens)
             if is_beginning and (not node.is_shared or len(node.tokens) == len(tokens)):
                 self._remove(node)
-        node = Node(self.root, tokens.copy(), content, is_whole=True, checkpoints=checkpoints)
-        node.is_shared = is_shared
+        node = Node(self.root, tokens.copy(), content, is_whole=True, is_shared=is_shared)
+        node.checkpoints = checkpoints
         self.add(node)
 
     def touch(self, found: KnownPrefix) -> None:
