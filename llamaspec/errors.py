@@ -12,6 +12,7 @@ LlamaspecError
 │   └── ContextFullError      the context has no room for a sequence
 └── EvaluationError           llama.cpp failed during an evaluation
     ├── EvaluationAbortedError  the evaluation was aborted on purpose
+    ├── RowsMissingError        a draft model lacks hidden rows of the target
     ├── ScoresError             the model's scores are not finite numbers
     └── WorkerError             a worker on another machine cannot be reached
 """
@@ -74,6 +75,10 @@ class EvaluationError(LlamaspecError):
 
 class EvaluationAbortedError(EvaluationError):
     """An evaluation was aborted on purpose."""
+
+
+class RowsMissingError(EvaluationError):
+    """A draft model lacks hidden rows for tokens that it has not evaluated."""
 
 
 class WorkerError(EvaluationError):

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamaspec.errors import InexactError, LlamaspecError
+from llamaspec.errors import InexactError, LlamaspecError, MemoryFullError, PairError
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama.options import ModelOptions
@@ -60,7 +60,8 @@ def open_pair(
         A file, a name from the list of models, or hf:owner/repo:file.
     draft : str or Path, optional
         The same, or "auto": the draft known for the target, or else the target's own prediction heads; "mtp":
-        these heads; "ngram": only copies of earlier text.
+        these heads; "ngram": only copies of earlier text. Default: no draft model and no heads. Only the
+        commands look for a draft on their own.
     ngram : bool, optional
         Copy draft tokens from earlier text. Default: yes, except beside a draft model with a fixed draft
         length, because nothing weighs copies against the model's tokens then.
@@ -101,11 +102,18 @@ def open_plan(
 ) -> Pair:
     """Load the models of a plan, and give the pair its length policy; see `open_pair`.
 
-    `notify` receives warnings about kept measurements. InexactError if `drafting.exact` was asked for and
-    results may differ.
+    `notify` receives warnings, also if the target is opened without a draft that nobody asked for, because
+    that cannot be loaded. InexactError if `drafting.exact` was asked for and results may differ.
     """
     with ExitStack() as opened:
-        pair = opened.enter_context(load_pair(plan, cache_ram=cache_ram, on_load=on_load))
+        try:
+            pair = opened.enter_context(load_pair(plan, cache_ram=cache_ram, on_load=on_load))
+        except (PairError, MemoryFullError) as error:
+            if not plan.is_default:
+                raise
+            notify(f"continuing without the draft: {error}")
+            plan = plan.without_draft
+            pair = opened.enter_context(load_pair(plan, cache_ram=cache_ram, on_load=on_load))
         if drafting.exact and (reason := pair.call(pair.target.why_inexact)) is not None:
             raise InexactError(f"--exact is impossible: {reason}")
         if drafting.draft_length is None:

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from llamaspec.drafters.common_vocabulary import CommonTokens
+from llamaspec.drafters.earlier import EarlierAnswers
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
@@ -27,11 +28,12 @@ from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.llama.block_draft import BlockDraft
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.plan import DraftPlan
+from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceLength
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.constraint import Grammars, TimedConstraint
@@ -68,7 +70,7 @@ class Pair:
         draft: LlamaModel | None = None,
         load_seconds: float = 0.0,
         *,
-        heads: PredictionHeads | None = None,
+        heads: PredictionHeads | BlockDraft | None = None,
         copying: Copying = Copying.WEIGHED,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -77,6 +79,7 @@ class Pair:
         self.clock = clock  # seconds
         self.owned = ExitStack()  # closes the models that belong to the pair
         self._drafters = SequenceDrafters.of(target, draft, heads, copying)
+        self._answers = EarlierAnswers()
         self.length: LengthPolicy = self.auto_length()  # the default for streams
         models: dict[str, Model] = {TARGET: target}
         if draft is not None:
@@ -124,6 +127,7 @@ class Pair:
         logprobs: int | None = None,
         prediction: str | bytes | TokenArray | None = None,
         is_interactive: bool = False,
+        scope: str | None = "",
     ) -> TextStream:
         """Start a completion. Iterate over it for its pieces, or call `run()` for the whole completion.
 
@@ -162,6 +166,9 @@ class Pair:
             copied from it; it does not change the completion.
         is_interactive : bool
             A person is waiting: process the prompt and the first 128 tokens before the prompts of others.
+        scope : str, optional
+            Draft tokens may be copied from earlier completions of the same scope, such as one user's. None:
+            from no other completion, and no other copies from this one.
 
         Raises
         ------
@@ -176,6 +183,7 @@ class Pair:
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
         text = Detokenizer(self.target.vocabulary, stops, spelled)
+        earlier = None if scope is None else self._answers.of(scope)
         predicted = NO_TOKENS
         if prediction is not None and len(prediction):
             predicted = self._tokens(prediction, add_special=False)
@@ -189,6 +197,8 @@ class Pair:
             constraint=None if constraint is None else TimedConstraint(constraint.start_sequence()),
             max_scored=self.target.max_scored,
             n_logprobs=logprobs,
+            n_cached=self.target.n_cached,
+            on_end=None if earlier is None else earlier.add,
         )
         # All arguments are valid from here on, so whatever starts is closed with the stream.
         if policy is None:
@@ -196,7 +206,7 @@ class Pair:
         length = policy.start_sequence(drops=config.rule.drops, max_tokens=max_tokens)
         config = replace(config, length=length)
         if drafter is None:
-            drafter = self._drafters.make(config, predicted, copies=copies)
+            drafter = self._drafters.make(config, predicted, earlier=earlier, copies=copies)
         config = replace(config, drafter=drafter)
         return TextStream(config, text, self._thread, on_prefill, is_interactive=is_interactive)
 
@@ -242,8 +252,9 @@ class Pair:
         return self._thread.run(measurement)
 
     def forget(self) -> None:
-        """Clear all KV caches."""
+        """Clear all KV caches and the earlier answers."""
         self._thread.call(self._scheduler.forget)
+        self._thread.call(self._answers.clear)
 
     def call(self, function: Callable[[], Result]) -> Result:
         """Call a function on the compute thread, between two evaluations."""
@@ -296,8 +307,7 @@ def load_pair(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadPro
         target = LlamaModel(plan.target.path, plan.target.options, on_load, store=store)
         opened.callback(target.close)
         if plan.heads is not None:
-            path = None if plan.has_own_heads else plan.heads.path
-            heads = PredictionHeads(target, plan.heads.options, path, on_load)
+            heads = _open_heads(plan, plan.heads, target, on_load)
             opened.callback(heads.close)
         if plan.draft is not None:
             draft = LlamaModel(plan.draft.path, plan.draft.options, on_load, store=target.store)
@@ -305,3 +315,13 @@ def load_pair(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadPro
         pair = Pair(target, draft, time.perf_counter() - start, heads=heads, copying=plan.copying)
         pair.owned = opened.pop_all()
     return pair
+
+
+def _open_heads(
+    plan: DraftPlan, file: ModelFile, target: LlamaModel, on_load: LoadProgress | None
+) -> PredictionHeads | BlockDraft:
+    draft = plan.hidden_draft
+    if draft is not None and draft.is_block:
+        return BlockDraft(target, draft, file.options, on_load)
+    path = None if plan.has_own_heads else file.path
+    return PredictionHeads(target, file.options, path, on_load, draft)

@@ -6,7 +6,7 @@ decides again. tests/test_plan.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -14,13 +14,17 @@ from pathlib import Path
 from llamaspec.catalog import is_path, locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
-from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.devices import find_devices
+from llamaspec.llama.gguf_file import file_parts, read_gguf
+from llamaspec.llama.hidden_draft_file import HiddenDraftFile, check_target, hidden_draft
 from llamaspec.llama.nextn import check_heads, heads_in_file, is_shared_head
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
+from llamaspec.llama.resources import available_bytes
 from llamaspec.values import MTP, Copying
 
 AUTO = "auto"  # given as a draft: the one that is known for the target
 NGRAM = "ngram"  # given as a draft: only copies of earlier text
+NONE = "none"  # given as a draft: no draft model
 DRAFT_FOR = "llamaspec.draft_for"  # metadata of a draft made on this machine: the identity of its target
 Find = Callable[[str | Path], Path]  # returns the file of a name
 
@@ -41,6 +45,8 @@ class DraftPlan:
     draft: ModelFile | None = None
     heads: ModelFile | None = None  # prediction heads: in the target's file, or in a file of their own
     copying: Copying = Copying.WEIGHED
+    hidden_draft: HiddenDraftFile | None = None  # what heads in a file of their own are, if they read rows
+    is_default: bool = False  # nobody asked for the draft: if it cannot be loaded, the target runs without
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.heads is not None:
@@ -50,6 +56,12 @@ class DraftPlan:
     def has_own_heads(self) -> bool:
         """Whether the heads are in the target's file."""
         return self.heads is not None and self.heads.path == self.target.path
+
+    @property
+    def without_draft(self) -> DraftPlan:
+        """The same target without a draft model or prediction heads."""
+        options = replace(self.target.options, heads=False, hidden_layers=())
+        return DraftPlan(ModelFile(self.target.path, options), copying=self.copying)
 
     @property
     def models(self) -> tuple[ModelFile, ...]:
@@ -66,6 +78,7 @@ def make_plan(
     target: str | Path,
     draft: str | Path | None = None,
     *,
+    by_default: bool = False,
     copying: Copying = Copying.WEIGHED,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,
@@ -77,6 +90,8 @@ def make_plan(
     ----------
     target, draft
         As for `open_pair`.
+    by_default : bool
+        Without a draft, use `draft_here`.
     find : callable
         Returns the file of a name. `locate_model` downloads nothing.
 
@@ -92,6 +107,11 @@ def make_plan(
         if draft is None:
             raise PairError(f"no draft is known for {quoted(str(target))}; name one, or leave the draft out")
     path, options = find(target), target_options or ModelOptions()
+    is_default = by_default and draft is None
+    if is_default:
+        draft = draft_here(target, path)
+    if draft == NONE:
+        draft = None
     heads: Path | None = None
     if draft == MTP:
         check_heads(path)
@@ -99,15 +119,23 @@ def make_plan(
     elif draft == NGRAM:
         copying, draft = Copying.ON, None
     file = None if draft is None else find(draft)
+    if file is not None and (draft_file := hidden_draft(file)) is not None:
+        check_target(draft_file, path)
+        reading = ModelFile(path, replace(options, hidden_layers=draft_file.layers))
+        own = draft_options or options
+        return DraftPlan(reading, None, ModelFile(file, own), copying, draft_file, is_default)
     if file is not None and is_shared_head(file):
         heads = file
     if heads is not None:
         own = draft_options or options
-        return DraftPlan(ModelFile(path, replace(options, heads=True)), None, ModelFile(heads, own), copying)
+        target_file = ModelFile(path, replace(options, heads=True))
+        return DraftPlan(target_file, None, ModelFile(heads, own), copying, is_default=is_default)
     small = None
     if file is not None:
         small = ModelFile(file, draft_options or ModelOptions(max_scored=DRAFT_SCORED))
-    return DraftPlan(ModelFile(path, options), small, None, copying)
+    return DraftPlan(
+        ModelFile(path, options), small, None, copying, is_default=is_default and small is not None
+    )
 
 
 def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
@@ -125,6 +153,29 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
     if entry is not None and entry.heads is False:  # the target need not be on this machine
         return None
     return MTP if heads_in_file(find(target)).fault is None else None
+
+
+def draft_here(target: str | Path, path: Path) -> str | None:
+    """Return the known draft of a target if no download is needed and memory has room for both, else None.
+
+    `path` is the target's file. The draft is named as by `known_draft`.
+    """
+    try:
+        name = known_draft(target, lambda _: path)
+        files = [path] if name in (None, MTP) else [path, locate_model(str(name))]
+    except ModelFileError:
+        return None
+    return name if name is None or weights_bytes(files) <= free_bytes() else None
+
+
+def weights_bytes(paths: Iterable[Path]) -> int:
+    """Return the size of model files with all their parts."""
+    return sum(part.stat().st_size for path in paths for part in file_parts(path))
+
+
+def free_bytes() -> int:
+    """Return the free memory of this machine and its GPUs."""
+    return available_bytes() + sum(device.free_bytes for device in find_devices() if device.is_gpu)
 
 
 def find_draft(target: str) -> str | None:

@@ -10,22 +10,26 @@ from collections.abc import Generator, Mapping, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from llamaspec.errors import ContextFullError
+from llamaspec.errors import ContextFullError, RowsMissingError
 from llamaspec.values import (
     Distribution,
     Draft,
     Evaluation,
     Forward,
     ForwardRequest,
+    HiddenRows,
     Logits,
     Round,
+    Rows,
     TokenArray,
     UnusedDraft,
     Verification,
 )
 
+Unprepared: TypeAlias = ContextFullError | RowsMissingError  # why a request cannot be evaluated
 Drafting: TypeAlias = Generator[ForwardRequest, Forward, Draft]  # asks for evaluations, ends with a draft
 Preparing: TypeAlias = Generator[ForwardRequest, Forward, None]
+Asking: TypeAlias = Generator[ForwardRequest, Forward, Forward]
 
 
 class Model(Protocol):
@@ -70,12 +74,12 @@ class Model(Protocol):
     def attended(self, n_tokens: int) -> float:
         """Return how many of `n_tokens` cached tokens a position attends to, averaged over the layers."""
 
-    def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | ContextFullError]:
+    def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> Sequence[int | Unprepared]:
         """Make room for requests of different sequences: (number, request, maximum positions of padding).
 
         Cached tokens that the request of their sequence does not contain are dropped. Returns for each
         request the number of its tokens that are cached, at most those before the first with logits; or the
-        error if there is no room, even without unused prefixes.
+        error if there is no room, even without unused prefixes, or if hidden rows are missing.
         """
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
@@ -89,6 +93,12 @@ class Model(Protocol):
             Another thread called `abort`. The cache is as before.
         EvaluationError
             llama.cpp failed.
+        """
+
+    def hidden(self, number: int) -> HiddenRows | None:
+        """Return the hidden rows that the last evaluation has computed for a request that asked for them.
+
+        Valid until the next evaluation. Only called for requests with `rows_from` or `hidden`.
         """
 
     def release(self, number: int) -> None:
@@ -261,6 +271,26 @@ class Closing(Protocol):
 
     def close(self) -> None:
         """End the sequence. May be called more than once."""
+
+
+@runtime_checkable
+class RowReader(Protocol):
+    """A drafter that reads the target's hidden rows. It gets them from the loop, never from the target."""
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it wants hidden rows."""
+
+    def first_row(self, prompt: TokenArray) -> int:
+        """Return the first position of a prompt whose hidden row it needs; 0 = all of them."""
+
+    def committed(self, tokens: TokenArray, rows: Rows, position: int) -> None:
+        """Take in tokens that have become a part of the sequence, with the hidden row of each: [n, F].
+
+        `position` is that of the first token. Runs come in order: chunks of the prompt, then the last token
+        and the accepted draft tokens of each round. Rows may be missing between two runs. The array is valid
+        only during the call.
+        """
 
 
 @runtime_checkable

@@ -6,14 +6,19 @@ tokens that its constraint forces. tests/test_oracles.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from llamaspec.drafters.block import BlockDrafter, BlockShape
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
+from llamaspec.drafters.earlier import ScopedAnswers
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
+from llamaspec.drafters.hidden import HiddenDrafter, RowWindow
 from llamaspec.drafters.model import DeferredPrompt, ModelDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
 from llamaspec.engine.speculate import Speculation
+from llamaspec.llama.block_draft import BlockDraft
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.vocabulary import difference
@@ -27,7 +32,7 @@ class SequenceDrafters:
 
     target: LlamaModel
     draft: LlamaModel | None
-    heads: PredictionHeads | None  # the target's, instead of a draft model
+    heads: PredictionHeads | BlockDraft | None  # they read hidden rows; instead of a draft model
     common: CommonTokens | None  # if the draft model has another vocabulary
     copying: Copying
 
@@ -36,7 +41,7 @@ class SequenceDrafters:
         cls,
         target: LlamaModel,
         draft: LlamaModel | None,
-        heads: PredictionHeads | None,
+        heads: PredictionHeads | BlockDraft | None,
         copying: Copying,
     ) -> SequenceDrafters:
         """Connect the models of a pair."""
@@ -50,17 +55,24 @@ class SequenceDrafters:
         """Where draft tokens come from."""
         found = {
             Source.MODEL: self.draft is not None,
-            Source.MTP: self.heads is not None,
+            Source.MTP if self.heads is None else self.heads.source: self.heads is not None,
             Source.NGRAM: self.copying is not Copying.OFF,
+            Source.EARLIER: self.copying is not Copying.OFF,
         }
         return frozenset(source for source, is_used in found.items() if is_used)
 
     def make(
-        self, config: Speculation, prediction: TokenArray = NO_TOKENS, *, copies: bool = True
+        self,
+        config: Speculation,
+        prediction: TokenArray = NO_TOKENS,
+        *,
+        copies: bool = True,
+        earlier: ScopedAnswers | None = None,
     ) -> Drafter:
         """Return the drafter of a sequence, made of everything that can draft for it.
 
-        Draft tokens are copied from `prediction`, and from earlier text unless `copies` is false.
+        Draft tokens are copied from `prediction`, and unless `copies` is false from earlier text: of the
+        sequence itself, and of the answers in `earlier`.
         """
         drafters: list[Drafter] = []
         copying = self.copying if copies else Copying.OFF
@@ -73,29 +85,49 @@ class SequenceDrafters:
         if copies or len(prediction):
             least = MIN_MATCH_BESIDE_MODEL if is_weighed else MIN_MATCH
             is_end = self.target.vocabulary.is_end
-            drafters.append(NgramDrafter(least, prediction=prediction, is_end=is_end))
+            answers = earlier if copies else None
+            drafters.append(NgramDrafter(least, prediction=prediction, earlier=answers, is_end=is_end))
         if has_model:
             drafters.append(self.asking_model(config))
         if config.constraint is not None:
             drafters.append(ForcedDrafter(config.constraint, len(config.prompt)))
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
 
-    def asking_model(self, config: Speculation) -> ModelDrafter:
-        """Return the drafter that uses only the draft model, or the target's prediction heads."""
+    def asking_model(self, config: Speculation) -> ModelDrafter | BlockDrafter:
+        """Return the drafter that uses only the draft model, or the draft with hidden rows."""
         if self.heads is not None:
-            return self._asking(self.heads, config, MTP, source=Source.MTP, longest=self.heads.longest)
+            return self._reading_rows(self.heads, config)
         draft, length = self.draft, config.length
         assert draft is not None
         deferred = None if length.reading is None else DeferredPrompt(length.reading, draft.n_cached)
         return self._asking(draft, config, deferred=deferred)
+
+    def _reading_rows(
+        self, heads: PredictionHeads | BlockDraft, config: Speculation
+    ) -> HiddenDrafter | BlockDrafter:
+        """Return the drafter that uses a draft with hidden rows."""
+        if isinstance(heads, BlockDraft):
+            file, n_vocabulary = heads.file, heads.vocabulary_size
+            shape = BlockShape(
+                n_vocabulary, file.block, file.mask, file.from_anchor, file.has_confidence, file.n_candidates
+            )
+            window = RowWindow(0, heads.n_cached)
+            return BlockDrafter(shape, window, config.sampler, config.rule, config.streams, MTP)
+        window = RowWindow(1, heads.n_cached)
+        settings = {"source": heads.source, "longest": heads.longest, "row_window": window}
+        made = self._asking(heads, config, MTP, kind=HiddenDrafter, **settings)
+        assert isinstance(made, HiddenDrafter)
+        return made
 
     def _asking(
         self,
         asked: LlamaModel | PredictionHeads,
         config: Speculation,
         name: str = DRAFT,
+        *,
+        kind: Callable[..., ModelDrafter] = ModelDrafter,
         **settings: Any,
     ) -> ModelDrafter:
         tokens = self.common or SameTokens(asked.vocabulary_size, self.target.vocabulary_size)
         size, sampler = asked.context_size, config.sampler
-        return ModelDrafter(tokens, size, sampler, config.rule, config.streams, model=name, **settings)
+        return kind(tokens, size, sampler, config.rule, config.streams, model=name, **settings)

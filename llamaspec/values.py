@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 TokenArray = npt.NDArray[np.int32]  # [n] token ids
 Logits = npt.NDArray[np.float32]  # [n, V] scores before any sampling
+Rows = npt.NDArray[np.float32]  # [n, F] hidden rows: what a model computes for a position before its logits
 
 NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 NO_TOKENS.flags.writeable = False
@@ -38,8 +39,11 @@ class Source(str, Enum):
     MODEL = "model"  # a draft model, one token at a time
     NGRAM = "ngram"  # copied from earlier in the same sequence, at no cost
     PREDICTION = "prediction"  # copied from the text that the caller expects, at no cost
+    EARLIER = "earlier"  # copied from the answer to an earlier prompt, at no cost
     GRAMMAR = "grammar"  # the only token that a constraint allows
     MTP = "mtp"  # the target's own prediction heads
+    EAGLE3 = "eagle3"  # a draft that reads the target's hidden rows, one token at a time
+    BLOCK = "block"  # a draft that reads the target's hidden rows, several tokens at once
 
 
 class Copying(str, Enum):
@@ -55,12 +59,41 @@ class Copying(str, Enum):
         return cls.WEIGHED if wanted is None else cls.ON if wanted else cls.OFF
 
 
-COPIES = frozenset({Source.NGRAM, Source.PREDICTION})
+COPIES = frozenset({Source.NGRAM, Source.PREDICTION, Source.EARLIER})
 LONGEST_COPY = 511  # tokens; with the one before them they fill a physical batch of llama.cpp
 CHUNK = (
     64  # positions of a sequence that an evaluation may always have; attention on CPUs computes 64 at once
 )
 WAIT_SECONDS = 0.5  # how long a larger chunk may keep other sequences waiting
+
+
+class HiddenRows(NamedTuple):
+    """Hidden rows of consecutive positions of a sequence."""
+
+    start: int  # position of the first row
+    rows: Rows  # [n, F]
+
+    @property
+    def end(self) -> int:
+        """The position after the last row."""
+        return self.start + len(self.rows)
+
+    def part(self, start: int, end: int) -> Rows:
+        """Return the rows of some positions, all of them known: a view [end - start, F]."""
+        assert self.start <= start <= end <= self.end
+        return self.rows[start - self.start : end - self.start]
+
+
+class HiddenInput(NamedTuple):
+    """The hidden rows that a draft model reads besides the tokens of a request."""
+
+    begin: int  # the first token that the draft model sees
+    target: HiddenRows  # of the last positions that the target has evaluated
+    own: Rows  # [k, E] the draft model's own, before each of the last k tokens, which it has drafted
+
+    def prefill(self, n_left_out: int) -> HiddenInput:
+        """Return the input without the last tokens of the request."""
+        return self._replace(own=self.own[: max(0, len(self.own) - n_left_out)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +108,10 @@ class ForwardRequest:
     tokens: TokenArray  # [n] the whole sequence
     n_logits: int = 1  # at most n
     draft: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
+    rows_from: int | None = None  # the answer has the target's hidden rows from this position on; None = none
+    hidden: HiddenInput | None = None  # for a draft model that reads hidden rows
     n_before: int = field(init=False)  # tokens before the first with logits
+    n_reusable: int = field(init=False)  # of these, tokens that need not be evaluated if they are cached
     n_tokens: int = field(init=False)  # positions that the sequence and its draft fill in the KV cache
     n_scored: int = field(init=False)  # positions with logits in the answer
 
@@ -85,13 +121,17 @@ class ForwardRequest:
             raise ValueError(f"cannot score {self.n_logits} of {n} tokens")
         if n_draft and not self.n_logits:
             raise ValueError("draft tokens need the logits of the token before them")
-        object.__setattr__(self, "n_before", n - self.n_logits)
+        n_before = n - self.n_logits
+        object.__setattr__(self, "n_before", n_before)
+        n_reusable = n_before if self.rows_from is None else min(n_before, self.rows_from)
+        object.__setattr__(self, "n_reusable", n_reusable)
         object.__setattr__(self, "n_tokens", n + n_draft)
         object.__setattr__(self, "n_scored", self.n_logits + n_draft)
 
     def prefill(self, n: int) -> ForwardRequest:
         """Return a request for the first `n` tokens of the sequence, without logits."""
-        return ForwardRequest(self.model, self.tokens[:n], n_logits=0)
+        hidden = None if self.hidden is None else self.hidden.prefill(len(self.tokens) - n)
+        return ForwardRequest(self.model, self.tokens[:n], 0, rows_from=self.rows_from, hidden=hidden)
 
 
 class Attention(NamedTuple):
@@ -126,6 +166,8 @@ class Forward(NamedTuple):
     seconds: float  # of all evaluations for this request
     n_cached: int  # tokens of the request that the KV cache held before
     evaluation: Evaluation  # the last one; width 0 if everything was cached
+    # The target's rows from `rows_from` on, or a draft model's own rows of scored positions; valid as long.
+    hidden: HiddenRows | None = None
 
 
 class Logprobs(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +21,10 @@ from llamaspec.values import (
     Evaluation,
     Forward,
     ForwardRequest,
+    HiddenRows,
     Logits,
     Round,
+    Rows,
     TokenArray,
     n_common,
 )
@@ -86,6 +89,7 @@ class FakeModel:
     _prepared: dict[int, tuple[ForwardRequest, int, int]] = field(default_factory=dict)
     _cached: dict[int, TokenArray] = field(default_factory=dict)
     _latest: list[Logits] = field(default_factory=list)
+    _hidden: dict[int, HiddenRows] = field(default_factory=dict)  # of each row in the last evaluation
     _known: dict[bytes, Logits] = field(default_factory=dict)
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
@@ -122,7 +126,7 @@ class FakeModel:
             return ContextFullError("the context is full")
         assert request.n_tokens + n_padding <= self.context_size
         n_cached = max((n_common(tokens, request.tokens) for tokens in self._cached.values()), default=0)
-        n_cached = min(n_cached, len(request.tokens) - request.n_logits)
+        n_cached = min(n_cached, request.n_reusable)
         self._cached[row] = request.tokens[:n_cached]
         self._prepared[row] = request, n_cached, n_padding
         return n_cached
@@ -153,12 +157,24 @@ class FakeModel:
             old[:] = np.nan
         self.clock.passes(self.seconds + self.position_seconds * (n_new + n_padding))
         self._latest = [self.logits(request) for _, request in batch]
+        for hidden in self._hidden.values():
+            hidden.rows[:] = np.nan
+        self._hidden = {row: self._rows_of(request, self._prepared[row][1]) for row, request in batch}
         for row, request in batch:
             self._cached[row] = np.concatenate([request.tokens, request.draft])
             del self._prepared[row]
         rows, requests = tuple(row for row, _ in batch), tuple(request for _, request in batch)
         self.evaluated.append(Evaluated(rows, requests, n_new, n_padding))
         return self._latest
+
+    def _rows_of(self, request: ForwardRequest, n_cached: int) -> HiddenRows:
+        path = np.concatenate([request.tokens, request.draft])
+        start = max(n_cached, request.rows_from or 0)
+        return HiddenRows(start, hidden_rows(path, start, len(path)))
+
+    def hidden(self, row: int) -> HiddenRows | None:
+        hidden = self._hidden.get(row)
+        return hidden if hidden is not None and len(hidden.rows) else None
 
     def release(self, row: int) -> None:
         self.released.append(row)
@@ -168,6 +184,12 @@ class FakeModel:
 
     def abort(self) -> None:
         self.aborted.set()
+
+
+def hidden_rows(path: TokenArray, start: int, end: int) -> Rows:
+    """Return the rows of a fake model for some positions: each depends on all tokens up to there."""
+    rows = [(p, zlib.crc32(path[: p + 1].tobytes()) % 9973) for p in range(start, end)]
+    return np.array(rows, dtype=np.float32).reshape(len(rows), 2)
 
 
 def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:

@@ -10,8 +10,18 @@ import numpy as np
 
 from forward_requests import EXACT
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
+from llamaspec.drafters.hidden import NO_ROWS
 from llamaspec.engine.completion import Completion
-from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Logits, TokenArray
+from llamaspec.values import (
+    MTP,
+    TARGET,
+    Forward,
+    ForwardRequest,
+    HiddenInput,
+    HiddenRows,
+    Logits,
+    TokenArray,
+)
 
 Asking = Generator[ForwardRequest, Forward, list[Logits]]
 
@@ -24,19 +34,39 @@ def opened(files: tuple[Path, Path | str], **options: object) -> Iterator[Pair]:
         yield pair
 
 
-def drafting(read: TokenArray, draft: TokenArray) -> Asking:
-    """Return the heads' logits after tokens that the target has evaluated, and after each draft token."""
-    answers = []
+def drafting(read: TokenArray, draft: TokenArray, rows: HiddenRows, begin: int = 1) -> Asking:
+    """Return the heads' logits after tokens with known hidden rows, and after each draft token."""
+    answers, own = [], NO_ROWS
     for n in range(len(draft) + 1):
-        forward = yield ForwardRequest(MTP, np.concatenate([read, draft[:n]]))
+        hidden = HiddenInput(begin, rows, own)
+        forward = yield ForwardRequest(MTP, np.concatenate([read, draft[:n]]), hidden=hidden)
+        assert forward.hidden is not None
         answers.append(forward.logits.copy())
+        own = np.concatenate([own, forward.hidden.rows]) if n else forward.hidden.rows.copy()
     return answers
 
 
-def reading(read: TokenArray, draft: TokenArray) -> Asking:
-    """The same, but the target evaluates the tokens first."""
-    yield ForwardRequest(TARGET, read[:-1], n_logits=0)
-    return (yield from drafting(read, draft))
+def evaluating(wanted: ForwardRequest) -> Generator[ForwardRequest, Forward, HiddenRows]:
+    """Return the target's hidden rows of a request."""
+    forward = yield wanted
+    assert forward.hidden is not None
+    return forward.hidden._replace(rows=forward.hidden.rows.copy())
+
+
+def reading(read: TokenArray, draft: TokenArray, rows_from: int = 0) -> Asking:
+    """The same, but first the target and all heads process the tokens."""
+    rows = yield from evaluating(ForwardRequest(TARGET, read[:-1], n_logits=0, rows_from=rows_from))
+    yield ForwardRequest(MTP, read[:-1], n_logits=0, hidden=HiddenInput(1, rows, NO_ROWS))
+    return (yield from drafting(read, draft, rows))
+
+
+def joined(*rows: HiddenRows) -> HiddenRows:
+    """Return rows of consecutive ranges as one; of positions that several have, those of the last."""
+    first, *others = rows
+    for each in others:
+        kept = first.part(first.start, each.start)
+        first = HiddenRows(first.start, np.concatenate([kept, each.rows]))
+    return first
 
 
 def drafted_side_by_side(pair: Pair, prompts: Sequence[TokenArray], temperature: float) -> list[Completion]:

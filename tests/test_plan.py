@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 
+from llamaspec.catalog import Entry, add_own
 from llamaspec.errors import ModelFileError, PairError
+from llamaspec.files import file_identity
 from llamaspec.llama.options import ModelOptions
-from llamaspec.plan import DraftPlan, ModelFile, make_plan
+from llamaspec.llama.quantize import rewrite
+from llamaspec.plan import DRAFT_FOR, DraftPlan, ModelFile, known_draft, make_plan
 from llamaspec.values import Copying
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -74,6 +79,51 @@ def test_auto_without_a_known_draft(files: dict[str, Path]) -> None:
         plan_of(files, "big", "auto")
     with pytest.raises(ModelFileError, match="no unknown"):
         plan_of(files, "unknown", "auto")
+
+
+def by_default(files: dict[str, Path], target: str, *drafts: str) -> DraftPlan:
+    return make_plan(target, drafts, by_default=True, find=lambda name: files[str(name)])
+
+
+def test_without_a_draft_the_heads_are_used_by_default(files: dict[str, Path]) -> None:
+    plan = by_default(files, "with-heads")
+    assert plan.has_own_heads
+    assert plan.is_default
+    assert not plan_of(files, "with-heads", "mtp").is_default
+    assert not plan.without_draft.target.options.heads
+    assert plan.without_draft.heads is None
+    assert plan_of(files, "with-heads").heads is None, "Python programs name a draft"
+    assert by_default(files, "with-heads", "none").heads is None
+
+
+def test_a_draft_that_was_made_is_used_by_default(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it is for this very target, and memory has room for both."""
+    target, draft = tmp_path / "big.gguf", tmp_path / "big.draft-skip2.gguf"
+    shutil.copy(files["big"], target)
+    rewrite(GGUFReader(files["small"]), draft, {DRAFT_FOR: file_identity(target)})
+    plan = make_plan(target, by_default=True)
+    assert plan.draft is not None
+    assert (plan.draft.path, plan.is_default) == (draft, True)
+    assert make_plan(target).draft is None
+    needed = target.stat().st_size + draft.stat().st_size
+    for free, expected in ((needed, 1), (needed - 1, 0)):
+        monkeypatch.setattr("llamaspec.plan.free_bytes", lambda free=free: free)
+        plan = make_plan(target, by_default=True)
+        assert (plan.draft is not None, plan.is_default) == (expected == 1, expected == 1)
+
+
+@pytest.mark.usefixtures("own_list")
+def test_nothing_is_fetched_by_default(files: dict[str, Path]) -> None:
+    add_own(Entry("far", repo="owner/far", pattern="far-{quantization}.gguf", default="Q4_0"))
+    add_own(Entry("near", path=str(files["big"]), draft="far"))
+    assert known_draft("near") == "far"
+    assert make_plan("near", by_default=True).draft is None
+    add_own(Entry("far", path=str(files["small"])))
+    plan = make_plan("near", by_default=True)
+    assert plan.draft is not None
+    assert plan.draft.path == files["small"]
 
 
 def test_a_name_is_resolved_once(files: dict[str, Path]) -> None:

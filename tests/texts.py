@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +78,7 @@ def stream(
     stops: Sequence[str] = (),
     spelled: Mapping[int, bytes] | None = None,
     n_logprobs: int | None = None,
+    n_cached: Callable[[TokenArray], int] = lambda tokens: 0,
     **settings: object,
 ) -> TextStream:
     """Return a stream; by default the draft model drafts, if there is one."""
@@ -87,6 +88,7 @@ def stream(
     speculation = Speculation(
         tokens(*prompt), max_tokens, model.context_size, RULES["coupled"], PLAIN, SeededStreams(seed),
         drafter=drafter, length=length or Length(2), max_scored=model.max_scored, n_logprobs=n_logprobs,
+        n_cached=n_cached,
     )  # fmt: skip
     text = Detokenizer(vocabulary or Letters(), stops, spelled)
     return TextStream(speculation, text, thread, **settings)  # type: ignore[arg-type]

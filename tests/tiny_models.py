@@ -75,7 +75,7 @@ class Recipe:
 
 
 @dataclass
-class _Weights:
+class TinyWeights:
     """Tensors by name, drawn in any order."""
 
     recipe: Recipe
@@ -112,33 +112,46 @@ class _Weights:
 def write_llama(path: Path, recipe: Recipe | None = None) -> Path:
     """A Llama: every position stays in the memory and can be forgotten."""
     recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     _ends(weights)
     for layer in range(recipe.n_layers):
         _attention(weights, layer, recipe.n_kv_heads)
-        _feed_forward(weights, layer)
-    return _write(path, "llama", weights, _attention_keys(recipe))
+        feed_forward(weights, layer)
+    return write_tensors(path, "llama", weights, attention_keys(recipe))
+
+
+def write_qwen3(path: Path, recipe: Recipe | None = None) -> Path:
+    """Qwen 3: a Llama with norms of queries and keys, and another order of rotations."""
+    recipe = recipe or Recipe()
+    weights = TinyWeights(recipe)
+    _ends(weights)
+    for layer in range(recipe.n_layers):
+        _attention(weights, layer, recipe.n_kv_heads)
+        feed_forward(weights, layer)
+        for norm in ("attn_q_norm", "attn_k_norm"):
+            weights.constant(f"blk.{layer}.{norm}.weight", recipe.head_size, 1.5)
+    return write_tensors(path, "qwen3", weights, attention_keys(recipe))
 
 
 def write_mixtral(path: Path, recipe: Recipe | None = None) -> Path:
     """A Llama whose feed-forward layers are mixtures of experts."""
     recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     _ends(weights)
     for layer in range(recipe.n_layers):
         _attention(weights, layer, recipe.n_kv_heads)
         _experts(weights, layer)
     counts: Keys = {"expert_count": N_EXPERTS, "expert_used_count": N_USED}
-    return _write(path, "llama", weights, {**_attention_keys(recipe), **counts})
+    return write_tensors(path, "llama", weights, {**attention_keys(recipe), **counts})
 
 
-def _gemma_layers(weights: _Weights, norm_of_keys: float) -> None:
+def _gemma_layers(weights: TinyWeights, norm_of_keys: float) -> None:
     recipe = weights.recipe
     _ends(weights)
     weights.tensors["token_embd.weight"] /= np.float32(np.sqrt(recipe.width))  # the graph multiplies it back
     for layer in range(recipe.n_layers):
         _attention(weights, layer, recipe.n_kv_heads)
-        _feed_forward(weights, layer)
+        feed_forward(weights, layer)
         for norm in ("attn_q_norm", "attn_k_norm"):
             weights.constant(f"blk.{layer}.{norm}.weight", recipe.head_size, norm_of_keys)
         for norm in ("post_attention_norm", "post_ffw_norm"):
@@ -148,27 +161,27 @@ def _gemma_layers(weights: _Weights, norm_of_keys: float) -> None:
 def write_gemma3(path: Path, recipe: Recipe | None = None) -> Path:
     """Gemma 3: every other layer sees a sliding window of 16 positions only."""
     recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     _gemma_layers(weights, 1.5)
     window = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 2}
-    return _write(path, "gemma3", weights, _attention_keys(recipe) | window)
+    return write_tensors(path, "gemma3", weights, attention_keys(recipe) | window)
 
 
 def write_mamba(path: Path, recipe: Recipe | None = None) -> Path:
     """Mamba: the memory is one state, and no position can be taken out of it."""
     recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     _ends(weights)
     for layer in range(recipe.n_layers):
         _mamba(weights, layer)
     keys = _mamba_keys(recipe) | {"attention.head_count": 0, "feed_forward_length": 0}
-    return _write(path, "mamba", weights, keys)
+    return write_tensors(path, "mamba", weights, keys)
 
 
 def write_jamba(path: Path, recipe: Recipe | None = None) -> Path:
     """Jamba: Mamba and attention layers in turn; llama.cpp keeps no snapshots of the state."""
     recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     _ends(weights)
     for layer in range(recipe.n_layers):
         if layer % 2 == 0:
@@ -177,16 +190,16 @@ def write_jamba(path: Path, recipe: Recipe | None = None) -> Path:
                 weights.constant(f"blk.{layer}.ssm_{norm}_norm.weight", size)
         else:
             _attention(weights, layer, recipe.n_kv_heads)
-        _feed_forward(weights, layer)
-    return _write(
-        path, "jamba", weights, _attention_keys(recipe) | _mamba_keys(recipe) | _every_other(recipe)
+        feed_forward(weights, layer)
+    return write_tensors(
+        path, "jamba", weights, attention_keys(recipe) | _mamba_keys(recipe) | _every_other(recipe)
     )
 
 
 def write_lfm2(path: Path, recipe: Recipe | None = None, *, window: int | None = None) -> Path:
     """LFM2: short convolutions and attention in turn; llama.cpp can keep snapshots (``n_rs_seq``)."""
     recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     _ends(weights)
     width = recipe.width
     weights.tensors["token_embd_norm.weight"] = weights.tensors.pop("output_norm.weight")
@@ -201,15 +214,17 @@ def write_lfm2(path: Path, recipe: Recipe | None = None, *, window: int | None =
             _attention(weights, layer, recipe.n_kv_heads)
             for norm in ("attn_q_norm", "attn_k_norm"):
                 weights.constant(f"{block}.{norm}.weight", recipe.head_size, 1.5)
-        _feed_forward(weights, layer)
-    keys = _attention_keys(recipe) | _every_other(recipe) | {"shortconv.l_cache": CONV}
-    return _write(path, "lfm2", weights, keys | ({"attention.sliding_window": window} if window else {}))
+        feed_forward(weights, layer)
+    keys = attention_keys(recipe) | _every_other(recipe) | {"shortconv.l_cache": CONV}
+    return write_tensors(
+        path, "lfm2", weights, keys | ({"attention.sliding_window": window} if window else {})
+    )
 
 
 def write_deepseek2(path: Path, recipe: Recipe | None = None) -> Path:
     """DeepSeek 2: latent attention, where all heads share one cached row that is key and value."""
     recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     _ends(weights)
     width, n_heads, size = recipe.width, recipe.n_heads, recipe.head_size
     for layer in range(recipe.n_layers):
@@ -222,7 +237,7 @@ def write_deepseek2(path: Path, recipe: Recipe | None = None) -> Path:
         weights.normal(f"{block}.attn_k_b.weight", (n_heads, LATENT, size), 1.6 / np.sqrt(LATENT))
         weights.normal(f"{block}.attn_v_b.weight", (n_heads, size, LATENT), 1.2 / np.sqrt(LATENT))
         weights.into_residual(f"{block}.attn_output", n_heads * size, 1.2)
-        _feed_forward(weights, layer)
+        feed_forward(weights, layer)
     keys: Keys = {
         "vocab_size": len(recipe.vocabulary),
         "leading_dense_block_count": recipe.n_layers,
@@ -237,7 +252,7 @@ def write_deepseek2(path: Path, recipe: Recipe | None = None) -> Path:
         "attention.value_length_mla": size,
         "rope.dimension_count": ROPE,
     }
-    return _write(path, "deepseek2", weights, _attention_keys(recipe) | keys)
+    return write_tensors(path, "deepseek2", weights, attention_keys(recipe) | keys)
 
 
 def write_qwen35(path: Path, recipe: Recipe | None = None, *, n_predictors: int = 1) -> Path:
@@ -246,7 +261,7 @@ def write_qwen35(path: Path, recipe: Recipe | None = None, *, n_predictors: int 
     With attention alone llama.cpp ends the process at the first evaluation, and with several heads, too.
     """
     recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     _ends(weights)
     _same_size(weights)
     for layer in range(recipe.n_layers):
@@ -265,7 +280,7 @@ def write_qwen35(path: Path, recipe: Recipe | None = None, *, n_predictors: int 
         "ssm.time_step_rank": 2,
         "ssm.inner_size": 2 * STATE,
     }
-    return _write(path, "qwen35", weights, _attention_keys(recipe) | keys)
+    return write_tensors(path, "qwen35", weights, attention_keys(recipe) | keys)
 
 
 def write_step35(
@@ -279,13 +294,13 @@ def write_step35(
         Share of the hidden row in the input of a head. With 0, a head computes what the model computes.
     """
     recipe = replace(recipe or Recipe(), n_layers=1)
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     _ends(weights)
     _same_size(weights)
     n_blocks = recipe.n_layers + n_predictors
     for layer in range(n_blocks):
         _attention(weights, layer, recipe.n_kv_heads)
-        _feed_forward(weights, layer)
+        feed_forward(weights, layer)
         for norm in ("attn_q_norm", "attn_k_norm"):
             weights.constant(f"blk.{layer}.{norm}.weight", recipe.head_size, 1.5)
     for head in range(recipe.n_layers, n_blocks):
@@ -297,24 +312,24 @@ def write_step35(
         "attention.sliding_window": WINDOW,
         "attention.sliding_window_pattern": [True] * n_blocks,
     }
-    return _write(path, "step35", weights, _attention_keys(recipe) | keys)
+    return write_tensors(path, "step35", weights, attention_keys(recipe) | keys)
 
 
 def write_gemma4(path: Path, recipe: Recipe | None = None) -> Path:
     """Gemma 4: a layer with a sliding window, and one without."""
     recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     _gemma_layers(weights, 0.6)
     weights.constant("rope_freqs.weight", recipe.head_size // 2)
     keys: Keys = {"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0}
-    return _write(path, "gemma4", weights, _attention_keys(recipe) | _gemma4_keys(recipe) | keys)
+    return write_tensors(path, "gemma4", weights, attention_keys(recipe) | _gemma4_keys(recipe) | keys)
 
 
 def write_gemma4_assistant(path: Path, recipe: Recipe | None = None) -> Path:
     """A random prediction head for the Gemma 4 of this recipe, whose KV cache it reads: seldom right."""
     big = recipe or Recipe()
     recipe = replace(big, width=32)
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     weights.normal("token_embd.weight", (len(recipe.vocabulary), recipe.width), 0.5)
     weights.constant("output_norm.weight", recipe.width)
     weights.constant("rope_freqs.weight", big.head_size // 2)
@@ -322,7 +337,7 @@ def write_gemma4_assistant(path: Path, recipe: Recipe | None = None) -> Path:
     weights.matrix("nextn.post_projection", big.width, recipe.width)
     for layer in range(recipe.n_layers):
         block = f"blk.{layer}"
-        _feed_forward(weights, layer)
+        feed_forward(weights, layer)
         weights.matrix(f"{block}.attn_q", big.width, recipe.width, 1.6)
         weights.matrix(f"{block}.attn_output", recipe.width, big.width, 1.2)
         weights.constant(f"{block}.attn_q_norm.weight", big.head_size, 0.6)
@@ -330,7 +345,7 @@ def write_gemma4_assistant(path: Path, recipe: Recipe | None = None) -> Path:
         for norm in ("attn_norm", "post_attention_norm", "post_ffw_norm"):
             weights.constant(f"{block}.{norm}.weight", recipe.width)
     keys: Keys = {"nextn_predict_layers": recipe.n_layers, "embedding_length_out": big.width}
-    return _write(path, "gemma4-assistant", weights, _attention_keys(big) | _gemma4_keys(big) | keys)
+    return write_tensors(path, "gemma4-assistant", weights, attention_keys(big) | _gemma4_keys(big) | keys)
 
 
 def _gemma4_keys(recipe: Recipe) -> Keys:
@@ -346,7 +361,7 @@ def _gemma4_keys(recipe: Recipe) -> Keys:
 def write_bert(path: Path, recipe: Recipe | None = None) -> Path:
     """BERT: loads, but has no scores of next tokens; for tests of bad input."""
     recipe = recipe or Recipe()
-    weights = _Weights(recipe)
+    weights = TinyWeights(recipe)
     width = recipe.width
     weights.normal("token_embd.weight", (len(recipe.vocabulary), width), 1.0)
     weights.normal("token_types.weight", (2, width), 0.1)
@@ -361,14 +376,14 @@ def write_bert(path: Path, recipe: Recipe | None = None) -> Path:
     for norm in norms:
         weights.constant(f"{norm}.weight", width)
         weights.constant(f"{norm}.bias", width, 0.0)
-    keys = _attention_keys(recipe) | {"attention.layer_norm_epsilon": 1e-5, "attention.causal": False}
-    return _write(path, "bert", weights, keys)
+    keys = attention_keys(recipe) | {"attention.layer_norm_epsilon": 1e-5, "attention.causal": False}
+    return write_tensors(path, "bert", weights, keys)
 
 
 def write_vocabulary_only(path: Path, recipe: Recipe | None = None, *, architecture: str = "llama") -> Path:
     """A model without weights, as llama.cpp's own test vocabularies are; for tests of bad input."""
     recipe = recipe or Recipe()
-    return _write(path, architecture, _Weights(recipe), _attention_keys(recipe))
+    return write_tensors(path, architecture, TinyWeights(recipe), attention_keys(recipe))
 
 
 def truncated(source: Path, path: Path, n_bytes: int | None = None) -> Path:
@@ -407,6 +422,7 @@ HEAD_WRITERS: dict[str, Callable[..., Path]] = {
 }
 WRITERS: dict[str, Callable[..., Path]] = {
     "llama": write_llama,
+    "qwen3": write_qwen3,
     "mixtral": write_mixtral,
     "gemma3": write_gemma3,
     "mamba": write_mamba,
@@ -416,7 +432,7 @@ WRITERS: dict[str, Callable[..., Path]] = {
 }
 
 
-def _ends(weights: _Weights) -> None:
+def _ends(weights: TinyWeights) -> None:
     """The matrices before the first layer and after the last."""
     recipe = weights.recipe
     embedding = weights.normal("token_embd.weight", (len(recipe.vocabulary), recipe.width), 0.5)
@@ -432,7 +448,7 @@ def _ends(weights: _Weights) -> None:
     output[recipe.vocabulary.eos, 0] = end_score * 1.8  # unit 0 leaves the last norm at about 1/1.8
 
 
-def _attention(weights: _Weights, layer: int, n_kv_heads: int) -> None:
+def _attention(weights: TinyWeights, layer: int, n_kv_heads: int) -> None:
     """Attention sharp enough that the text depends on more than the last token."""
     recipe, block = weights.recipe, f"blk.{layer}"
     weights.constant(f"{block}.attn_norm.weight", recipe.width)
@@ -442,7 +458,7 @@ def _attention(weights: _Weights, layer: int, n_kv_heads: int) -> None:
     weights.into_residual(f"{block}.attn_output", recipe.n_heads * recipe.head_size, 1.2)
 
 
-def _feed_forward(weights: _Weights, layer: int) -> None:
+def feed_forward(weights: TinyWeights, layer: int) -> None:
     recipe, block = weights.recipe, f"blk.{layer}"
     weights.constant(f"{block}.ffn_norm.weight", recipe.width)
     weights.matrix(f"{block}.ffn_gate", recipe.n_ffn, recipe.width, 1.5)
@@ -450,7 +466,7 @@ def _feed_forward(weights: _Weights, layer: int) -> None:
     weights.into_residual(f"{block}.ffn_down", recipe.n_ffn, 1.2)
 
 
-def _experts(weights: _Weights, layer: int) -> None:
+def _experts(weights: TinyWeights, layer: int) -> None:
     recipe, block = weights.recipe, f"blk.{layer}"
     weights.constant(f"{block}.ffn_norm.weight", recipe.width)
     weights.matrix(f"{block}.ffn_gate_inp", N_EXPERTS, recipe.width, 1.5)
@@ -463,13 +479,13 @@ def _experts(weights: _Weights, layer: int) -> None:
     weights.tensors[f"{block}.ffn_down_exps.weight"][:, 0] = 0
 
 
-def _same_size(weights: _Weights) -> None:
+def _same_size(weights: TinyWeights) -> None:
     """Give all rows of the embedding the same size, so that a norm only scales them."""
     embedding = weights.tensors["token_embd.weight"]
     embedding *= np.float32(0.5) / np.sqrt(np.square(embedding).mean(axis=1, keepdims=True))
 
 
-def _qwen35_layer(weights: _Weights, layer: int, *, has_state: bool) -> None:
+def _qwen35_layer(weights: TinyWeights, layer: int, *, has_state: bool) -> None:
     recipe, block = weights.recipe, f"blk.{layer}"
     if has_state:
         _delta_net(weights, layer)
@@ -482,13 +498,13 @@ def _qwen35_layer(weights: _Weights, layer: int, *, has_state: bool) -> None:
         )
         for norm in ("attn_q_norm", "attn_k_norm"):
             weights.constant(f"{block}.{norm}.weight", recipe.head_size, 1.5)
-    _feed_forward(weights, layer)
+    feed_forward(weights, layer)
     if has_state:
         weights.tensors[f"{block}.ffn_down.weight"] *= np.float32(STATE_SHARE)
     weights.tensors[f"{block}.post_attention_norm.weight"] = weights.tensors.pop(f"{block}.ffn_norm.weight")
 
 
-def _delta_net(weights: _Weights, layer: int) -> None:
+def _delta_net(weights: TinyWeights, layer: int) -> None:
     """A gated delta net with two heads."""
     recipe, block, inner = weights.recipe, f"blk.{layer}", 2 * STATE
     weights.constant(f"{block}.attn_norm.weight", recipe.width)
@@ -503,7 +519,7 @@ def _delta_net(weights: _Weights, layer: int) -> None:
     weights.into_residual(f"{block}.ssm_out", inner, STATE_SHARE)
 
 
-def _prediction_head(weights: _Weights, layer: int, hidden_share: float = HIDDEN_SHARE) -> None:
+def _prediction_head(weights: TinyWeights, layer: int, hidden_share: float = HIDDEN_SHARE) -> None:
     """Turn a layer into a head (NextN) that computes what the last layer of the model does.
 
     It gets the embedding of a token as the model itself does, and a little of the hidden row before it.
@@ -519,7 +535,7 @@ def _prediction_head(weights: _Weights, layer: int, hidden_share: float = HIDDEN
     weights.constant(f"blk.{layer}.nextn.hnorm.weight", recipe.width)
 
 
-def _mamba(weights: _Weights, layer: int) -> None:
+def _mamba(weights: TinyWeights, layer: int) -> None:
     recipe, block, inner = weights.recipe, f"blk.{layer}", 2 * weights.recipe.width
     weights.constant(f"{block}.attn_norm.weight", recipe.width)
     weights.matrix(f"{block}.ssm_in", 2 * inner, recipe.width, 1.5)
@@ -534,7 +550,7 @@ def _mamba(weights: _Weights, layer: int) -> None:
     weights.into_residual(f"{block}.ssm_out", inner, 0.3)
 
 
-def _attention_keys(recipe: Recipe) -> Keys:
+def attention_keys(recipe: Recipe) -> Keys:
     return {
         "feed_forward_length": recipe.n_ffn,
         "attention.head_count": recipe.n_heads,
@@ -561,7 +577,7 @@ def _every_other(recipe: Recipe) -> Keys:
     return {"attention.head_count_kv": [i % 2 * recipe.n_kv_heads for i in range(recipe.n_layers)]}
 
 
-def _write(path: Path, architecture: str, weights: _Weights, keys: Keys) -> Path:
+def write_tensors(path: Path, architecture: str, weights: TinyWeights, keys: Keys) -> Path:
     recipe = weights.recipe
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=recipe.tensors_per_file)
     writer.add_name(f"tiny {architecture}")
@@ -572,7 +588,7 @@ def _write(path: Path, architecture: str, weights: _Weights, keys: Keys) -> Path
         "attention.layer_norm_rms_epsilon": 1e-5,
     }
     for key, value in {**shape, **keys}.items():
-        _add_key(writer, f"{architecture}.{key}", value)
+        _add_key(writer, key if key.startswith("tokenizer.") else f"{architecture}.{key}", value)
     vocabulary, tensors = recipe.vocabulary, weights.tensors
     if recipe.shuffled is not None:
         order = np.random.default_rng(recipe.shuffled).permutation(len(vocabulary)).tolist()

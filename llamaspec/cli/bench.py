@@ -47,7 +47,7 @@ from llamaspec.measure.store import keep_gains
 from llamaspec.measure.tasks import TASKS, context_for, quick_tasks, read_tasks
 from llamaspec.opening import Drafting
 from llamaspec.plan import DraftPlan
-from llamaspec.values import Copying
+from llamaspec.values import MTP, Copying
 
 _WIDTH = 140  # least columns of a table: a terminal may wrap its lines, but nothing is cut off
 _LEGEND = (
@@ -161,6 +161,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
         with_hashes = bench.as_json or bench.share is not None
         report = make_report(samples, plan, settings, peer_version, with_hashes=with_hashes)
         is_usual = drafting == Drafting() and settings.temperature == 0 and settings.max_tokens is None
+        is_usual &= bench.repeats == 1  # later runs copy from the answers of earlier ones
         is_calm = is_whole and not _warns_of_load(n_taken)
         if is_calm and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
             keep_gains(plan, speed_ups(samples))
@@ -213,6 +214,8 @@ def _plan_and_options(models: ModelChoice, n_ctx: int) -> tuple[DraftPlan, list[
     plan, given = find_plan(models), [*_given()]
     check_files(plan)
     options = models.target_options
+    if plan.is_default:  # a server that starts beside others may see less free memory
+        given += ["--draft", MTP if plan.draft is None else str(plan.draft.path)]
     if options.n_ctx is None:
         n_ctx = min(n_ctx, read_gguf(plan.target.path).number("context_length", n_ctx))
         plan = find_plan(replace(models, target_options=replace(options, n_ctx=n_ctx)))

@@ -27,7 +27,7 @@ from llamaspec.measure.store import stored
 from llamaspec.opening import Drafting, open_plan
 from llamaspec.pair import Pair, demo_draft, demo_target
 from llamaspec.plan import AUTO, NGRAM, DraftPlan, Find, known_draft, make_plan
-from llamaspec.values import Copying, Source
+from llamaspec.values import MTP, Copying, Source
 
 ALMOST = 0.99  # most progress shown while loading: after the weights, contexts are created
 
@@ -66,11 +66,12 @@ _NAMES: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
                  help="The large model: a file, a name from llamaspec models list, hf:owner/repo:FILE, "
                       "hf:owner/repo:QUANTIZATION, or the address of its page on the hub."),
-    click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram", multiple=True,
+    click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram|none", multiple=True,
                  type=_DraftName(), callback=_only_one, envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens. auto = the draft known for the target, or else "
                       "its prediction heads; mtp = the target's own prediction heads; ngram = no model, only "
-                      "copies of earlier text."),
+                      "copies of earlier text; none = no model. Default: auto if nothing must be fetched and "
+                      "memory suffices."),
     click.option("--pair", metavar="NAME",
                  help="A target and its draft, by a name from llamaspec models list."),
     click.option("--ngram/--no-ngram", default=None,
@@ -213,6 +214,7 @@ def find_plan(choice: ModelChoice, find: Find = fetched_model) -> DraftPlan:
     return make_plan(
         choice.target,
         choice.draft,
+        by_default=not choice.no_draft,
         copying=choice.copying,
         target_options=choice.target_options,
         draft_options=replace(choice.draft_options, n_ctx=n_ctx),
@@ -244,10 +246,8 @@ def open_models(
         say("no --target given, using the small embedded pair")
     elif choice.no_draft:
         pass
-    elif plan.is_plain:
-        say("no --draft given, decoding plainly")
-    elif choice.draft is None and known_draft(choice.target, lambda _: plan.target.path) is not None:
-        say("no --draft given, so draft tokens are only copied from earlier text; try --draft auto")
+    elif choice.draft is None:
+        _say_default(plan, choice)
     check_files(plan)
     with SlowProgress("loading") as progress:
         pair = open_plan(
@@ -259,6 +259,20 @@ def open_models(
         )
     _warn(pair)
     return pair
+
+
+def _say_default(plan: DraftPlan, choice: ModelChoice) -> None:
+    """Say what drafts if no draft was given, if that is surprising."""
+    if plan.draft is not None:
+        name = plan.draft.path.name
+        say(f"no --draft given, using {name}, which is known for this target (--draft none: no draft model)")
+    elif plan.heads is not None:
+        say("no --draft given, using the target's own prediction heads (--draft none: no heads)")
+    elif plan.is_plain:
+        say("no --draft given, decoding plainly")
+    elif (known := known_draft(choice.target, lambda _: plan.target.path)) is not None:
+        copies = "so draft tokens are only copied from earlier text"
+        say(f"no --draft given, {copies}; --draft auto would use {'its heads' if known == MTP else known}")
 
 
 @contextmanager

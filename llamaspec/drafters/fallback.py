@@ -16,10 +16,11 @@ from llamaspec.protocols import (
     Drafting,
     Failing,
     Preparing,
+    RowReader,
     SequenceConstraint,
     SequenceLength,
 )
-from llamaspec.values import NO_DRAFT, Draft, Forward, ForwardRequest, Source, TokenArray
+from llamaspec.values import NO_DRAFT, Draft, Forward, ForwardRequest, HiddenRows, Rows, Source, TokenArray
 
 Result = TypeVar("Result")
 
@@ -42,6 +43,18 @@ def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
     elif prepared is not None:
         name = type(drafter).__name__
         raise TypeError(f"{name}.prepare must return nothing, got {type(prepared).__name__}")
+
+
+def reads_rows(drafter: Drafter) -> bool:
+    """Whether a drafter wants the target's hidden rows."""
+    return isinstance(drafter, RowReader) and drafter.reads_rows
+
+
+def report(drafter: Drafter, tokens: TokenArray, hidden: HiddenRows | None) -> None:
+    """Report hidden rows of a sequence that begins with `tokens` to a drafter; leave out those after it."""
+    if hidden is not None and isinstance(drafter, RowReader) and hidden.start < len(tokens):
+        committed = tokens[hidden.start : hidden.end]
+        drafter.committed(committed, hidden.rows[: len(committed)], hidden.start)
 
 
 def metered(
@@ -111,6 +124,24 @@ class FallbackDrafter:
     def fault(self) -> str | None:
         """The first error after which one of the drafters stopped using its model."""
         return fault_of(*self.drafters)
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether one of the drafters wants hidden rows."""
+        return any(map(reads_rows, self.drafters))
+
+    def first_row(self, prompt: TokenArray) -> int:
+        """Return the first position of a prompt whose hidden row a drafter needs."""
+        return min(each.first_row(prompt) for each in self._readers)
+
+    def committed(self, tokens: TokenArray, rows: Rows, position: int) -> None:
+        """Pass hidden rows on."""
+        for each in self._readers:
+            each.committed(tokens, rows, position)
+
+    @property
+    def _readers(self) -> list[RowReader]:
+        return [each for each in self.drafters if isinstance(each, RowReader) and each.reads_rows]
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Let every drafter process a prompt."""

@@ -13,8 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.drafters.common_vocabulary import SharedTokens
-from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError
-from llamaspec.protocols import Drafting, Preparing, PromptReading, RandomStreams, Rule, SequenceLength
+from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError, RowsMissingError
+from llamaspec.protocols import (
+    Asking,
+    Drafting,
+    Preparing,
+    PromptReading,
+    RandomStreams,
+    Rule,
+    SequenceLength,
+)
 from llamaspec.sampling.filters import confidence
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
@@ -94,7 +102,7 @@ class ModelDrafter:
                     break
             path = np.concatenate([known, tokens.translate_each(draft.tokens)])
             try:
-                forward = yield ForwardRequest(self.model, self.window(path))
+                forward = yield from self._ask(path, len(draft))
             except EVALUATION_FAULTS as error:
                 self.note_fault(error)
                 break
@@ -104,12 +112,19 @@ class ModelDrafter:
             draft = draft.plus(token, q, confidence(logits, token, q, allowed))
         return draft
 
+    def _ask(self, path: TokenArray, n_drafted: int) -> Asking:
+        """Return the logits after a path that ends with drafted tokens."""
+        return (yield from self._evaluated(self.window(path), 1))
+
+    def _evaluated(self, tokens: TokenArray, n_logits: int) -> Asking:
+        return (yield ForwardRequest(self.model, tokens, n_logits))
+
     def _process(self, prefix: TokenArray) -> Preparing:
         """Have the model process some tokens without logits; a failure only ends the use of the model."""
         if not len(prefix) or self.fault is not None:
             return
         try:
-            forward = yield ForwardRequest(self.model, prefix, n_logits=0)
+            forward = yield from self._evaluated(prefix, 0)
         except EVALUATION_FAULTS as error:
             self.note_fault(error)
             return
@@ -117,10 +132,10 @@ class ModelDrafter:
             self.deferred.reading.observe_reading(len(prefix) - forward.n_cached, forward.seconds)
 
     def note_fault(self, error: Exception) -> None:
-        """Stop using the model, unless its context was full: there may be room in the next round."""
+        """Stop using the model, unless the next round may have room in its context, or more hidden rows."""
         if isinstance(error, EvaluationAbortedError):
             raise error
-        if not isinstance(error, ContextFullError):
+        if not isinstance(error, ContextFullError | RowsMissingError):
             self.fault = str(error)
 
     def window(self, path: TokenArray) -> TokenArray:

@@ -10,16 +10,19 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from llamaspec.drafters.fallback import metered, preparing
+import numpy as np
+
+from llamaspec.drafters.fallback import metered, preparing, reads_rows, report
 from llamaspec.engine.completion import StopReason
 from llamaspec.engine.sequence import Generating
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.text import Detokenizer, Piece
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError
-from llamaspec.protocols import Drafter
+from llamaspec.protocols import Drafter, RowReader
 from llamaspec.values import TARGET, Forward, ForwardRequest, Round, TokenArray
 
 PREFILL_PART = 512  # tokens of a prompt between two reports of progress
+REPEATED = 512  # maximum cached tokens of a prompt that are evaluated again because a draft needs their rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,34 +55,53 @@ TextEvent: TypeAlias = "Prefilled | Written | Ended"
 
 def generate(config: Speculation, text: Detokenizer) -> Generating[TextEvent]:
     """Generate a completion: a coroutine that yields requests, rounds and events."""
+    written: list[int] = []
     try:
         try:
             yield from _prefill(config)
-            reason = yield from _decode(config, text)
+            reason = yield from _decode(config, text, written)
         except ContextFullError:  # other sequences need the room
             reason = StopReason.CONTEXT
         yield Ended(reason, text.rest())
     finally:
         config.close()
+        if config.on_end is not None:
+            config.on_end(config.prompt, np.array(written, np.int32))
 
 
 def _prefill(config: Speculation) -> Generating[TextEvent]:
     """Process the prompt except its last token, with which decoding begins."""
     prompt, n_total = config.prompt, len(config.prompt) - 1
     n_cached, seconds, reading = 0, 0.0, config.length.reading
+    first_row = _first_row(config)
     for begin in range(0, n_total, PREFILL_PART):
         end = min(begin + PREFILL_PART, n_total)
-        forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0)
+        rows_from = None if first_row is None or first_row >= end else max(begin, first_row)
+        forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0, rows_from=rows_from)
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
         n_new = end - max(forward.n_cached, begin)
         if reading is not None and forward.evaluation.width == n_new:  # in one evaluation, beside no other
             reading.observe_prompt(forward.evaluation, forward.seconds)
-        if end < n_total:  # now, because prediction heads need hidden states that are not kept for long
+        report(config.drafter, prompt[:end], forward.hidden)
+        if end < n_total:  # now, because hidden rows are not kept for long
             seconds += yield from _prepare(config.drafter, prompt[: end + 1])
         yield Prefilled(end, n_total, n_cached, seconds)
     seconds += yield from _prepare(config.drafter, prompt)
     yield Prefilled(n_total, n_total, n_cached, seconds)
+
+
+def _first_row(config: Speculation) -> int | None:
+    """Return the first position of the prompt whose hidden row is reported to the drafter; None = none.
+
+    Rows that the drafter needs are computed again if the target has cached their tokens, but only the last
+    ones: the draft does not see the tokens before them.
+    """
+    if not reads_rows(config.drafter):
+        return None
+    assert isinstance(config.drafter, RowReader)
+    needed = config.drafter.first_row(config.prompt)
+    return max(needed, config.n_cached(config.prompt[:-1]) - REPEATED)
 
 
 def _prepare(drafter: Drafter, processed: TokenArray) -> Generator[ForwardRequest, Forward, float]:
@@ -88,8 +110,8 @@ def _prepare(drafter: Drafter, processed: TokenArray) -> Generator[ForwardReques
     return sum(seconds for _, seconds in spent)
 
 
-def _decode(config: Speculation, text: Detokenizer) -> Generator[Any, Any, StopReason]:
-    """Speculate until the completion ends; return the reason."""
+def _decode(config: Speculation, text: Detokenizer, written: list[int]) -> Generator[Any, Any, StopReason]:
+    """Speculate until the completion ends; return the reason. Adds its tokens to `written`."""
     with closing(speculate(config)) as loop:
         wanted = next(loop, None)
         while wanted is not None:
@@ -99,7 +121,9 @@ def _decode(config: Speculation, text: Detokenizer) -> Generator[Any, Any, StopR
                 wanted = loop.throw(error)  # a drafter can continue without its model
                 continue
             if isinstance(wanted, Round):
-                yield Written(answer, text.add(answer, config.constraint))  # before a draft that may fail
+                pieces = text.add(answer, config.constraint)
+                written += [piece.token for piece in pieces]
+                yield Written(answer, pieces)  # before a draft that may fail
                 if text.end is not None:
                     config.length.observe(answer)  # as the loop would before its next draft
                     return text.end

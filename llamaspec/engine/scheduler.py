@@ -199,24 +199,23 @@ class Scheduler:
         slots = group.slots
         self._batching.note(group, seconds)
         n_rounds = len(slots) - bool(group.n_prefill)
-        model = self._models[group.model]
-        evaluation = Evaluation(
-            group.width,
-            n_rounds,
-            next(self._serials),
-            group.n_prefill,
-            _attention(model, slots),
-            model.is_disturbed,
-        )
+        model, serial = self._models[group.model], next(self._serials)
+        attention = _attention(model, slots)
+        evaluation = Evaluation(group.width, n_rounds, serial, group.n_prefill, attention, model.is_disturbed)
         prefill_seconds = seconds * group.n_prefill / group.width  # for the prompt chunk of the last slot
         for i, (slot, scores) in enumerate(zip(slots, logits, strict=True)):
             request, watch = slot.request, slot.stopwatch
             if request is None or slot.sequence.is_cancelled:
                 continue
             watch.count_evaluation(request, seconds - prefill_seconds if i < n_rounds else prefill_seconds)
-            if slot.part is request:
-                assert slot.n_cached_before is not None
-                self._resume(slot, Forward(scores, watch.request_seconds, slot.n_cached_before, evaluation))
+            if request.rows_from is not None or request.hidden is not None:
+                slot.collect(model.hidden(slot.sequence.number))
+            if slot.part is not request:
+                slot.keep_rows()
+                continue
+            assert slot.n_cached_before is not None
+            answer = Forward(scores, watch.request_seconds, slot.n_cached_before, evaluation, slot.hidden)
+            self._resume(slot, answer)
 
     def _resume(self, slot: Slot, answer: Forward | None = None, *, error: Exception | None = None) -> None:
         """Resume a sequence with an answer or an error. An exception of its coroutine ends only this one."""

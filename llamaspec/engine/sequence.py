@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import numpy as np
+
 from llamaspec.protocols import SequenceLength
-from llamaspec.values import NO_TOKENS, TARGET, Forward, ForwardRequest, Round, TokenArray
+from llamaspec.values import NO_TOKENS, TARGET, Forward, ForwardRequest, HiddenRows, Round, TokenArray
 
 Event = TypeVar("Event")
 Generating: TypeAlias = Generator[ForwardRequest | Round | Event, Any, Any]
@@ -153,6 +155,7 @@ class Slot:
     request: ForwardRequest | None = None
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # of the last request to the target
     part: ForwardRequest | None = None  # evaluated next: the request, or a chunk of its prompt
+    hidden: HiddenRows | None = None  # computed for the request so far
     n_cached: int = 0  # tokens of the request that the KV cache holds now
     n_cached_before: int | None = None  # tokens of the request that it held before the first evaluation
     n_new: int = 0  # positions of the request that are not cached
@@ -206,6 +209,21 @@ class Slot:
         assert self.part is not None
         self.part = self.part.prefill(self.n_cached + n)
 
+    def collect(self, hidden: HiddenRows | None) -> None:
+        """Add the hidden rows of an evaluation of the part to those of the request."""
+        if hidden is not None and self.hidden is not None and self.hidden.end == hidden.start:
+            hidden = HiddenRows(self.hidden.start, np.concatenate((self.hidden.rows, hidden.rows)))
+        self.hidden = hidden
+
+    def keep_rows(self) -> None:
+        """Keep the rows collected so far while the rest of the request is evaluated."""
+        request, hidden = self.request, self.hidden
+        if request is None or hidden is None:
+            return
+        self.hidden = hidden._replace(rows=hidden.rows.copy())
+        if request.rows_from is not None:
+            self.request = replace(request, rows_from=max(request.rows_from, hidden.end))
+
     def advance(self, answer: Forward | None, error: Exception | None) -> None:
         """Resume the coroutine with an answer, or the error of an evaluation, until its next request.
 
@@ -213,7 +231,7 @@ class Slot:
         """
         coroutine, stopwatch = self.sequence.coroutine, self.stopwatch
         stopwatch.start(is_drafting=self.request is not None and self.request.model != TARGET)
-        self.request = self.part = self.n_cached_before = None
+        self.request = self.part = self.n_cached_before = self.hidden = None
         self.is_suspect = False
         self.fault = self.fault if error is None else None  # a new fault is raised at the next step
         try:

@@ -9,13 +9,13 @@ References: Algorithm 2 of Chen et al., arXiv 2302.01318; Algorithm 1 of Leviath
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from llamaspec.drafters.fallback import NoDrafter, drafting
+from llamaspec.drafters.fallback import NoDrafter, drafting, reads_rows, report
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import FixedLength, SequenceAtMost
 from llamaspec.protocols import (
@@ -53,6 +53,8 @@ class Speculation:
     length: SequenceLength = field(default_factory=lambda: FixedLength(0))  # how many tokens to draft
     max_scored: int | None = None  # positions that the target can score in one evaluation; None = any number
     n_logprobs: int | None = None  # most probable tokens reported with each token; None = no logprobs
+    n_cached: Callable[[TokenArray], int] = lambda tokens: 0  # how many of the first the target has cached
+    on_end: Callable[[TokenArray, TokenArray], None] | None = None  # receives the prompt and the completion
 
     def __post_init__(self) -> None:
         n = len(self.prompt)
@@ -112,7 +114,8 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
     draft = made.first(max(length.n_verified(made), 0))
 
     # Evaluate the draft at once: logits after `tokens` and after each draft token.
-    forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens)
+    rows_from = len(tokens) - 1 if reads_rows(config.drafter) else None
+    forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, rows_from=rows_from)
 
     # Accept draft tokens, and draw the next token.
     p = LogitsTarget(forward.logits, tokens, draft, sampler)
@@ -124,4 +127,6 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
         plain_seconds=None if reading is None else reading.plain_seconds(forward.evaluation),
     )
     length.observe(round_)
+    # The target has not evaluated its own token yet.
+    report(config.drafter, np.concatenate((tokens, round_.tokens[:-1])), forward.hidden)
     return round_

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llamaspec.length.policy import AutoLength
 
 FREE = COPIES | {Source.GRAMMAR}  # sources that need no draft step
+GIVEN = frozenset({Source.PREDICTION, Source.GRAMMAR})  # sources that come with a request
 REACH = 4  # maximum positions of an evaluation at first; later 1.5 times the widest that was timed
 SURE = 0.95  # acceptance: if even this would lose, drafts are not explored
 FIRST = 16  # maximum tokens of a copy, until one of that length was accepted
@@ -197,7 +198,7 @@ class AutoSequence:
         """
         policy, prices = self._policy, plan.prices
         n_most = len(prices) - 1
-        if not n_most or plan.times_plain or source not in {*policy.sources, Source.GRAMMAR}:
+        if not n_most or plan.times_plain or source not in policy.sources | GIVEN:
             return 0
         if plan.timed_width is not None:
             return plan.timed_width - 1  # the positions are evaluated anyway

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.nextn import Rows
-from llamaspec.values import TokenArray
+from llamaspec.values import Rows, TokenArray
 
 
 class Segment(NamedTuple):
@@ -29,13 +28,16 @@ class Segment(NamedTuple):
 
 
 class Batch:
-    """A batch of at most `size` positions: a token for each and, if `hidden_size` > 0, a hidden row."""
+    """A batch of at most `size` positions: a token for each, a hidden row if `hidden_size` > 0, or both.
 
-    def __init__(self, size: int, hidden_size: int = 0) -> None:
-        self.size = size
+    Without tokens, llama.cpp expects `n_axes` positions for each hidden row, as M-RoPE has them.
+    """
+
+    def __init__(self, size: int, hidden_size: int = 0, *, has_tokens: bool = True, n_axes: int = 1) -> None:
+        self.size, self._n_axes = size, n_axes
         self._hidden = np.zeros((size, hidden_size), dtype=np.float32) if hidden_size else None
         self._token = np.zeros(size, dtype=np.int32)
-        self._position = np.zeros(size, dtype=np.int32)
+        self._position = np.zeros(n_axes * size, dtype=np.int32)
         self._wanted = np.zeros(size, dtype=np.int8)
         self._n_owners = np.ones(size, dtype=np.int32)
         self._owner = np.zeros(size, dtype=np.int32)  # the seq_id of each position
@@ -43,7 +45,7 @@ class Batch:
         self._pointers = self._owner.ctypes.data + offsets  # to the owner of each position
         self._batch = lib.llama_batch(
             n_tokens=0,
-            token=_pointer(self._token, lib.llama_token),
+            token=_pointer(self._token, lib.llama_token) if has_tokens else None,
             embd=None if self._hidden is None else _pointer(self._hidden, ctypes.c_float),
             pos=_pointer(self._position, lib.llama_pos),
             n_seq_id=_pointer(self._n_owners, ctypes.c_int32),
@@ -64,6 +66,8 @@ class Batch:
             self._owner[start:end] = segment.seq_id
             if self._hidden is not None and segment.hidden is not None:
                 self._hidden[start:end] = segment.hidden
+        for axis in range(1, self._n_axes):  # text has the same position on all axes but the last
+            self._position[axis * end : (axis + 1) * end] = self._position[:end] if axis < 3 else 0
         self._batch.n_tokens = end
         return self._batch
 

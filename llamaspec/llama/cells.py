@@ -18,7 +18,6 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.llama.batch import Segment
-from llamaspec.llama.nextn import HiddenRows
 from llamaspec.llama.prefix_store import Bytes
 from llamaspec.values import NO_TOKENS, ForwardRequest, TokenArray, n_common
 
@@ -36,12 +35,10 @@ class CachedSequence:
     n: int = 0
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity], of which the first n are used
     cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell
-    hidden: HiddenRows = field(default_factory=HiddenRows)
 
     def append(self, tokens: TokenArray, cells: TokenArray) -> None:
         """Append tokens. The length is set last, so an exception leaves the sequence as it was."""
         end = self.n + len(tokens)
-        self.hidden.cut(self.n)
         if end > len(self.tokens):
             grown = np.empty((2, max(2 * end, 256)), dtype=np.int32)
             grown[0, : self.n], grown[1, : self.n] = self.tokens[: self.n], self.cells[: self.n]
@@ -185,7 +182,6 @@ class CellTable:
         cells = other.cells[start:n]
         self._n_owners[cells] += 1
         sequence.append(other.tokens[start:n], cells)
-        sequence.hidden = other.hidden.tail(n)
 
     def put_in(self, sequence: CachedSequence, tokens: TokenArray, start: int, content: Bytes) -> bool:
         """Append tokens from a stored block that begins at position `start`; False if that failed.

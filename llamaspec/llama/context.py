@@ -28,7 +28,6 @@ from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.devices import device_of, find_devices
 from llamaspec.llama.kv_cache import KVCache
-from llamaspec.llama.nextn import Rows
 from llamaspec.llama.options import (
     BATCH,
     CACHE_TYPES,
@@ -42,7 +41,7 @@ from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.resources import ThreadGovernor, governors
 from llamaspec.llama.runtime import AbortFlag, Handle
 from llamaspec.llama.weights import Weights
-from llamaspec.values import ForwardRequest, Logits
+from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows
 
 CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
 CONTEXT_BYTES = 1 << 30  # and at most as much as the weights, or this if they are smaller
@@ -52,8 +51,10 @@ STATES_BACK = 8  # earlier states for llama.cpp to keep: (1 + this) times the me
 class Context:
     """A context for a model, or for its prediction head number `head`, from 0. Close it after use.
 
-    A head without its own KV cache uses that of `other`. Contexts that never evaluate at the same time may
-    share `abort`. Contexts of one model share `store`, which receives their finished sequences.
+    A head without its own KV cache uses that of `other`, and a draft the embedding and output of that model
+    if it has none. Contexts that never evaluate at the same time may share `abort`. Contexts of one model
+    share `store`, which receives their finished sequences. Tokens come with hidden rows of `row_size`
+    numbers, those of a head with the model's.
 
     Raises MemoryFullError if the machine has no room for the KV cache, and ModelFileError if the model cannot
     generate text.
@@ -67,9 +68,13 @@ class Context:
         other: Context | None = None,
         abort: AbortFlag | None = None,
         store: PrefixStore | None = None,
+        row_size: int = 0,
     ) -> None:
         self.weights = weights  # only for facts about them: the caller may have closed them
-        self._keeps_hidden = options.heads and head is None
+        self._layers, self._n_layers = options.hidden_layers, int(lib.llama_model_n_layer(weights.pointer))
+        self._has_rows = (options.heads or bool(self._layers)) and head is None
+        # Of each sequence of the last evaluation: its first row in the batch, their number, and the position.
+        self._places: dict[int, tuple[int, int, int]] = {}
         self.context_size = options.n_ctx or _free_context_size(weights, options)
         keeps_states = weights.facts.keeps_states and head is None  # heads keep keys and values
         n_wanted = self.context_size if keeps_states else max(self.context_size, options.n_cells or 0)
@@ -85,12 +90,15 @@ class Context:
             raise ModelFileError(f"{weights.path} is an embedding model; give a model that generates text")
         lib.llama_set_abort_callback(pointer, AbortFlag.ASK, self._abort.address)
         batch_size = min(lib.llama_n_batch(pointer), n_cells)
-        self._batch = Batch(batch_size, weights.hidden_size if head is not None else 0)
+        self._batch = Batch(batch_size, row_size if head is None else weights.hidden_size)
         if head is not None:
             nextn.choose_head(pointer, head)
         # Whether llama.cpp returns hidden rows of the scored positions only.
         self.scored_only = head is not None and weights.facts.architecture in nextn.SCORED_ROWS_ONLY
-        if options.heads:
+        for layer in self._layers:
+            if layer < self._n_layers:
+                nextn.keep_layer(pointer, layer)
+        if options.heads or self._n_layers in self._layers:
             nextn.show_hidden_rows(pointer, scored_only=self.scored_only)
         self._governors: Sequence[ThreadGovernor] = governors() if options.threads is None else ()
         # llama.cpp's flash attention is the only kernel whose bits depend on the number of threads.
@@ -149,8 +157,7 @@ class Context:
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
         self.decode(segments)
         self.cache.commit(new, n_padding)
-        if self._keeps_hidden:
-            self._keep_hidden(numbers, segments)
+        self._note_rows(batch, segments)
         return parts(self.logits(n_scored), [request.n_scored for _, request in batch])
 
     def decode(self, segments: Sequence[Segment]) -> None:
@@ -159,14 +166,18 @@ class Context:
         Raises EvaluationAbortedError if `abort` was called, and EvaluationError or MemoryFullError if
         llama.cpp failed; in the latter case the KV cache is empty.
         """
-        pointer, batch = self.pointer, self._batch.fill(segments)
+        self.compute(lib.llama_decode, self._batch, segments)
+
+    def compute(self, function: Any, batch: Batch, segments: Sequence[Segment]) -> None:
+        """Evaluate segments with `llama_decode` or `llama_encode`; errors as for `decode`."""
+        pointer, filled = self.pointer, batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))
         runtime.log.errors.clear()
         self._choose_threads(pointer)
         for each in self._governors:
             each.begin()
         try:
-            status = lib.llama_decode(pointer, batch)
+            status = function(pointer, filled)
         finally:
             self._abort.clear()  # only now: an abort just before an evaluation must end it, too
             for each in self._governors:
@@ -216,12 +227,31 @@ class Context:
         """Free the context as soon as no view of its logits is left. Later calls do nothing."""
         self._handle = None
 
-    def _keep_hidden(self, numbers: Sequence[int], segments: Sequence[Segment]) -> None:
-        """Record the hidden rows of the committed tokens, without padding."""
-        lengths = [len(segment.tokens) for segment in segments]
-        hidden = parts(self.hidden_rows(sum(lengths)), lengths)
-        for number, segment, part in zip(numbers, segments, hidden, strict=False):
-            self.cache.running[number].hidden.add(segment.start, part)
+    def hidden(self, number: int) -> HiddenRows | None:
+        """Return the rows of the last evaluation that a sequence has asked for, valid until the next one."""
+        place = self._places.get(number)
+        if place is None:
+            return None
+        first, n, position = place
+        if not self._layers:
+            return HiddenRows(position, self.hidden_rows(first + n)[first:])
+        rows = [
+            self._view(nextn.layer_rows(self.pointer, layer), first + n, self.weights.hidden_size)
+            if layer < self._n_layers
+            else self.hidden_rows(first + n)
+            for layer in self._layers
+        ]
+        return HiddenRows(position, np.concatenate([each[first:] for each in rows], axis=1))
+
+    def _note_rows(self, batch: Sequence[tuple[int, ForwardRequest]], segments: Sequence[Segment]) -> None:
+        """Note which rows of the evaluation each sequence has asked for."""
+        self._places, first = {}, 0
+        for (number, request), segment in zip(batch, segments, strict=False):  # the last one may be padding
+            n = len(segment.tokens)
+            n_left_out = n if request.rows_from is None else max(0, request.rows_from - segment.start)
+            if self._has_rows and n_left_out < n:
+                self._places[number] = first + n_left_out, n - n_left_out, segment.start + n_left_out
+            first += n
 
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))

@@ -55,8 +55,14 @@ _RANGES = {  # of integers
 class TensorFacts:
     """Facts about a tensor."""
 
-    n_dimensions: int
+    sizes: tuple[int, ...]  # the first is that of a row
     kind: int  # a ggml_type
+    offset: int = 0  # in bytes, from the beginning of all tensors
+
+    @property
+    def n_dimensions(self) -> int:
+        """Number of dimensions."""
+        return len(self.sizes)
 
 
 @dataclass(slots=True)
@@ -66,6 +72,7 @@ class GgufFile:
     metadata: dict[str, Any] = field(default_factory=dict)  # strings, numbers, and lists of numbers by layer
     tensors: dict[str, TensorFacts] = field(default_factory=dict)  # by name
     has_all_metadata: bool = False
+    data_start: int = 0  # where the tensors begin, in bytes
 
     @property
     def architecture(self) -> str:
@@ -145,11 +152,22 @@ def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
             name, (n_dimensions,) = reader.text(), reader.unpack(_U32)
             if n_dimensions > _MAX_DIMENSIONS:
                 raise ValueError(f"no tensor has {n_dimensions} dimensions")
-            reader.skip(8 * n_dimensions)  # sizes
-            (kind,) = reader.unpack(_U32)
-            reader.skip(8)  # offset
-            found.tensors[name] = TensorFacts(n_dimensions, kind)
+            sizes = tuple(reader.unpack(_U64)[0] for _ in range(n_dimensions))
+            (kind,), (offset,) = reader.unpack(_U32), reader.unpack(_U64)
+            found.tensors[name] = TensorFacts(sizes, kind, offset)
+        alignment = max(1, found.number("general.alignment", 32))
+        found.data_start = -(-reader.at // alignment) * alignment
     return found
+
+
+def read_numbers(path: Path, found: GgufFile, name: str) -> list[int]:
+    """Return a small tensor of 64-bit integers; empty if the file is too short. May raise OSError."""
+    tensor = found.tensors[name]
+    n, form = math.prod(tensor.sizes), struct.Struct("<q")
+    with path.open("rb") as file:
+        file.seek(found.data_start + tensor.offset)
+        content = file.read(n * form.size)
+    return [number for (number,) in form.iter_unpack(content)] if len(content) == n * form.size else []
 
 
 def file_parts(path: Path) -> list[Path]:
@@ -282,6 +300,11 @@ class _Reader:
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content, self._at = content, 0
+
+    @property
+    def at(self) -> int:
+        """Bytes read so far."""
+        return self._at
 
     def value(self, kind: int, *, keeps_strings: bool) -> Any:
         """Read a value of a GGUF type; None for a long array, or one of strings unless `keeps_strings`."""

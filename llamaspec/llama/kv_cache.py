@@ -85,7 +85,7 @@ class KVCache:
 
     def _prepare(self, number: int, request: ForwardRequest, n_padding: int) -> int:
         """Cut the sequence to its request, add tokens known elsewhere, and reserve cells for the rest."""
-        n_before = request.n_before  # the most that the cache can supply
+        n_before = request.n_reusable  # the most that the cache can supply
         sequence = self.running.get(number) or self._assign(number, request.tokens[:n_before])
         n = min(sequence.shared(request.tokens), n_before)
         sequence.n_reserved = 0
@@ -188,7 +188,6 @@ class KVCache:
         sequence = self.running.pop(number, None)
         if sequence is not None:
             sequence.n_reserved = 0
-            sequence.hidden = sequence.hidden.tail(sequence.n)
             if self.running and not self._keeps_finished:
                 self._move_to_store(sequence)
                 self._has_left = True

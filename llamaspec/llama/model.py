@@ -19,13 +19,15 @@ from llamaspec.kernels import library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context, leaves_main_memory
+from llamaspec.llama.draft_context import DraftContext
+from llamaspec.llama.hidden_draft_file import HiddenDraftFile
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
-from llamaspec.values import TARGET, ForwardRequest, Logits, TokenArray
+from llamaspec.values import TARGET, ForwardRequest, HiddenRows, Logits, TokenArray
 
 TILE = 64  # positions
 STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # the store takes at most 1 / STORE_SHARE of the free memory
@@ -205,6 +207,11 @@ class LlamaModel:
             self.evaluate([(number, request.prefill(n_cached))])
         return self.evaluate([(number, request)])[0]
 
+    def hidden(self, number: int) -> HiddenRows | None:
+        """Return the hidden rows that a request has asked for with `rows_from`, valid until the next one."""
+        context = self._context(number)
+        return None if context is None else context.hidden(number)
+
     def release(self, number: int) -> None:
         """End a sequence. Its cached tokens may serve others until their room is needed."""
         context = self._context(number)
@@ -232,7 +239,7 @@ class LlamaModel:
         self._abort.set()
 
     def cached(self, number: int) -> CachedSequence | None:
-        """Return the cached tokens of a sequence and their hidden rows; None before its first request."""
+        """Return the cached tokens of a sequence; None before its first request."""
         context = self._context(number)
         return None if context is None else context.cache.running[number]
 
@@ -245,6 +252,17 @@ class LlamaModel:
         """Open a context for a prediction head with its own weights that uses this model's KV cache."""
         options = replace(self.options, n_ctx=self.context_size)
         return Context(weights, options, head=0, other=self._contexts[0], abort=abort)
+
+    def open_draft(
+        self,
+        weights: Weights,
+        options: ModelOptions,
+        draft: HiddenDraftFile,
+        abort: AbortFlag,
+        store: PrefixStore,
+    ) -> DraftContext:
+        """Open a context for a draft that reads this model's hidden rows."""
+        return DraftContext(weights, options, draft, self._contexts[0], abort, store)
 
     def try_memory(self) -> MemoryFacts:
         """Measure by a trial how large the KV cache is and how it rolls back. Empties the KV cache."""

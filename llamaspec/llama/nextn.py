@@ -1,4 +1,4 @@
-"""Prediction heads (MTP, NextN): the files that have them, llama.cpp's functions for them, and hidden rows.
+"""Prediction heads (MTP, NextN): the files that have them, and llama.cpp's functions for them.
 
 The functions are not in llama.h, so a build may lack them. llama.cpp aborts the process if it computes a head
 that it does not support, so files are checked before.
@@ -6,13 +6,14 @@ that it does not support, so files are checked before.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.llama.gguf_file import check_gguf, file_parts, read_gguf
@@ -90,9 +91,44 @@ def hidden_rows(context: Any) -> Any:
     return _ext.llama_get_embeddings_nextn(context)
 
 
+def _function(name: str, mangled: str, result: Any, *arguments: Any) -> Any:
+    """Return a function that the bindings lack, as C or C++ exports it; None if the library has none."""
+    for symbol in (name, mangled):
+        with suppress(AttributeError):
+            found = getattr(ctypes.CDLL(lib._lib._name), symbol)
+            found.restype, found.argtypes = result, arguments
+            return found
+    return None
+
+
+_context = lib.llama_context_p_ctypes
+_keep_layer = _function(
+    "llama_set_embeddings_layer_inp", "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
+    None, _context, ctypes.c_uint32, ctypes.c_bool,
+)  # fmt: skip
+_layer_rows = _function(
+    "llama_get_embeddings_layer_inp", "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
+    ctypes.POINTER(ctypes.c_float), _context, ctypes.c_uint32,
+)  # fmt: skip
+
+
+def can_read_layers() -> bool:
+    """Whether this build of llama.cpp returns what goes into a layer."""
+    return _ext is not None and _keep_layer is not None and _layer_rows is not None
+
+
+def keep_layer(context: Any, layer: int) -> None:
+    """Make a context keep what goes into a layer; before the first evaluation."""
+    _keep_layer(context, layer, True)  # a function of C
+
+
+def layer_rows(context: Any, layer: int) -> Any:
+    """Return a pointer to what went into a layer in the last evaluation: [positions, E]."""
+    return _layer_rows(context, layer)
+
+
 SHARED = "gemma4-assistant"  # a head in a separate file, which uses the target's KV cache
-NEEDS_MORE = {"dflash": "DFlash", "eagle3": "EAGLE-3"}  # they need more of the target than llama.cpp returns
-PARTS = frozenset({SHARED, *NEEDS_MORE})  # architectures that cannot be evaluated without their target
+PARTS = frozenset({SHARED, "dflash", "eagle3"})  # architectures that cannot be evaluated without their target
 
 
 def is_shared_head(path: Path) -> bool:
@@ -101,67 +137,9 @@ def is_shared_head(path: Path) -> bool:
         architecture = read_gguf(path).architecture
     except OSError:
         return False  # loading the file will raise an error that says why
-    if architecture in NEEDS_MORE:
-        raise PairError(
-            f"{path} drafts with {NEEDS_MORE[architecture]}, which is not supported; name a draft model"
-        )
     if architecture == SHARED and _ext is None:
         raise PairError(
             f"{path} is a prediction head, which this build of llama.cpp cannot compute; "
             "update llama-cpp-python"
         )
     return architecture == SHARED
-
-
-Rows = npt.NDArray[np.float32]  # [n, E] hidden rows: outputs of the last layer
-KEPT_ROWS = 512  # minimum number of last rows kept of a running sequence: a chunk of a prompt
-TAIL_ROWS = 65  # number of last rows kept of a finished sequence: those that heads may still need
-
-
-class HiddenRows:
-    """Hidden rows of the last positions of a sequence."""
-
-    def __init__(self) -> None:
-        self.first = 0  # position of the first row
-        self.end = 0  # position after the last row
-        self._rows: Rows = np.empty((0, 0), dtype=np.float32)  # [capacity, E], of which end - first are used
-
-    def has(self, position: int) -> bool:
-        """Whether the row of a position is known."""
-        return self.first <= position < self.end
-
-    def rows(self, start: int, end: int) -> Rows:
-        """Return a view of the rows of some positions, all of them known."""
-        return self._rows[start - self.first : end - self.first]
-
-    def fill(self, rows: Rows, start: int) -> None:
-        """Write the known rows of the positions from `start` on into `rows`."""
-        first, end = max(self.first, start), min(self.end, start + len(rows))
-        if first < end:
-            rows[first - start : end - start] = self.rows(first, end)
-
-    def add(self, start: int, rows: Rows) -> None:
-        """Replace all rows from position `start` on."""
-        self.cut(start)
-        if start != self.end:
-            self.first = self.end = start
-        n, n_new = self.end - self.first, len(rows)
-        if n + n_new > len(self._rows):
-            kept = self.rows(max(self.first, self.end - KEPT_ROWS), self.end)
-            grown = np.empty((2 * (len(kept) + n_new), rows.shape[1]), dtype=np.float32)
-            grown[: len(kept)] = kept.reshape(len(kept), rows.shape[1])
-            self._rows, self.first, n = grown, self.end - len(kept), len(kept)
-        self._rows[n : n + n_new] = rows
-        self.end = start + n_new  # last, so that an exception leaves the earlier rows
-
-    def cut(self, n: int) -> None:
-        """Forget the rows of positions from `n` on."""
-        self.end = min(self.end, n)
-        self.first = min(self.first, self.end)
-
-    def tail(self, n: int) -> HiddenRows:
-        """Return a copy of the last `TAIL_ROWS` rows before position `n`."""
-        tail, end = HiddenRows(), max(self.first, min(self.end, n))
-        tail.first, tail.end = max(self.first, end - TAIL_ROWS), end
-        tail._rows = self.rows(tail.first, tail.end).copy()
-        return tail

@@ -52,7 +52,9 @@ class ModelOptions:
     devices: tuple[str, ...] | None = None  # llama.cpp's names; None = workers and all GPUs, () = none
     tensor_split: tuple[float, ...] = ()  # shares of the layers for each device; () = by free memory
     workers: tuple[str, ...] = ()  # HOST:PORT of RPC workers, whose devices are RPC0, RPC1, ...
-    heads: bool = False  # load the prediction heads and keep the hidden rows that they need
+    heads: bool = False  # load the prediction heads, and return the hidden rows that they need
+    # Layers whose inputs are the hidden rows of a draft; the number of layers stands for the last output.
+    hidden_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.n_ctx is not None and not 2 <= self.n_ctx < 2**31:

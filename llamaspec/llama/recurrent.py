@@ -29,6 +29,7 @@ from llamaspec.values import ForwardRequest, TokenArray
 
 MAX_CHECKPOINTS = 4
 SPACING = 8  # minimum number of tokens between two checkpoints, unless a long draft is verified
+MAX_REPEATED = 512  # maximum tokens that are evaluated again because their hidden rows are wanted
 SEQUENCE = 0  # llama.cpp's seq_id
 _FLAGS = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
@@ -62,13 +63,17 @@ class RecurrentCache:
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare the only request; return its number of cached tokens."""
         ((number, request, _),) = batch
-        n_before = request.n_before
+        n_before = request.n_reusable
         if number not in self.running:
             self._start(request.tokens[:n_before])
             self.running = {number: self._held}
         n_shared = self._held.shared(request.tokens)
         if n_shared == n_before == request.n_tokens:
             return [n_shared]  # and keep the tokens after these: the next request may want them
+        if n_shared > n_before and not self._can_cut(self._held.n, n_before):
+            n_kept = min(n_shared, request.n_before)
+            if n_kept - self._nearest(n_before) > MAX_REPEATED and self._can_cut(self._held.n, n_kept):
+                return [self._cut(n_kept)]  # rather have some hidden rows missing
         return [self._cut(min(n_shared, n_before))]
 
     def pause(self, request: ForwardRequest) -> int | None:
@@ -114,7 +119,6 @@ class RecurrentCache:
     def release(self, number: int) -> None:
         """End the sequence; its tokens stay until another one starts."""
         self.running.clear()
-        self._held.hidden = self._held.hidden.tail(self._held.n)
 
     def forget(self) -> None:
         """Empty the memory."""

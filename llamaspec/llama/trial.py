@@ -41,7 +41,7 @@ from llamaspec.llama.nextn import PARTS, heads_in_file
 from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions
 from llamaspec.llama.resources import available_bytes
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.values import MTP, TARGET, ForwardRequest, TokenArray
+from llamaspec.values import MTP, TARGET, ForwardRequest, HiddenInput, TokenArray
 
 TRUST = "LLAMASPEC_TRUST_FILES"  # environment variable: open every file without a trial
 
@@ -195,9 +195,12 @@ def use_file(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
             if is_small and model.context_size > 32:
                 model.try_memory()
             if has_heads and len(tokens) > 1:
-                model.forward(ForwardRequest(TARGET, tokens))
+                model.forward(ForwardRequest(TARGET, tokens, rows_from=0))
                 with closing(PredictionHeads(model)) as heads:
-                    request = ForwardRequest(MTP, tokens)
+                    hidden = model.hidden(-1)
+                    assert hidden is not None
+                    own = np.empty((0, 0), dtype=np.float32)
+                    request = ForwardRequest(MTP, tokens, hidden=HiddenInput(1, hidden, own))
                     if isinstance(heads.prepare([(-1, request, 0)])[0], int):
                         heads.evaluate([(-1, request)])
 

@@ -30,6 +30,7 @@ from llamaspec.llama.gguf_file import (
     read_gguf,
     windowed_share,
 )
+from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
 from llamaspec.llama.trial import ensure_tried
@@ -179,7 +180,7 @@ class Weights:
 
     def _check_kind(self) -> None:
         remedy = "give a decoder-only text model"
-        if lib.llama_model_has_encoder(self.pointer):
+        if lib.llama_model_has_encoder(self.pointer) and read_gguf(self.path).architecture not in PARTS:
             raise ModelFileError(f"{self.path} has an encoder; {remedy}")
         if lib.llama_model_is_diffusion(self.pointer):
             raise ModelFileError(f"{self.path} is a diffusion model; {remedy}")

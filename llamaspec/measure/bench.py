@@ -126,8 +126,9 @@ def ask_all(
                 notify(f"{request.label} is left out: {error}")
                 refused.add(here)
                 continue
-            baseline = answers[baseline_of(order)]
-            yield [Sample.of(name, request, repeat, answers[name], baseline) for name in order]
+            if request.counts:
+                baseline = answers[baseline_of(order)]
+                yield [Sample.of(name, request, repeat, answers[name], baseline) for name in order]
             for name, messages in history[here].items():
                 recorded = request.turn.answer
                 reply = answers[name].reply if recorded is None else recorded

@@ -164,6 +164,7 @@ class Task:
             policy=policy,
             drafter=drafter,
             logprobs=logprobs,
+            scope=None,  # the arms generate the same text
         ).run()
 
     def run_plain(self, pair: Pair) -> Completion:

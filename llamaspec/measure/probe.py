@@ -16,14 +16,15 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from llamaspec.drafters.fallback import drafting, preparing
+from llamaspec.drafters.fallback import drafting, preparing, report
+from llamaspec.engine.generation import REPEATED
 from llamaspec.errors import MemoryFullError
 from llamaspec.length.costs import DENSE, CostCurve
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.compare import Progress, Spread, take_turns
 from llamaspec.pair import Pair
-from llamaspec.protocols import Vocabulary
+from llamaspec.protocols import RowReader, Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, Source, TokenArray
 
 Result = TypeVar("Result")
@@ -251,6 +252,11 @@ def draft_step(pair: Pair, context: TokenArray, n_steps: int) -> Measurement[flo
     """Return the seconds of one of `n_steps` draft tokens in a row, with all the drafter's work."""
     length = FixedLength(n_steps)
     drafter = pair.model_drafter(context, length)
+    if isinstance(drafter, RowReader) and drafter.reads_rows:
+        n_processed = len(context) - 1
+        rows_from = max(drafter.first_row(context), n_processed - REPEATED)
+        forward = yield ForwardRequest(TARGET, context[:-1], 0, rows_from=rows_from)
+        report(drafter, context[:-1], forward.hidden)
     yield from preparing(drafter, context)
     start = pair.clock()
     yield from drafting(drafter, context, length)

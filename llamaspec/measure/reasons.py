@@ -39,6 +39,7 @@ _ORIGINS = {
     Source.MTP: "from the prediction heads",
     Source.NGRAM: "copied from earlier text",
     Source.PREDICTION: "copied from the prediction",
+    Source.EARLIER: "copied from earlier answers",
     Source.GRAMMAR: "forced by the grammar",
 }
 _QUANTIZATION = re.compile(r"(?<![a-z0-9])(i?q[1-8](_[a-z0-9]+)*|b?f16|f32)(?![a-z0-9])", re.IGNORECASE)

@@ -35,18 +35,36 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class BenchTask:
-    """Requests of one kind: each of `prompts` is a conversation of one turn, `turns` are one conversation."""
+    """Requests of one kind: each of `prompts` is a conversation of one turn, `turns` are one conversation.
+
+    With `changes`, a similar request comes before each of `prompts`, and does not count: in it, the second
+    text of the pair in the same place is replaced by the first.
+    """
 
     name: str
     group: str
     prompts: tuple[str, ...] = ()
     turns: tuple[Turn, ...] = ()
+    changes: tuple[tuple[str, str], ...] = ()
     json_schema: dict[str, Any] | None = None  # for every answer
     max_tokens: int = 256  # of an answer, by default
+    only_by_name: bool = False  # left out unless it is asked for
 
     def __post_init__(self) -> None:
         if not self.prompts and not self.turns:
             raise ValueError(f"the task {self.name!r} has neither prompts nor turns")
+        if len(self.changes) not in (0, len(self.prompts)):
+            raise ValueError(f"the task {self.name!r} needs one change for each of its prompts")
+        for prompt, (_, new) in zip(self.prompts, self.changes, strict=False):
+            if new not in prompt:
+                raise ValueError(f"the task {self.name!r} changes {new!r}, which is not in its prompt")
+
+    @property
+    def first(self) -> list[str]:
+        """The prompts that come before `prompts`."""
+        return [
+            prompt.replace(new, old) for prompt, (old, new) in zip(self.prompts, self.changes, strict=False)
+        ]
 
     def conversations(self) -> list[tuple[Turn, ...]]:
         """Return all conversations; each has at least one turn."""
@@ -85,7 +103,9 @@ def read_tasks(path: Path = TASKS, names: Sequence[str] = ()) -> list[BenchTask]
     if unknown or not known:
         choices = ", ".join(known) or "none"
         raise PromptError(f"there is no task {', '.join(unknown)} in {path.name}; choose one of {choices}")
-    chosen = (task for task in found.tasks if not names or {task.name, task.group} & {*names})
+    chosen = (
+        task for task in found.tasks if {task.name, task.group} & {*names} or not (names or task.only_by_name)
+    )
     return [_filled(task, found.files) for task in chosen]
 
 
@@ -114,6 +134,7 @@ class Request:
     conversation: int  # index among the conversations of all tasks
     turn: Turn
     label: str  # shown to the user, such as "ask 2"
+    counts: bool = True  # whether its answers are measured
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -134,16 +155,19 @@ def requests_of(tasks: Sequence[BenchTask]) -> list[Request]:
     n_conversations = 0
     for i, task in enumerate(tasks):
         own = [*_requests(task, n_conversations)]
-        n_conversations += len(task.conversations())
+        n_conversations += len(task.conversations()) + len(task.first)
         begin = (i + 1) * _GOLDEN % 1
         placed += [((n + begin) / len(own), request) for n, request in enumerate(own)]
     return [request for _, request in sorted(placed, key=lambda each: each[0])]
 
 
 def _requests(task: BenchTask, n_before: int) -> Iterator[Request]:
-    conversations = task.conversations()
+    conversations, first = task.conversations(), task.first
+    n_after = n_before + len(conversations)
     for i, turns in enumerate(conversations):
         name = task.name if len(conversations) == 1 else f"{task.name} {i + 1}"
+        if i < len(first):
+            yield Request(task, n_after + i, Turn(first[i]), f"before {name}", counts=False)
         for j, turn in enumerate(turns):
             yield Request(task, n_before + i, turn, name if len(turns) == 1 else f"{name}, turn {j + 1}")
 

@@ -40,7 +40,7 @@ from llamaspec.serve import ServeSettings, anthropic, llama_server, ollama, open
 from llamaspec.serve.bodies import parse_body
 from llamaspec.serve.connections import BACKLOG, Connection
 from llamaspec.serve.errors import RequestError, error_response
-from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, WORK, Endpoint, Service, Write
+from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, WORK, Endpoint, Service, Write
 
 POLL_SECONDS = 0.05  # between two looks whether the last request has ended
 Handler = Callable[[Request], Awaitable[Response]]
@@ -141,7 +141,7 @@ def _access_control(app: ASGIApp, settings: ServeSettings) -> ASGIApp:
 
 
 def _check_access(scope: Scope, settings: ServeSettings) -> None:
-    """Raise a RequestError if a request is not allowed."""
+    """Raise a RequestError if a request is not allowed; note its API key in the scope."""
     headers = Headers(scope=scope)
     host = headers.get("host", "")
     if not settings.keys and not settings.knows_host(_host_name(host)):
@@ -154,9 +154,12 @@ def _check_access(scope: Scope, settings: ServeSettings) -> None:
     if settings.keys and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
-        if not any(map(settings.knows_key, (bearer, headers.get("x-api-key", "")))):
+        given = (bearer, headers.get("x-api-key", ""))
+        key = next(filter(settings.knows_key, given), None)
+        if key is None:
             message = "a valid API key is needed; send Authorization: Bearer KEY"
             raise RequestError(401, message, code="invalid_api_key")
+        scope[OWNER] = key
 
 
 def _host_name(host: str) -> str:

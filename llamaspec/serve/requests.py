@@ -7,7 +7,7 @@ a control token. tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 import numpy as np
@@ -80,6 +80,7 @@ class Job:
     options: AnswerOptions
     drafting: SpeculativeFields
     prediction: TokenArray | None = None  # [m] int32, that the answer is expected to mostly repeat
+    scope: str = field(default="", repr=False)  # whose earlier answers it may copy from
 
     def open(self, pair: Pair, policy: LengthPolicy, on_prefill: Progress) -> AnswerStream:
         """Return the stream of its answer; PromptError if the prompt does not fit."""
@@ -106,6 +107,7 @@ class Job:
                 logprobs=self.options.n_logprobs,
                 prediction=self.prediction,
                 is_interactive=self.options.is_interactive,
+                scope=self.scope,
             )
 
         parser = AnswerParser(prompt.answer_format, prompt.tools, thinking=prompt.starts_in_reasoning)
@@ -237,8 +239,8 @@ class RequestBuilder:
         constraint = None if wanted is None else await self.constraints.compile(wanted)
         return [Prompt(tokens, constraint=constraint) for tokens in texts]
 
-    async def jobs(self, prompts: Sequence[Prompt], body: GenerationBody) -> list[Job]:
-        """Return one job for each prompt and choice."""
+    async def jobs(self, prompts: Sequence[Prompt], body: GenerationBody, scope: str = "") -> list[Job]:
+        """Return one job for each prompt and choice; they copy only from answers of the same scope."""
         options = body.answer_options()
         biases = await run_in_threadpool(body.biases, self.vocabulary)
         self.check_token_ids(list(biases), "logit_bias")
@@ -257,6 +259,7 @@ class RequestBuilder:
                 options=options,
                 drafting=body.drafting,
                 prediction=prediction,
+                scope=scope,
             )
             for prompt in prompts
             for i in range(options.n)

@@ -44,6 +44,7 @@ MAX_NAME = 200  # characters of a name in the log
 FINAL_SECONDS = 10  # for the last events of a response, after its time has ended
 CLIENT_LEFT = 499  # HTTP status, seen only in the log
 WORK = "llamaspec.work"  # key of a request's scope: a function that returns figures for the log
+OWNER = "llamaspec.owner"  # key of a request's scope: the API key that it came with
 
 
 class Endpoint(NamedTuple):
@@ -122,7 +123,7 @@ class Service:
         self, http: Request, body: GenerationBody, prompts: Sequence[Prompt], form: Form
     ) -> Response:
         """Generate the answers and return the response; an empty one if the client has left meanwhile."""
-        jobs = await self.builder.jobs(prompts, body)
+        jobs = await self.builder.jobs(prompts, body, http.scope.get(OWNER, ""))
         if await http.is_disconnected():
             return Response(status_code=CLIENT_LEFT)
         submission, timeout = self.queue.submit(jobs), self.settings.request_timeout

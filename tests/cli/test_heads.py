@@ -9,6 +9,7 @@ import pytest
 
 from command import PROMPT, invoke, run, said
 from hub_server import Hub
+from llamaspec.errors import MemoryFullError
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -41,11 +42,28 @@ def test_a_file_without_heads(target_file: Path, command: str) -> None:
     assert says.endswith("(--draft)")
 
 
-def test_a_hint_where_there_are_heads(target: Path) -> None:
-    answer = invoke("generate", "--target", target, "--threads", "1", "-n", "2", "x")
-    assert answer.stderr.startswith(
-        "llamaspec: no --draft given, so draft tokens are only copied from earlier text; try --draft auto"
-    )
+@pytest.mark.usefixtures("own_cache")
+def test_heads_are_used_by_default(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = ("--threads", "1", "-n", "2", "x")
+    used = "llamaspec: no --draft given, using the target's own prediction heads (--draft none: no heads)"
+    assert invoke("generate", "--target", target, *short).stderr.startswith(used)
+    assert "--draft" not in invoke("generate", *options(target, "none"), *short[2:]).stderr
+    monkeypatch.setattr("llamaspec.plan.free_bytes", lambda: 1000)
+    left_out = invoke("generate", "--target", target, *short).stderr
+    assert "only copied from earlier text; --draft auto would use its heads" in left_out
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_draft_that_nobody_asked_for_may_fail(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryFullError("no room for the heads; use a smaller context")
+
+    monkeypatch.setattr("llamaspec.pair.PredictionHeads", fail)
+    short = ("--threads", "1", "-n", "8", "--seed", "1", "--json", "x")
+    answer = invoke("generate", "--target", target, *short)
+    assert "continuing without the draft: no room for the heads" in answer.stderr
+    assert answer.json["draft"] is None
+    assert "no room for the heads" in said(invoke("generate", *options(target, "mtp"), *short[2:]))
 
 
 def test_compare_and_audit(target: Path, own_cache: None) -> None:
@@ -64,7 +82,7 @@ def test_a_probe_of_heads_is_kept_apart(target: Path, own_cache: None) -> None:
     assert "--show" not in answer.stderr
     shown = invoke("probe", *options(target, "mtp"), "--show", "--json")
     assert shown.json["draft_step"] == answer.json["draft_step"]
-    assert invoke("probe", "--target", target, "--threads", "1", "--show").code == 1
+    assert invoke("probe", *options(target, "none"), "--show").code == 1
 
 
 @pytest.mark.parametrize(("draft", "says"), [("mtp", "used as the draft"), ("ngram", "can be used")])

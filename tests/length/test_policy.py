@@ -322,6 +322,15 @@ def copying(sequence: AutoSequence, n_matched: int) -> int:
     return n
 
 
+def test_a_prediction_is_copied_by_a_policy_that_was_made_without_one() -> None:
+    """Predictions come with requests. Once, this policy never copied from them."""
+    curve = CostCurve((1, 2, 4, 8, 16), (1.0, 1.1, 1.2, 1.4, 1.8), 0.0)
+    sequence = AutoLength(curve, sources={Source.MODEL}).start_sequence(drops=True)
+    copied(sequence, 0, 0, 0, 1.0)
+    assert sequence.wants_more(Draft(source=Source.PREDICTION, ahead=(0.99,) * 16))
+    assert not sequence.wants_more(Draft(source=Source.NGRAM, ahead=(0.99,) * 16))
+
+
 def copied(sequence: AutoSequence, n: int, n_accepted: int, evaluation: int, seconds: float) -> None:
     """Observe a round with a copy of `n` tokens."""
     draft = Draft(np.zeros(n, np.int32), (), (0.99,) * n, Source.NGRAM)

@@ -112,8 +112,12 @@ def test_it_agrees_with_the_gguf_package(store: ModelStore, kind: str) -> None:
     path = store.path(kind)
     found, reader = read_gguf(path), gguf.GGUFReader(path)
     assert found.tensors == {
-        tensor.name: TensorFacts(len(tensor.shape), int(tensor.tensor_type)) for tensor in reader.tensors
+        tensor.name: TensorFacts(
+            tuple(tensor.shape.tolist()), int(tensor.tensor_type), tensor.data_offset - reader.data_offset
+        )
+        for tensor in reader.tensors
     }
+    assert found.data_start == reader.data_offset
     assert found.architecture == kind
     assert found.number("block_count") == reader.fields[f"{kind}.block_count"].contents()
 

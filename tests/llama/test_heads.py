@@ -17,15 +17,26 @@ import pytest
 import tiny_models as tiny
 from fakes import tokens
 from forward_requests import Count, assert_same, text
-from head_requests import Asking, drafting, opened, reading
+from head_requests import Asking, drafting, evaluating, joined, opened, reading
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
-from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError
+from llamaspec.drafters.hidden import NO_ROWS
+from llamaspec.errors import ContextFullError, PairError, RowsMissingError
 from llamaspec.llama import nextn
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.context import Context
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
-from llamaspec.values import MTP, TARGET, Forward, ForwardRequest, Logits, TokenArray
+from llamaspec.values import (
+    MTP,
+    NO_TOKENS,
+    TARGET,
+    Forward,
+    ForwardRequest,
+    HiddenInput,
+    HiddenRows,
+    Logits,
+    TokenArray,
+)
 from model_store import ModelStore, OpenModel
 from tiny_models import Recipe
 
@@ -68,15 +79,17 @@ class Rounds:
         return self.rng.integers(2, 288, n).astype(np.int32)
 
     def play(self, n_rounds: int) -> Generator[ForwardRequest, Forward, None]:
-        yield ForwardRequest(TARGET, self.text[:-1], n_logits=0)
+        rows = yield from evaluating(ForwardRequest(TARGET, self.text[:-1], n_logits=0, rows_from=0))
         for _ in range(n_rounds):
             draft = self.some(int(self.rng.integers(1, self.longest + 1)))
             if self.rng.random() < 0.8:  # otherwise the heads get no request
-                answers = yield from drafting(self.text, draft[:-1])
+                answers = yield from drafting(self.text, draft[:-1], rows)
                 self.seen.append((self.text, draft[:-1], answers))
-            yield ForwardRequest(TARGET, self.text, draft=draft)
+            verified = ForwardRequest(TARGET, self.text, draft=draft, rows_from=len(self.text) - 1)
+            rows = joined(rows, (yield from evaluating(verified)))
             n_accepted = int(self.rng.integers(len(draft) + 1))
             self.text = np.concatenate([self.text, draft[:n_accepted], self.some(1)])
+            rows = HiddenRows(0, rows.part(0, len(self.text) - 1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +122,7 @@ def test_the_hidden_rows_matter(store: ModelStore, kind: str) -> None:
 def test_a_sequence_that_continues_another_starts_from_there(
     store: ModelStore, evaluated: Count, kind: str
 ) -> None:
-    """As in the next turn of a conversation: the hidden rows of the last round are still known."""
+    """As in the next turn of a conversation: the target evaluates again what the heads have not seen."""
     n_heads = {"step35": 3}.get(kind, 1)
 
     def accepting() -> Asking:
@@ -120,26 +133,33 @@ def test_a_sequence_that_continues_another_starts_from_there(
     with opened_pair(store, kind) as pair, opened_pair(store, kind) as other:
         pair.run(accepting())
         evaluated.taken()
-        longer = text(76)  # short enough for a window of 16
-        answers = pair.run(reading(longer, tokens(7)))
+        longer = text(76)
+        assert pair.heads is not None
+        n_known = pair.heads.n_cached(longer)
+        assert n_known == (60 if n_heads == 1 else 59)  # without the draft token
+        answers = pair.run(reading(longer, tokens(7), n_known - 1))
         n_read = evaluated.taken()
         assert_fresh(other, longer, tokens(7), answers)
-    assert n_read <= 7 + n_heads * 18  # the target's, and those of each head with draft tokens
+    assert n_read <= 18 + n_heads * 18  # the target's, and those of each head with draft tokens
 
 
 @pytest.mark.parametrize("kind", ["step35-one", "step35"])
 def test_a_sequence_with_the_beginning_of_another_shares_its_cells_in_the_heads(
     store: ModelStore, evaluated: Count, kind: str
 ) -> None:
-    """The target has cached the beginning, so one hidden row is missing: the heads get zeros for it."""
+    """The target has cached the beginning, so it evaluates the last token of it again, for its hidden row."""
     begin = text(200)
     other_end = np.concatenate([begin[:100], text(30, seed=9)])
     with opened_pair(store, kind) as pair:
         pair.run(reading(begin, tokens(5)))
         evaluated.taken()
-        answers = pair.run(reading(other_end, tokens(7)))
-        assert evaluated.taken() < 110
-        assert all(np.isfinite(answer).all() for answer in answers)
+        assert pair.heads is not None
+        n_known = pair.heads.n_cached(other_end)
+        assert n_known == 100
+        answers = pair.run(reading(other_end, tokens(7), n_known - 1))
+        assert evaluated.taken() < 125
+        with opened_pair(store, kind) as other:
+            assert_fresh(other, other_end, tokens(7), answers)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,46 +170,34 @@ def test_heads_process_a_long_prompt_together_with_the_target(
     with opened_pair(store, kind, n_ctx=2048) as pair:
         pair.stream(text(1800), max_tokens=8, policy=FixedLength(2), seed=0).run()
     hidden = [each.hidden for each in evaluated.segments if each.hidden is not None]
-    n_heads = {"step35": 3}.get(kind, 1)
     assert sum(len(rows) for rows in hidden) >= 1790
-    assert sum(int((rows == 0).all(axis=1).sum()) for rows in hidden) == n_heads
+    assert not any((rows == 0).all(axis=1).any() for rows in hidden)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_hidden_rows_there_is_no_draft(store: ModelStore, kind: str) -> None:
-    """If the target has not evaluated or has dropped a sequence, only this sequence gets an error."""
+def test_heads_without_rows_begin_behind_them(store: ModelStore, kind: str) -> None:
+    """They never get zeros. What they compute depends on all tokens, also on those that they do not see."""
+    read = text(40)
 
-    def asking(pair: Pair) -> Generator[ForwardRequest, Forward, list[bool]]:
-        outcomes = []
-        for begins in (False, True):
-            if begins:
-                yield ForwardRequest(TARGET, text(20), n_logits=0)
-                pair.target.forget()
-            try:
-                yield ForwardRequest(MTP, text(20))
-            except ContextFullError:
-                outcomes.append(False)
-            else:
-                outcomes.append(True)
-        return outcomes
+    def asking(pair: Pair, first: int, before: TokenArray) -> Asking:
+        path = np.concatenate([before, read])
+        rows = yield from evaluating(ForwardRequest(TARGET, path[:-1], n_logits=0, rows_from=first))
+        with pytest.raises(RowsMissingError):
+            yield from drafting(path, tokens(5), rows)
+        return (yield from drafting(path, tokens(5), rows, begin=first + 1))
 
-    with opened_pair(store, kind) as pair:
-        assert pair.run(asking(pair)) == [False, False]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_that_the_target_drops_in_between_is_prepared_again(store: ModelStore, kind: str) -> None:
-    """Another sequence may have needed the room: the scheduler prepares models in any order."""
     with opened_pair(store, kind) as pair:
         assert pair.heads is not None
-        pair.target.forward(ForwardRequest(TARGET, text(19), n_logits=0))
-        wanted = ForwardRequest(MTP, text(20))
-        assert pair.heads.prepare([(-1, wanted, 0)]) == [0]
-        pair.target.forget()
-        with pytest.raises(EvaluationAbortedError):
-            pair.heads.evaluate([(-1, wanted)])
-        (answer,) = pair.heads.prepare([(-1, wanted, 0)])
-        assert isinstance(answer, ContextFullError)
+        whole = pair.run(reading(read, tokens(5)))
+        pair.forget()
+        behind = pair.run(asking(pair, 30, NO_TOKENS))
+        again = pair.run(asking(pair, 30, NO_TOKENS))
+        assert all(distance(a, b) < TOLERANCE for a, b in zip(behind, again, strict=True))
+        assert all(distance(a, b) > 0.01 for a, b in zip(whole, behind, strict=True))
+        longer = np.concatenate([tokens(7, 8), read])
+        if kind != "step35":  # the others of its heads were not asked
+            assert pair.heads.n_cached(read, 31) == 40
+        assert pair.heads.n_cached(longer, 33) == 33, "the same tokens after other ones"
 
 
 def test_several_heads_draft_one_token_each(store: ModelStore) -> None:
@@ -244,14 +252,20 @@ def test_a_completion_ends_at_the_end_of_the_context(store: ModelStore, kind: st
 def test_impossible_requests(store: ModelStore) -> None:
     with opened_pair(store, "step35-one", n_ctx=64) as pair:
         assert pair.heads is not None
+        hidden = HiddenInput(1, HiddenRows(0, np.ones((64, 64), dtype=np.float32)), NO_ROWS)
         for wanted in (
-            ForwardRequest(MTP, text(20), n_logits=2),
-            ForwardRequest(MTP, text(20), draft=tokens(3)),
-            ForwardRequest(MTP, text(65)),
-            ForwardRequest(MTP, tokens(3, -5)),
-            ForwardRequest(MTP, tokens(3, 99_999)),
+            ForwardRequest(MTP, text(20), n_logits=2, hidden=hidden),
+            ForwardRequest(MTP, text(20), draft=tokens(3), hidden=hidden),
+            ForwardRequest(MTP, text(65), hidden=hidden),
+            ForwardRequest(MTP, tokens(3, -5), hidden=hidden),
+            ForwardRequest(MTP, tokens(3, 99_999), hidden=hidden),
+            ForwardRequest(MTP, text(20)),
+            ForwardRequest(MTP, text(20), hidden=hidden._replace(begin=0)),
+            ForwardRequest(MTP, text(1), hidden=hidden),
         ):
-            with pytest.raises(ValueError, match=r"scores the last|do not fit|must be from"):
+            with pytest.raises(
+                ValueError, match=r"scores the last|do not fit|must be from|needs hidden rows"
+            ):
                 pair.heads.prepare([(0, wanted, 0)])
 
 

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from forward_requests import RandomRows, request, text
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.kv_cache import MIN_SHARED, KVCache
-from llamaspec.llama.nextn import KEPT_ROWS, TAIL_ROWS, HiddenRows
 from llamaspec.values import TARGET, ForwardRequest, n_common
 from simulated_cells import Checked, SimulatedCells
 
@@ -399,50 +397,3 @@ def test_bookkeeping_of_32_sequences_with_32k_tokens(n_shared: int) -> None:
         assert answers == lengths.tolist()
         lengths += 1
     assert min(steps) < 0.02
-
-
-WIDTH = 3
-
-
-def test_kept_hidden_rows_are_right_and_enough() -> None:
-    """Compared with a dictionary of all rows."""
-    rng = np.random.default_rng(0)
-    kept, right, n = HiddenRows(), dict[int, np.ndarray](), 0
-    for _ in range(400):
-        n = max(0, n - int(rng.choice([0, 0, 1, 5])))  # rejected
-        kept.cut(n)
-        start = n + int(rng.random() < 0.02) * 7  # tokens shared with another sequence
-        rows = rng.standard_normal((int(rng.choice([1, 4, 17, 512])), WIDTH)).astype(np.float32)
-        kept.add(start, rows)
-        if start > n:
-            right.clear()
-        right = {p: row for p, row in right.items() if p < start} | dict(enumerate(rows, start))
-        n = start + len(rows)
-        assert kept.end == n
-        assert kept.first >= min(right)
-        assert kept.end - kept.first >= min(KEPT_ROWS, len(right))
-        for p in (kept.first, (kept.first + n) // 2, n - 1):
-            assert (kept.rows(p, p + 1)[0] == right[p]).all()
-
-
-def test_the_tail_of_hidden_rows_is_a_copy() -> None:
-    rows = np.random.default_rng(1).standard_normal((100, WIDTH)).astype(np.float32)
-    kept = HiddenRows()
-    kept.add(10, rows)
-    tail = kept.tail(90)
-    kept.add(80, np.zeros((5, WIDTH), dtype=np.float32))
-    assert (tail.first, tail.end) == (90 - TAIL_ROWS, 90)
-    assert (tail.rows(tail.first, 90) == rows[80 - TAIL_ROWS : 80]).all()
-    before = kept.tail(7)  # nothing is known there
-    before.add(7, np.ones((2, WIDTH), dtype=np.float32))
-    assert (before.first, before.end) == (7, 9)
-
-
-def test_tokens_without_hidden_rows_leave_no_wrong_ones() -> None:
-    """A sequence is cut and grows before its hidden rows are recorded, as after an abort."""
-    sequence = CachedSequence(0)
-    sequence.append(np.arange(10, dtype=np.int32), np.arange(10, dtype=np.int32))
-    sequence.hidden.add(0, np.zeros((10, WIDTH), dtype=np.float32))
-    sequence.n = 4
-    sequence.append(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32))
-    assert sequence.hidden.end == 4

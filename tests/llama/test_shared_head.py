@@ -12,12 +12,13 @@ import pytest
 from command import invoke
 from fakes import tokens
 from forward_requests import TOLERANCE, assert_same, text
-from head_requests import Asking, drafted_side_by_side, drafting, opened, reading
+from head_requests import Asking, drafted_side_by_side, drafting, evaluating, opened, reading
 from llamaspec import ModelOptions, Pair, open_pair
+from llamaspec.drafters.hidden import NO_ROWS
 from llamaspec.errors import EvaluationAbortedError, ModelFileError, PairError
 from llamaspec.llama import nextn
 from llamaspec.llama.heads import SharedHead
-from llamaspec.values import MTP, TARGET, ForwardRequest, Source
+from llamaspec.values import MTP, TARGET, ForwardRequest, HiddenInput, HiddenRows, Source
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -37,8 +38,10 @@ def test_rejected_draft_tokens_are_not_seen(store: ModelStore) -> None:
     def verifying(n_accepted: int) -> Asking:
         draft = tokens(5, 6, 7)
         yield from reading(begin, draft[:2])
-        yield ForwardRequest(TARGET, begin, draft=draft)
-        return (yield from drafting(np.concatenate([begin, draft[:n_accepted], tokens(9)]), tokens(4, 8)))
+        verified = ForwardRequest(TARGET, begin, draft=draft, rows_from=len(begin) - 1)
+        rows = yield from evaluating(verified)
+        after = np.concatenate([begin, draft[:n_accepted], tokens(9)])
+        return (yield from drafting(after, tokens(4, 8), rows))
 
     with opened_pair(store) as pair, opened_pair(store) as other:
         for n_accepted in range(4):
@@ -90,7 +93,8 @@ def test_a_sequence_that_the_target_drops_in_between_is_prepared_again(store: Mo
     with opened_pair(store) as pair:
         assert pair.heads is not None
         pair.target.forward(ForwardRequest(TARGET, text(19), n_logits=0))
-        wanted = ForwardRequest(MTP, text(20))
+        hidden = HiddenInput(1, HiddenRows(18, np.ones((1, 64), dtype=np.float32)), NO_ROWS)
+        wanted = ForwardRequest(MTP, text(20), hidden=hidden)
         assert pair.heads.prepare([(-1, wanted, 0)]) == [19]
         pair.target.forget()
         with pytest.raises(EvaluationAbortedError):

@@ -67,7 +67,7 @@ def repacked(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def file(**tensors: tuple[int, int]) -> GgufFile:
     """Return a file with these tensors: dimensions and type by the name, with __ for a point."""
-    named = {name.replace("__", "."): TensorFacts(*facts) for name, facts in tensors.items()}
+    named = {name.replace("__", "."): TensorFacts((1,) * n, kind) for name, (n, kind) in tensors.items()}
     return GgufFile(tensors=named)
 
 
@@ -117,7 +117,7 @@ def test_kernels_suit_a_file_if_they_take_all_of_its_types(
     library: FakeLibrary, covered: set[int], types: set[int], suits: bool
 ) -> None:
     library.types = covered
-    tensors = {f"blk.{kind}.attn_q.weight": TensorFacts(2, kind) for kind in types}
+    tensors = {f"blk.{kind}.attn_q.weight": TensorFacts((1, 1), kind) for kind in types}
     assert suits_kernels([GgufFile(tensors=tensors)]) == suits
 
 

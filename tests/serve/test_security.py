@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from llamaspec import Pair
 from llamaspec.serve import ServeSettings
 from patience import until
-from serving import Gate, Served, served
+from serving import Gate, Served, open_demo, served
 
 BODY = {"prompt": "a", "max_tokens": 1}
 
@@ -94,6 +95,21 @@ def test_keys(demo: Pair, log_format: str) -> None:
         assert "secret" not in repr(server.service.settings)
     assert len(server.log) == 14
     assert "secret" not in "".join(server.log)
+
+
+def test_answers_to_other_keys_are_not_copied(demo_files: tuple[Path, Path]) -> None:
+    """Copies change no text, but the time that an answer takes."""
+    body = {"prompt": "def read(path):", "max_tokens": 24, "temperature": 0, "speculative": {"rounds": True}}
+
+    def sources(key: str) -> set[str]:
+        answer = server.post("/v1/completions", body, headers={"X-Api-Key": key}).json()
+        return {each["source"] for each in answer["rounds"] if each["accepted"]}
+
+    with open_demo((demo_files[0], "ngram")) as pair, served(pair, keys=("one", "two")) as server:
+        assert "earlier" not in sources("one")
+        assert "earlier" in sources("one")
+        assert "earlier" not in sources("two")
+        assert "earlier" in sources("two")
 
 
 def test_the_json_log(demo: Pair) -> None:

@@ -1,0 +1,114 @@
+"""Draft tokens from a model that reads the target's hidden rows (MTP, EAGLE-3), one after the other.
+
+The model evaluates a token with the hidden row of the position before it: the target's, and its own rows
+after the text. The loop reports the target's rows (`committed`); the last ones are kept, because the model
+may lack them when it drafts. If it lacks older ones, it no longer sees the tokens before those that are kept.
+tests/drafters/test_hidden.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.recent_rows import RecentRows
+from llamaspec.errors import RowsMissingError
+from llamaspec.protocols import Asking, Drafting, Preparing, SequenceLength
+from llamaspec.values import Draft, ForwardRequest, HiddenInput, Rows, TokenArray
+
+NO_ROWS: Rows = np.empty((0, 0), dtype=np.float32)
+
+
+@dataclass(slots=True)
+class RowWindow:
+    """The hidden rows of one sequence for a draft model, and the part of the sequence that it sees."""
+
+    lag: int  # positions between a token and its row: 1 = the row before the token, 0 = its own row
+    n_cached: Callable[[TokenArray, int], int]  # (tokens, first that the model sees): how many it has cached
+    begin: int = field(init=False)  # the first token that the model sees
+    rows: RecentRows = field(init=False, default_factory=RecentRows)
+
+    def __post_init__(self) -> None:
+        self.begin = self.lag
+
+    def first_row(self, prompt: TokenArray) -> int:
+        """Return the first position whose row the model needs."""
+        return max(self.n_cached(prompt, self.begin) - self.lag, 0)
+
+    def reaches(self, context: TokenArray) -> bool:
+        """Whether the row before the last token is known."""
+        return self.rows.first < self.rows.end == len(context) - 1
+
+    def input(self, own: Rows = NO_ROWS) -> HiddenInput:
+        """Return the rows for a request."""
+        return HiddenInput(self.begin, self.rows.known, own)
+
+    def start_behind(self) -> None:
+        """Let the model see only the tokens whose rows are kept."""
+        self.begin = self.rows.first + self.lag
+
+
+def asking(window: RowWindow, request: Callable[[], ForwardRequest]) -> Asking:
+    """Make a request; if rows are missing, again for the tokens whose rows are kept."""
+    try:
+        return (yield request())
+    except RowsMissingError:
+        window.start_behind()
+        return (yield request())
+
+
+@dataclass(slots=True)
+class HiddenDrafter(ModelDrafter):
+    """Draws draft tokens from a model with hidden rows."""
+
+    row_window: RowWindow = field(kw_only=True)
+    _own: Rows = field(init=False, default_factory=lambda: NO_ROWS)  # [k, E] the model's own, after the text
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether the model is still used."""
+        return self.fault is None
+
+    def first_row(self, prompt: TokenArray) -> int:
+        """Return the first position whose row the model needs."""
+        return self.row_window.first_row(prompt)
+
+    def committed(self, tokens: TokenArray, rows: Rows, position: int) -> None:
+        """Keep rows for the model."""
+        self.row_window.rows.add(position, rows)
+
+    def prepare(self, context: TokenArray) -> Preparing:
+        """Process all but the last token."""
+        yield from self._process(context[:-1])
+
+    def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
+        """Draft until the policy wants no more; nothing without the row before the last token."""
+        self._own = NO_ROWS
+        if not self.row_window.reaches(context):
+            return Draft(source=self.source)
+        return (yield from ModelDrafter.propose(self, context, length))
+
+    def _ask(self, path: TokenArray, n_drafted: int) -> Asking:
+        """Return the logits after a path; compute the rows before it that a forced token has left out."""
+        n_text = len(path) - n_drafted
+        while True:
+            n = len(self._own)
+            forward = yield from self._evaluated(path[: n_text + n], 1)
+            assert forward.hidden is not None
+            row = forward.hidden.rows[-1:]
+            self._own = np.concatenate((self._own, row)) if n else row.copy()
+            if n == n_drafted:
+                return forward
+
+    def _process(self, prefix: TokenArray) -> Preparing:
+        if len(prefix) > self.row_window.begin:
+            yield from ModelDrafter._process(self, prefix)
+
+    def _evaluated(self, tokens: TokenArray, n_logits: int) -> Asking:
+        window = self.row_window
+        return (yield from asking(
+            window, lambda: ForwardRequest(self.model, tokens, n_logits, hidden=window.input(self._own))
+        ))  # fmt: skip

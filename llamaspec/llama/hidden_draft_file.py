@@ -1,0 +1,202 @@
+"""Files of drafts that read a target's hidden rows: EAGLE-3, DFlash, DSpark, DFlash2.
+
+llama.cpp aborts the process if such a file does not fit its target or contradicts itself, so everything that
+it relies on is checked before. tests/llama/test_hidden_draft_file.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from llamaspec.errors import PairError, printable
+from llamaspec.llama import nextn
+from llamaspec.llama.gguf_file import GgufFile, check_gguf, read_gguf, read_numbers
+
+EAGLE3, DFLASH = "eagle3", "dflash"  # llama.cpp's architectures
+NAMES = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}
+# Architectures whose graph keeps the inputs of its layers; llama.cpp aborts for any other.
+TARGETS = frozenset({
+    "bailingmoe3", "gemma4", "gpt-oss", "hunyuan-dense", "hunyuan_vl", "lfm2", "lfm2moe", "llama", "mimo2",
+    "minimax-01", "minimax-m2", "muse-glimmer", "nanbeige", "nemotron_h", "nemotron_h_moe", "qwen3",
+    "qwen35", "qwen35moe", "qwen3moe", "qwen3next",
+})  # fmt: skip
+# Of these, architectures that also return the output of the last layer, which EAGLE-3 may read.
+LAST_OUTPUT = frozenset({
+    "bailingmoe3", "gemma4", "gpt-oss", "mimo2", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe",
+    "qwen3next",
+})  # fmt: skip
+MAX_LAYERS, MAX_BLOCK = 16, 64  # layers that a draft reads; positions of a block
+_I64 = 27  # GGML_TYPE_I64
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenDraftFile:
+    """What a draft reads of its target, and how it drafts."""
+
+    path: Path
+    kind: str  # eagle3, dflash, dspark or dflash2
+    layers: tuple[int, ...]  # layers of the target whose inputs it reads; its number of layers = the output
+    hidden_size: int  # of the target, E
+    block: int = 1  # positions that it computes at once, the last token included
+    from_anchor: bool = False  # the row of the last token predicts, too
+    is_causal: bool = True
+    mask: int = 0  # the token of positions that a block leaves open
+    has_confidence: bool = False
+    n_candidates: int | None = None  # of each position in DFlash2's lattice
+
+    @property
+    def name(self) -> str:
+        """The name of the method."""
+        return NAMES[self.kind]
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it drafts a block at once."""
+        return self.kind != EAGLE3
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of draft tokens in a block."""
+        return self.block if self.from_anchor else self.block - 1
+
+
+def hidden_draft(path: Path) -> HiddenDraftFile | None:
+    """Read the file of a draft; None if it is of another kind.
+
+    Raises
+    ------
+    PairError
+        The file contradicts itself, or this build of llama.cpp cannot use it.
+    """
+    try:
+        found = read_gguf(path)
+    except OSError:
+        return None  # loading the file will raise an error that says why
+    if found.architecture not in (EAGLE3, DFLASH):
+        return None
+    check_gguf(path)
+    kind = _kind(found)
+    fault = _fault(found, kind) or _vocabulary_fault(path, found)
+    if fault is not None:
+        raise PairError(f"{path} is no usable {NAMES[kind]} draft: {fault}; convert or download it again")
+    if not nextn.can_read_layers():
+        raise PairError(
+            f"{path} drafts with {NAMES[kind]}, for which this build of llama.cpp lacks functions; "
+            "update llama-cpp-python"
+        )
+    size = found.number("embedding_length")
+    layers = tuple(found.metadata[f"{found.architecture}.target_layers"])
+    if kind == EAGLE3:
+        return HiddenDraftFile(path, kind, layers, found.number("target_hidden_size"))
+    return HiddenDraftFile(
+        path,
+        kind,
+        layers,
+        size,
+        block=found.number("block_size"),
+        from_anchor=kind == "dspark" and _flag(found, "sample_from_anchor", default=True),
+        is_causal=_flag(found, "attention.causal", default=False),
+        mask=found.number("tokenizer.ggml.mask_token_id", -1),
+        has_confidence=kind == "dspark" and "conf_proj.weight" in found.tensors,
+        n_candidates=found.number("selector_top_k") if kind == "dflash2" else None,
+    )
+
+
+def check_target(draft: HiddenDraftFile, target: Path) -> None:
+    """Raise PairError if a draft was made for another target, or llama.cpp does not return what it reads."""
+    found = read_gguf(target)
+    architecture = found.architecture
+    n_layers = found.number("block_count") - found.number("nextn_predict_layers")
+    if architecture not in TARGETS:
+        raise PairError(
+            f"{draft.path} drafts with {draft.name}, but llama.cpp does not return the hidden rows of "
+            f"{printable(architecture)!r}, the architecture of {target}; name a draft model"
+        )
+    if found.number("embedding_length") != draft.hidden_size:
+        raise PairError(
+            f"{draft.path} was made for a target with hidden rows of {draft.hidden_size} numbers, but "
+            f"{target} has {found.number('embedding_length')}; name its own target"
+        )
+    reads_output = draft.kind == EAGLE3 and architecture in LAST_OUTPUT
+    if max(draft.layers) > (n_layers if reads_output else n_layers - 1):
+        raise PairError(
+            f"{draft.path} reads layer {max(draft.layers)} of its target, but {target} has {n_layers} layers "
+            "to read; name its own target"
+        )
+
+
+def _kind(found: GgufFile) -> str:
+    if found.architecture == EAGLE3:
+        return EAGLE3
+    if "selector_hidden.weight" in found.tensors:
+        return "dflash2"
+    return "dspark" if "markov_w1.weight" in found.tensors else DFLASH
+
+
+def _fault(found: GgufFile, kind: str) -> str | None:
+    """Describe the first number in the metadata on which llama.cpp would abort; None if there is none."""
+    layers = found.metadata.get(f"{found.architecture}.target_layers")
+    if not isinstance(layers, list) or not all(type(each) is int for each in layers):
+        return "it does not say which layers of the target it reads"
+    if kind == EAGLE3 and len(layers) != 3:
+        return f"it reads {len(layers)} layers of the target, not 3"
+    if not 0 < len(layers) <= MAX_LAYERS or min(layers) < 0:
+        return f"it reads the layers {layers[: MAX_LAYERS + 1]} of the target"
+    if kind == EAGLE3 and found.number("block_count") != 1:
+        return f"it has {found.number('block_count')} layers, not 1"
+    if found.number("hyper_connection_count"):
+        return "it has the layers of DeepSeek 4, which llamaspec does not support"
+    return _attention_fault(found) or (None if kind == EAGLE3 else _block_fault(found, kind))
+
+
+def _attention_fault(found: GgufFile) -> str | None:
+    size, n_heads = found.number("embedding_length"), found.number("attention.head_count")
+    n_kv_heads = found.number("attention.head_count_kv", n_heads)
+    if min(size, n_heads, n_kv_heads) < 1 or n_heads % n_kv_heads:
+        return f"it has {n_heads} heads over {n_kv_heads} heads of keys and values"
+    length = found.number("attention.key_length", size // n_heads)
+    rotated = found.number("rope.dimension_count", length)
+    if length < 1 or found.number("attention.value_length", length) != length:
+        return f"keys have {length} numbers, but values {found.number('attention.value_length', length)}"
+    if rotated % 2 or not 0 < rotated <= length:
+        return f"{rotated} numbers of a key with {length} are rotated"
+    return None
+
+
+def _block_fault(found: GgufFile, kind: str) -> str | None:
+    block = found.number("block_size", 0)
+    if not (2 if kind != "dspark" else 1) <= block <= MAX_BLOCK:
+        return f"a block of {block} positions"
+    if found.number("tokenizer.ggml.mask_token_id", -1) < 0:
+        return "it names no token for open positions"
+    if kind == "dflash2" and not 0 < found.number("selector_top_k") <= 64:
+        return f"it selects among {found.number('selector_top_k')} tokens"
+    return None
+
+
+def _vocabulary_fault(path: Path, found: GgufFile) -> str | None:
+    """Describe what is wrong with the map from its own tokens to the target's."""
+    embedding, ids = found.tensors.get("token_embd.weight"), found.tensors.get("d2t")
+    if embedding is not None and len(embedding.sizes) != 2:
+        return "its embedding is no matrix"
+    if ids is None:
+        return None
+    n_tokens = found.number("vocab_size") or _n_tokens(path)
+    if ids.kind != _I64 or len(ids.sizes) != 1 or not 0 < math.prod(ids.sizes) <= n_tokens:
+        return "d2t is no list of tokens"
+    numbers = read_numbers(path, found, "d2t")
+    if not numbers or min(numbers) < 0 or max(numbers) >= n_tokens:
+        return f"d2t names tokens beyond the vocabulary of {n_tokens}"
+    return None
+
+
+def _n_tokens(path: Path) -> int:
+    tokens = read_gguf(path, with_tokens=True).metadata.get("tokenizer.ggml.tokens")
+    return len(tokens) if isinstance(tokens, list) else 0
+
+
+def _flag(found: GgufFile, key: str, *, default: bool) -> bool:
+    value = found.metadata.get(f"{found.architecture}.{key}", default)
+    return value if isinstance(value, bool) else default
