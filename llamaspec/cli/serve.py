@@ -30,7 +30,7 @@ from llamaspec.errors import ConstraintError, LlamaspecError, WorkerError
 from llamaspec.files import cache_folder
 from llamaspec.llama.devices import PORT, find_devices, serve_worker
 from llamaspec.llama.options import DEFAULT_CONTEXT
-from llamaspec.llama.prefix_store import PrefixFolder
+from llamaspec.llama.prefix_folder import PrefixFolder
 from llamaspec.opening import Drafting
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile

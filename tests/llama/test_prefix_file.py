@@ -14,7 +14,7 @@ from filelock import FileLock
 from forward_requests import Count, assert_same, request, text
 from llamaspec import LlamaModel, LlamaspecError
 from llamaspec.llama.cells import Cells
-from llamaspec.llama.prefix_store import SUFFIX, PrefixFolder
+from llamaspec.llama.prefix_folder import SUFFIX, PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from forward_requests import text
+from llamaspec.llama.prefix_folder import PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import OpenModel
 
@@ -37,14 +40,22 @@ def test_conversations_share_the_state_after_their_first_message(
             model.release(i)
 
 
-def test_the_shared_state_outlives_the_conversations_that_begin_with_it(opened: OpenModel) -> None:
+def test_the_shared_state_outlives_the_conversations_that_begin_with_it(
+    opened: OpenModel, tmp_path: Path
+) -> None:
     model = opened("jamba")
     for i in range(4):
         model.forward(prompt(i), number=i)
         model.release(i)
         model.store_finished()
-    assert model.store.find(SYSTEM).n == len(SYSTEM)
-    assert model.n_cached(prompt(9).tokens) == len(SYSTEM)
+    folder, other, reported = PrefixFolder(tmp_path / "saved", 1 << 40), opened("jamba"), list[str]()
+    folder.save([model], reported.append)
+    folder.load([other], reported.append)
+    other.forward(prompt(5), number=0)
+    other.release(0)
+    other.store_finished()
+    for each in (model, other):
+        assert each.n_cached(prompt(9).tokens) == len(SYSTEM)
 
 
 @pytest.mark.parametrize("kind", KINDS)

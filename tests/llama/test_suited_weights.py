@@ -14,7 +14,7 @@ from llamaspec.draft_making.measuring import draft_options
 from llamaspec.kernels import AUTO, OFF, VARIABLE, Kernels
 from llamaspec.llama import runtime, trial
 from llamaspec.llama.gguf_file import GgufFile, TensorFacts, multiplied_types, read_gguf
-from llamaspec.llama.prefix_store import PrefixFolder
+from llamaspec.llama.prefix_folder import PrefixFolder
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.weights import Weights, suits_kernels
 from model_store import ModelStore, OpenModel
