@@ -201,6 +201,9 @@ class SequenceLength(Protocol):
     def wants_more(self, draft: Draft) -> bool:
         """Whether to draft one more token after `draft`, from the same source."""
 
+    def longest_copy(self) -> int:
+        """Return the maximum number of tokens to copy in this round; a drafter looks no further ahead."""
+
     def n_verified(self, draft: Draft) -> int:
         """Return how many tokens of a draft the target verifies.
 

@@ -232,6 +232,9 @@ class Length:
     def wants_more(self, draft: Draft) -> bool:
         return len(draft) < self.n_draft
 
+    def longest_copy(self) -> int:
+        return self.n_draft
+
     def n_verified(self, draft: Draft) -> int:
         return len(draft)
 

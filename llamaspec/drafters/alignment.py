@@ -128,16 +128,18 @@ class Alignment:
         before it, and a replacement has as many tokens as it replaces.
         """
         begin, n_lost = max(self.at - BACK, 0), len(self.lost)
-        window = source[begin : self.at + AHEAD + n_lost].tolist()
+        near = source[begin : self.at + AHEAD + n_lost]
+        ends = np.flatnonzero(near == self.lost[-1]) + 1
+        window = near.tolist() if len(ends) else []
         best, n_found, resumed = (1.0, -inf), 0, 0
-        for j in range(1, len(window) + 1):
-            n = 0
+        for j in ends.tolist():
+            n = 1
             while n < min(n_lost, j) and window[j - 1 - n] == self.lost[-1 - n]:
                 n += 1
             n_skipped = begin + j - n - self.at
             is_usual = n_skipped in (-n, n_lost - n)
             score = n - (0.0 if is_usual else abs(n_skipped) / NEAR), -abs(n_skipped)
-            if n and score >= best:
+            if score >= best:
                 best, n_found, resumed = score, n, begin + j
         if not n_found:
             return

@@ -121,7 +121,7 @@ class NgramDrafter:
         if self._earlier is None or _moves(self._earlier.alignment, found.n_matched):
             alignment = Alignment(found.at, found.n_matched)
             self._earlier = Followed(Source.EARLIER, alignment, found.text)
-        following = found.text[found.at : found.at + LONGEST_COPY]
+        following = found.text[found.at : found.at + _reach(length)]
         return self._copied(Source.EARLIER, following, _growing(found.n_matched, len(following)), length)
 
     def _match_in_context(self, n: int, begin: int, context: TokenArray, length: SequenceLength) -> Draft:
@@ -132,8 +132,9 @@ class NgramDrafter:
         elif own.source is Source.NGRAM and _moves(own.alignment, n):
             own.alignment.jump(begin, n)
         # At the end of the context the copy continues with itself: the sequence repeats.
-        following = np.resize(context[begin : begin + LONGEST_COPY], LONGEST_COPY)
-        return self._copied(Source.NGRAM, following, _growing(n, LONGEST_COPY), length)
+        n_ahead = _reach(length)
+        following = np.resize(context[begin : begin + n_ahead], n_ahead)
+        return self._copied(Source.NGRAM, following, _growing(n, n_ahead), length)
 
     def _follow(self, context: TokenArray) -> None:
         """Align the tokens that were added since the last call; begin if this is the first one."""
@@ -179,11 +180,12 @@ class NgramDrafter:
     def _aligned(self, followed: Followed, context: TokenArray, length: SequenceLength) -> Draft:
         """Copy the continuation of an alignment."""
         alignment, text = followed.alignment, context if followed.text is None else followed.text
-        following, strengths = alignment.continuation(text, LONGEST_COPY)
+        n_ahead = _reach(length)
+        following, strengths = alignment.continuation(text, n_ahead)
         n_left = len(text) - alignment.at
-        if followed.text is None and 0 < n_left <= len(following) < LONGEST_COPY:  # it repeats itself
-            more = _growing(strengths[-1] + 1, LONGEST_COPY - len(following))
-            following, strengths = np.resize(following, LONGEST_COPY), np.concatenate((strengths, more))
+        if followed.text is None and 0 < n_left <= len(following) < n_ahead:  # it repeats itself
+            more = _growing(strengths[-1] + 1, n_ahead - len(following))
+            following, strengths = np.resize(following, n_ahead), np.concatenate((strengths, more))
         return self._copied(followed.source, following, strengths, length)
 
     def _copied(
@@ -200,6 +202,11 @@ class NgramDrafter:
             n += 1
         certain = tuple([Distribution.certain(token) for token in following[:n].tolist()])
         return Draft(following[:n], certain, ahead[:n], source)
+
+
+def _reach(length: SequenceLength) -> int:
+    """Return how many tokens to look ahead."""
+    return min(length.longest_copy(), LONGEST_COPY)
 
 
 def _moves(alignment: Alignment, n: int) -> bool:

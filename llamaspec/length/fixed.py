@@ -39,6 +39,10 @@ class FixedLength:
         """Whether the draft is shorter than the fixed length."""
         return len(draft) < self.n_draft
 
+    def longest_copy(self) -> int:
+        """The fixed length."""
+        return self.n_draft
+
     def n_verified(self, draft: Draft) -> int:
         """All draft tokens."""
         return len(draft)
@@ -71,6 +75,10 @@ class SequenceAtMost:
     def wants_more(self, draft: Draft) -> bool:
         """As the policy decides, below the limit."""
         return len(draft) < self.limit and self.sequence.wants_more(draft)
+
+    def longest_copy(self) -> int:
+        """As the policy decides, up to the limit."""
+        return min(self.limit, self.sequence.longest_copy())
 
     def n_verified(self, draft: Draft) -> int:
         """As the policy decides."""

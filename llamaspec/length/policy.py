@@ -217,6 +217,8 @@ class AutoLength:
             prior = LearnedPrior(prior)
         self.costs = Costs(prior.curve, pads=pads)
         self.longest, self.sources = longest, frozenset(sources)
+        # The source whose tokens need draft steps
+        self.drafting = min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
         self.acceptance[self.drafting] = Acceptance(prior.log_odds, prior.counts)
         self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, prior.copy_counts, is_copied=True)
@@ -228,11 +230,6 @@ class AutoLength:
         self.usual_length = USUAL  # tokens of a completion
         self.on_work: Callable[[float], object] = _ignore  # receives the seconds of each round
         self._latest = -1  # serial number of the latest evaluation
-
-    @property
-    def drafting(self) -> Source:
-        """The source whose tokens need draft steps."""
-        return min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
 
     def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> AutoSequence:
         """Start a completion."""

@@ -80,6 +80,13 @@ class AutoSequence:
             return False
         return n == 0 or source in FREE or self._should_extend(plan, draft)
 
+    def longest_copy(self) -> int:
+        """As many tokens as earlier copies allow, and as many as are priced."""
+        plan = self._begun()
+        if plan.timed_width is not None:
+            return plan.timed_width - 1
+        return min(len(plan.prices) - 1, self._longest_copy)
+
     def n_verified(self, draft: Draft) -> int:
         """The number of draft tokens with the greatest expected net gain."""
         plan, source = self._begun(), draft.source

@@ -94,7 +94,7 @@ def test_a_pair_that_is_not_here_is_not_fetched(env: dict[str, str], hub: Hub, o
 def test_a_damaged_file_counts_as_none(models: list[Path], tmp_path: Path) -> None:
     invoke("probe", *naming(models), "--quick")
     learnt = set((tmp_path / "curves").glob("*.runs.json"))
-    (kept,) = set((tmp_path / "curves").iterdir()) - learnt
+    (kept,) = set((tmp_path / "curves").glob("*.json")) - learnt
     for damage in ("", "{", "[]", '{"format": 1}', '{"format": 0, "probe": {}}'):
         kept.write_text(damage)
         assert generate("-n", "5", "hello", models=models).code == 0

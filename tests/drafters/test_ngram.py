@@ -11,7 +11,7 @@ from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter, drafting
 from llamaspec.drafters.ngram import NgramDrafter, longest_match
 from llamaspec.length.fixed import FixedLength
 from llamaspec.protocols import Drafter, Preparing
-from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
+from llamaspec.values import DRAFT, LONGEST_COPY, Draft, ForwardRequest, Source, TokenArray
 
 
 def proposed(drafter: Drafter, context: TokenArray, n: int) -> Draft:
@@ -163,3 +163,21 @@ def test_an_aligned_copy_of_a_repetition_continues_with_itself() -> None:
         draft = drafter.propose(tokens(*(period * n)), FixedLength(25))
         assert draft.tokens.tolist() == [*period, *period, *period[:5]]
         assert list(draft.confidences) == sorted(draft.confidences)
+
+
+def test_a_copy_looks_no_further_ahead_than_the_policy_can_want() -> None:
+    """Looking 511 tokens ahead in every round cost a tiny model a third of its speed."""
+    looked_at: list[int] = []
+
+    def is_end(token: int) -> bool:
+        looked_at.append(token)
+        return False
+
+    text = tokens(*range(20), *range(8))
+    drafter = NgramDrafter(is_end=is_end)
+    assert proposed(drafter, text, 3).tokens.tolist() == [8, 9, 10]
+    assert looked_at == [8, 9, 10]
+    following = tokens(*text, 8, 9)  # now the sequence is aligned with its source
+    assert proposed(drafter, following, 2).tokens.tolist() == [10, 11]
+    assert looked_at[3:] == [10, 11]
+    assert len(proposed(drafter, following, 10**6)) == LONGEST_COPY
