@@ -81,8 +81,8 @@ def test_auto_without_a_known_draft(files: dict[str, Path]) -> None:
         plan_of(files, "unknown", "auto")
 
 
-def by_default(files: dict[str, Path], target: str, *drafts: str) -> DraftPlan:
-    return make_plan(target, drafts, by_default=True, find=lambda name: files[str(name)])
+def by_default(files: dict[str, Path], target: str, draft: str | None = None) -> DraftPlan:
+    return make_plan(target, draft, by_default=True, find=lambda name: files[str(name)])
 
 
 def test_without_a_draft_the_heads_are_used_by_default(files: dict[str, Path]) -> None:

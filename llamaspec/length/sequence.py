@@ -38,7 +38,6 @@ class RoundPlan:
 
     plain: float  # seconds per token without drafts
     step: float  # seconds of a draft step
-    further: float  # seconds of each further draft token: another step, or 0 if one step drafts a block
     rate: float = 1.0  # expected tokens per second: the price of time
     prices: Array = field(default_factory=lambda: np.zeros(1))  # [1 + n] seconds of 0, 1, ... verified tokens
     limits: dict[Source, int] = field(default_factory=dict)  # maximum number of draft tokens
@@ -151,8 +150,7 @@ class AutoSequence:
             n_short = int((seconds - seconds[0] <= WAIT_SECONDS).sum()) - 1
             seconds = seconds[: max(n_short, CHUNK) + 1]
         step = costs.drafting_seconds(1, 0, self.depth) / n_drafting
-        further = 0.0 if policy.drafting is Source.BLOCK else step
-        plan = RoundPlan(plain=float(seconds[0]) / n_sequences, step=step, further=further)
+        plan = RoundPlan(plain=float(seconds[0]) / n_sequences, step=step)
         if not costs.knows_plain:
             return plan
         plan.prices, plan.rate = (seconds - seconds[0]) / n_drafting, 1.0 / plan.plain
@@ -167,8 +165,7 @@ class AutoSequence:
         """Decide whether the draft model drafts up to `n` tokens, is explored, or stays out of the round."""
         policy, costs, drafting = self._policy, self._policy.costs, self._policy.drafting
         known = costs.widest_timed(DENSE)  # the cost of wider evaluations is a guess, until they are timed
-        spent = plan.prices[: n + 1].copy()
-        spent[1:] += plan.step + plan.further * np.arange(n)
+        spent = plan.prices[: n + 1] + plan.step * np.arange(n + 1)
         rates = (1.0 + expected_accepted(self._acceptance[drafting].probability(), n)) / (plan.plain + spent)
         if n_sequences == 1 < known and costs.next_untimed() is not None and not rates[:known].argmax():
             rates, spent = rates[:known], spent[:known]
@@ -234,7 +231,7 @@ class AutoSequence:
         prices = plan.prices[: plan.limits[source] + 1]
         expected = self._expected(source, draft.confidences)
         gains = expected - plan.rate * prices[: n + 1]
-        ahead = prices[n + 1 :] + plan.further * np.arange(1, len(prices) - n)
+        ahead = prices[n + 1 :] + plan.step * np.arange(1, len(prices) - n)
         accepted = expected_accepted(self._acceptance[source].probability(), len(ahead))[1:]
         later = expected[n] + (expected[n] - expected[n - 1]) * accepted - plan.rate * ahead
         return bool((later > (gains.max() if self._drops else gains[n])).any())

@@ -149,10 +149,12 @@ class Probe:
 
         Both are 0, unknown, if times vary too much to tell the depths apart.
         """
-        plain = self.widths[0].timings
-        widest = max((each for each in self.widths if each.width <= DENSE), key=lambda each: each.width)
+        narrow = [timing for timing in self.widths if timing.width <= DENSE]
+        if len(narrow) < 2:
+            return 0.0, 0.0
+        plain, widest = narrow[0].timings, narrow[-1]
         n_tokens, seconds = self.depths[-1] - self.depths[0], plain[-1].median - plain[0].median
-        if widest.width == 1 or seconds < TELLING * plain[0].median:
+        if seconds < TELLING * plain[0].median:
             return 0.0, 0.0
         more = (widest.timings[-1].median - widest.timings[0].median) / seconds
         share = min(max((more - 1) / (widest.width - 1), LEAST_SHARE), 1.0)

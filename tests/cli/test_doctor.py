@@ -48,7 +48,7 @@ CPU = Device("CPU", "a processor", "CPU", 0, 0)
 GPU = Device("CUDA0", "a card", "GPU", 2**30, 2**31)
 OUR_KERNELS = Kernels(reason="LLAMASPEC_KERNELS is off")
 MACHINE = MachineFacts("linux", "llama.cpp", (CPU,), False, False, True, OUR_KERNELS, 2**30, 4, 8)
-FACTS = ModelFacts("llama", 7 * 10**9, None, 2**29, None, False, True)
+FACTS = ModelFacts("llama", 7 * 10**9, None, 2**29, None, 0.0, keeps_states=False, keeps_positions=True)
 MEMORY = MemoryFacts(bytes_per_token=1024.0, fixed_bytes=0, n_right=18, n_kept=18)
 
 

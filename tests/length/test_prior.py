@@ -83,7 +83,7 @@ def test_the_gain_of_real_requests_adds_up_over_runs() -> None:
     for i in range(8):
         sequence.wants_more(NO_DRAFT)
         seconds = {"draft_seconds": 0.1, "verify_seconds": 1.5, "overhead_seconds": 5.0}
-        sequence.observe(Round(draft, (0,), 1, Evaluation(2, 1, i), **seconds))
+        sequence.observe(Round(draft, 1, 1, Evaluation(2, 1, i), **seconds))
     gain = policy.experience().gain
     assert (gain.n_tokens, gain.seconds) == (10 + 16, pytest.approx(9 + 8 * 1.6))
     assert gain.plain_seconds == pytest.approx(12 + 16, rel=0.2)

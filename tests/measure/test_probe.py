@@ -48,6 +48,7 @@ class SlowModel:
     rounds_deep_batches: bool = False
     now: float = 0.0
     description: str = "slow"
+    keeps_states: bool = False
     vocabulary_size: int = 256
     vocabulary: Letters = field(default_factory=Letters)
     options: ModelOptions = field(default_factory=ModelOptions)
