@@ -16,6 +16,7 @@ from llamaspec.errors import InexactError, LlamaspecError
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.probe import time_draft_step
 from llamaspec.measure.store import Models, keep, stored
@@ -90,24 +91,26 @@ def open_pair(
         target_options=target_options,
         draft_options=draft_options,
     )
-    return open_plan(plan, cache_ram=cache_ram, on_load=on_load)
+    store = None if cache_ram is None else PrefixStore(cache_ram)
+    return open_plan(plan, store=store, on_load=on_load)
 
 
 def open_plan(
     plan: DraftPlan,
     drafting: Drafting = Drafting(),  # immutable
     *,
-    cache_ram: int | None = None,
+    store: PrefixStore | None = None,
     on_load: LoadProgress | None = None,
     notify: Notify = _ignore,
 ) -> Pair:
     """Load the models of a plan, and give the pair its length policy; see `open_pair`.
 
-    `notify` receives warnings about kept measurements. InexactError if `drafting.exact` was asked for and
-    results may differ.
+    The pair stores finished sequences within the limit of `store`, which several pairs may share; None = the
+    default limit. `notify` receives warnings about kept measurements. InexactError if `drafting.exact` was
+    asked for and results may differ.
     """
     with ExitStack() as opened:
-        pair = opened.enter_context(load_pair(plan, cache_ram=cache_ram, on_load=on_load))
+        pair = opened.enter_context(load_pair(plan, store=store, on_load=on_load))
         if drafting.exact and (reason := pair.call(pair.target.why_inexact)) is not None:
             raise InexactError(f"--exact is impossible: {reason}")
         if drafting.draft_length is None:

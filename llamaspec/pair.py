@@ -286,12 +286,13 @@ def demo_draft() -> Path:
     return Path(str(files("llamaspec") / "demo" / "draft.gguf"))
 
 
-def load_pair(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadProgress | None = None) -> Pair:
-    """Load the models of a plan; parameters and errors are those of `open_pair` in `opening.py`."""
+def load_pair(
+    plan: DraftPlan, *, store: PrefixStore | None = None, on_load: LoadProgress | None = None
+) -> Pair:
+    """Load the models of a plan; parameters and errors are those of `open_plan` in `opening.py`."""
     start, heads = time.perf_counter(), None
     drafts: list[LlamaModel] = []
     with ExitStack() as opened:  # if opening a model fails, this closes the others
-        store = None if cache_ram is None else PrefixStore(cache_ram)
         target = LlamaModel(plan.target.path, plan.target.options, on_load, store=store)
         opened.callback(target.close)
         if plan.heads is not None:

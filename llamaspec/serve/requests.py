@@ -32,6 +32,7 @@ from llamaspec.serve.bodies import AnswerOptions, GenerationBody, ReasoningOptio
 from llamaspec.serve.constraints import Constraints, Prompt, ResponseFormat
 from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
 from llamaspec.serve.messages import ToolUse
+from llamaspec.serve.metrics import ModelMetrics
 from llamaspec.values import TokenArray
 
 USUAL_BYTES = 4  # of a token, to estimate the tokens of prompts that are too long to be tokenized
@@ -70,9 +71,19 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Runner:
+    """What runs the jobs of one model: the pair, how much it drafts, and what is counted for it."""
+
+    pair: Pair
+    policy: LengthPolicy
+    metrics: ModelMetrics
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One sequence to generate."""
 
+    runner: Runner
     prompt: Prompt
     sampling: Sampling
     seed: int
@@ -81,8 +92,9 @@ class Job:
     drafting: SpeculativeFields
     prediction: TokenArray | None = None  # [m] int32, that the answer is expected to mostly repeat
 
-    def open(self, pair: Pair, policy: LengthPolicy, on_prefill: Progress) -> AnswerStream:
+    def open(self, on_prefill: Progress) -> AnswerStream:
         """Return the stream of its answer; PromptError if the prompt does not fit."""
+        pair, policy = self.runner.pair, self.runner.policy
         prompt, drafting, vocabulary = self.prompt, self.drafting, pair.target.vocabulary
         is_plain = drafting.enabled is False or drafting.max_draft == 0
         constraints = iter(
@@ -114,19 +126,19 @@ class Job:
 
 
 class RequestBuilder:
-    """Makes the prompts and jobs of requests to one pair; raises a RequestError if that is impossible.
+    """Makes the prompts and jobs of requests to one model; raises a RequestError if that is impossible.
 
     Without a chat template, only text can be continued.
     """
 
-    def __init__(self, pair: Pair, template: ChatTemplate | None) -> None:
-        target = pair.target
+    def __init__(self, runner: Runner, template: ChatTemplate | None) -> None:
+        self._runner, target = runner, runner.pair.target
         self.template, self.vocabulary = template, target.vocabulary
         self.answer_format = AnswerFormat() if template is None else template.answer_format
         self.takes_tools = template is not None and template.takes_tools
         # In some files <tool_call> is a control token, in others a user-defined one: `specials` has both.
         marks = {text.decode(errors="replace"): i for i, text in self.vocabulary.specials.items()}
-        self.constraints = Constraints(pair, marks)
+        self.constraints = Constraints(runner.pair, marks)
         self._context_size = target.context_size
         longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
         self._max_bytes = self._context_size * longest_token  # longer text cannot fit
@@ -250,6 +262,7 @@ class RequestBuilder:
             prediction = await run_in_threadpool(self.vocabulary.tokenize, content, add_special=False)
         return [
             Job(
+                self._runner,
                 prompt,
                 sampling,
                 body.chosen_seed + i,
