@@ -47,7 +47,8 @@ from llamaspec.serve.bodies import ModelBody, parse_body
 from llamaspec.serve.connections import BACKLOG, Connection
 from llamaspec.serve.errors import RequestError, error_response
 from llamaspec.serve.loading import with_loaded
-from llamaspec.serve.models import Models
+from llamaspec.serve.log import Write
+from llamaspec.serve.models import Models, ModelSource
 from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, WORK, Endpoint, Service
 
 POLL_SECONDS = 0.05  # between two looks whether the last request has ended
@@ -288,6 +289,14 @@ def url_of(opened: socket.socket) -> str:
     """Return the URL of a server on a socket."""
     host, port = opened.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def serving(source: ModelSource, settings: ServeSettings, write: Write) -> Iterator[Models]:
+    """Load the only model of a server, which answers requests with any name. It is freed with the block."""
+    with contextlib.closing(Models(lambda: [source], settings, write, any_name=True)) as models:
+        models.open_now()
+        yield models
 
 
 class Server(uvicorn.Server):

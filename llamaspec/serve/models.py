@@ -14,14 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.errors import LlamaspecError, MemoryFullError
 from llamaspec.llama.weights import LoadProgress
+from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.errors import RequestError
 from llamaspec.serve.log import ServerLog, Write
@@ -45,6 +48,15 @@ class ModelSource:
     needed_bytes: Callable[[], int] = lambda: 0  # an estimate of the memory that it takes once loaded
     aliases: tuple[str, ...] = ()  # other names that requests may use
     stays: bool = False  # loaded when the server starts, and never unloaded
+
+
+def open_source(
+    pair: Pair, policy: LengthPolicy, template: ChatTemplate | None, name: str | None = None
+) -> ModelSource:
+    """Return a model that is loaded already; its caller closes it. Its default name is that of its file."""
+    opened = OpenModel(pair, policy, template)
+    path = pair.target.path
+    return ModelSource(name or path.stem, path, lambda _: nullcontext(opened), stays=True)
 
 
 class LoadCancelledError(Exception):
