@@ -63,7 +63,18 @@ ENDPOINTS = (
     *llama_server.ENDPOINTS,
     *status.ENDPOINTS,
 )
-_PAGE_MODULES = ("page", "client", "dom", "markdown", "speed", "store", "timeline", "view")
+_PAGE_MODULES = (
+    "page",
+    "client",
+    "dom",
+    "markdown",
+    "models",
+    "speed",
+    "store",
+    "timeline",
+    "transfer",
+    "view",
+)
 _PAGE_FILES = {"/": "index.html"} | {
     f"/{name}": name
     for name in ("page.css", "vendor/markdown-it.umd.min.js", *(f"{name}.js" for name in _PAGE_MODULES))

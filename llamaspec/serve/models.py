@@ -9,6 +9,7 @@ runs in the event loop. tests/serve/test_models.py.
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import threading
 import time
@@ -22,6 +23,7 @@ from typing import Any, TypeVar
 
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.errors import LlamaspecError, MemoryFullError
+from llamaspec.llama.resources import give_back_memory
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
@@ -311,7 +313,7 @@ class Models:
             self.log.line(f"nobody waits for {model.name} any more")
             with suppress(LoadCancelledError, LlamaspecError):
                 await opening
-                await self._in_thread(model.resources.close)
+                await self._in_thread(lambda: _free(model.resources))
             raise
 
     async def _make_room(self, model: ServedModel) -> None:
@@ -343,7 +345,7 @@ class Models:
         model.service, model.idle_seconds = None, self._usual_seconds
         # Shielded: a model must not be half closed because the request that needs its memory has ended.
         try:
-            await asyncio.shield(asyncio.ensure_future(self._in_thread(model.resources.close)))
+            await asyncio.shield(asyncio.ensure_future(self._in_thread(lambda: _free(model.resources))))
         except Exception as error:  # noqa: BLE001  # the request that needs its memory is not at fault
             self.log.fault(error)
         self.log.line(f"unloaded {model.name}")
@@ -384,6 +386,13 @@ class Models:
         for model in self.loaded:
             model.service = None
             model.resources.close()
+
+
+def _free(resources: ExitStack) -> None:
+    """Close a model, and give its memory back to the system."""
+    resources.close()
+    gc.collect()
+    give_back_memory()
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

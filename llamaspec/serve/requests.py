@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import takewhile
 
 import numpy as np
@@ -140,8 +141,11 @@ class RequestBuilder:
         marks = {text.decode(errors="replace"): i for i, text in self.vocabulary.specials.items()}
         self.constraints = Constraints(runner.pair, marks)
         self._context_size = target.context_size
-        longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
-        self._max_bytes = self._context_size * longest_token  # longer text cannot fit
+
+    @cached_property
+    def _max_bytes(self) -> int:
+        """Maximum number of bytes of a text that may fit. Takes a while, so it is computed when needed."""
+        return self._context_size * max(map(len, map(self.vocabulary.text, range(self.vocabulary.size))))
 
     def tokenized(self, given: str | Sequence[int | str]) -> TokenArray:
         """Return the tokens of a text to continue, or of a list of texts and token ids."""
@@ -217,7 +221,7 @@ class RequestBuilder:
     def check_size(self, text: str | bytes, field: str) -> None:
         """Raise a RequestError if a text is certain to exceed the context; does not tokenize it."""
         n = len(text.encode() if isinstance(text, str) else text)
-        if n > self._max_bytes:
+        if n > self._context_size and n > self._max_bytes:  # a token has at least one byte
             n_tokens = max(n // USUAL_BYTES, self._context_size)
             raise ContextOverflowError(n_tokens, self._context_size, field, is_estimate=True)
 
@@ -258,8 +262,7 @@ class RequestBuilder:
         limit = self._context_size if options.limit is None or options.limit < 0 else options.limit
         prediction = None
         if options.prediction is not None:
-            content = options.prediction[: self._max_bytes].encode()  # more cannot fit
-            prediction = await run_in_threadpool(self.vocabulary.tokenize, content, add_special=False)
+            prediction = await run_in_threadpool(self._predicted, options.prediction)
         return [
             Job(
                 self._runner,
@@ -274,6 +277,11 @@ class RequestBuilder:
             for prompt in prompts
             for i in range(options.n)
         ]
+
+    def _predicted(self, text: str) -> TokenArray:
+        """Return the tokens of a prediction, without those that cannot fit."""
+        fitting = text if len(text) <= self._context_size else text[: self._max_bytes]
+        return self.vocabulary.tokenize(fitting.encode(), add_special=False)
 
     def matched_stop(self, completion: Completion, stops: Sequence[str]) -> str | None:
         """Return the stop string that ended a completion; None if none did."""

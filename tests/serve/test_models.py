@@ -4,85 +4,20 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llamaspec import FixedLength, ModelOptions, open_pair
-from llamaspec.chat.template import ChatTemplate
+from llamaspec import open_pair
 from llamaspec.errors import MemoryFullError, ModelFileError
-from llamaspec.llama.weights import LoadProgress
-from llamaspec.serve import ServeSettings
-from llamaspec.serve.app import open_socket
-from llamaspec.serve.models import Models, ModelSource
-from llamaspec.serve.service import OpenModel
-from model_store import ModelStore
 from patience import until
-from serving import TEMPLATE, Gate, Served, said, serve
-from tiny_models import Recipe
+from serving import Gate, Served, said
+from shelf import NAMES, OPTIONS, Shelf, several
 
-NAMES = ("alpha-Q8_0", "beta", "gamma", "delta")
-OPTIONS = ModelOptions(n_ctx=256, n_cells=1024, threads=1, cache_type_v="bf16")
 HI: Any = [{"role": "user", "content": "Hi"}]
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-@dataclass
-class Shelf:
-    """Tiny models, and what happened to them. Each takes one byte of the limit."""
-
-    files: dict[str, tuple[Path, Path | None]]
-    opened: list[str] = field(default_factory=list)
-    closed: list[str] = field(default_factory=list)
-    faults: dict[str, Exception] = field(default_factory=dict)
-    gates: dict[str, threading.Event] = field(default_factory=dict)  # loading waits for them
-    before: Callable[[str], None] = lambda _: None  # called with the name before a model is opened
-
-    def sources(self) -> Sequence[ModelSource]:
-        return [self._source(name) for name in self.files]
-
-    def _source(self, name: str) -> ModelSource:
-        target, draft = self.files[name]
-
-        @contextmanager
-        def opening(on_load: LoadProgress) -> Iterator[OpenModel]:
-            self.before(name)
-            while name in self.gates and not self.gates[name].wait(0.01):
-                on_load(0.5)
-            if name in self.faults:
-                raise self.faults[name]
-            with open_pair(target, draft, target_options=OPTIONS, draft_options=OPTIONS) as pair:
-                self.opened.append(name)
-                yield OpenModel(pair, FixedLength(3), ChatTemplate.of(pair.target, TEMPLATE))
-            self.closed.append(name)
-
-        return ModelSource(name, target, opening, lambda: 1, (f"org/{name}",))
-
-
-@pytest.fixture
-def shelf(store: ModelStore) -> Shelf:
-    recipes = [Recipe(seed=seed, dtype="q8_0") for seed in range(len(NAMES))]
-    drafts = {NAMES[1]: store.path("llama", recipes[1].draft())}
-    return Shelf({name: (store.path("llama", recipe), drafts.get(name))
-                  for name, recipe in zip(NAMES, recipes, strict=True)})  # fmt: skip
-
-
-@contextmanager
-def several(shelf: Shelf, **settings: Any) -> Iterator[Served]:
-    """Serve the models of a shelf."""
-    log: list[str] = []
-    config = ServeSettings(port=0, **{"memory_bytes": 2, **settings})
-    models = Models(shelf.sources, config, log.append)
-    try:
-        with serve(models, open_socket(config), log) as server:
-            yield server
-    finally:
-        models.close()
 
 
 def ask(server: Served, model: str | None, seed: int = 1, n: int = 12, **more: Any) -> Any:
