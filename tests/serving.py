@@ -211,14 +211,14 @@ def process(
         assert popen.stderr is not None
         for line in popen.stderr:
             lines.append(line.rstrip("\n"))
-            if "is served at" in line:
+            if "served at" in line:
                 served_at.set()
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
         assert served_at.wait(PATIENCE), lines
-        url = next(line for line in lines if "is served at" in line).rpartition(" ")[2]
+        url = next(line for line in lines if "served at" in line).rpartition(" ")[2]
         until(lambda: httpx.get(f"{url}/health").status_code == 200)
         yield Process(popen, lines, url)
     finally:

@@ -74,7 +74,7 @@ class Served:
             plan = _plan_with_known_draft(choice)
         else:
             plan = find_plan(choice, locate_model)
-        return _with_room(plan, choice, self.serving.ctx_per_request, self.serving.parallel)
+        return _with_room(plan, choice, self.serving)
 
     def needed_bytes(self) -> int:
         """Return an estimate of the memory that it takes once it is loaded."""
@@ -109,15 +109,20 @@ def _plan_with_known_draft(choice: ModelChoice) -> DraftPlan:
     return find_plan(replace(choice, drafts=()), locate_model)
 
 
-def _with_room(plan: DraftPlan, choice: ModelChoice, per_request: int | None, parallel: int) -> DraftPlan:
+def _check_room(choice: ModelChoice, serving: Serving) -> None:
+    """Raise ValueError if a request may have more tokens than the KV cache."""
+    n_ctx, per_request = choice.target_options.n_ctx, serving.ctx_per_request
+    if n_ctx is not None and per_request is not None and per_request > n_ctx:
+        raise ValueError(
+            f"--ctx-per-request {per_request} is more than --n-ctx {n_ctx}, which all requests share"
+        )
+
+
+def _with_room(plan: DraftPlan, choice: ModelChoice, serving: Serving) -> DraftPlan:
     """Return the plan with one KV cache that all requests share."""
     n_ctx = choice.target_options.n_ctx
-    per_request = per_request or n_ctx
-    n_cells = n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * parallel
-    if per_request is not None and per_request > n_cells:
-        raise ValueError(
-            f"--ctx-per-request {per_request} is more than --n-ctx {n_cells}, which all requests share"
-        )
+    per_request = serving.ctx_per_request or n_ctx
+    n_cells = n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * serving.parallel
 
     def roomy(file: ModelFile, n_ctx: int | None) -> ModelFile:
         return replace(file, options=replace(file.options, n_ctx=n_ctx, n_cells=n_cells))
@@ -179,6 +184,7 @@ def served_models(
     """
     if folder is not None and not folder.is_dir():
         raise ModelFileError(f"{folder} is no folder; name the folder of your models with --models-dir")
+    _check_room(models.first, serving)
     is_one = len(models.targets) == 1 and folder is None
     if not is_one:
         store = serving.store or PrefixStore(default_store_bytes(0))
