@@ -24,7 +24,8 @@ from llamaspec.chat.template import ChatTemplate
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, make_app, open_socket, serving, url_of
-from llamaspec.serve.models import Models, open_source
+from llamaspec.serve.models import Models
+from llamaspec.serve.served_model import open_source
 from llamaspec.serve.service import Service
 from patience import PATIENCE, until
 

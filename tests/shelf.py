@@ -14,7 +14,8 @@ from llamaspec.chat.template import ChatTemplate
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import open_socket
-from llamaspec.serve.models import Models, ModelSource
+from llamaspec.serve.models import Models
+from llamaspec.serve.served_model import ModelSource
 from llamaspec.serve.service import OpenModel
 from model_store import ModelStore
 from serving import TEMPLATE, Served, serve

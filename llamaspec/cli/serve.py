@@ -82,6 +82,8 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--keep-alive", type=Duration(), metavar="DURATION",
                  help="How long a model that nobody uses stays loaded, such as 10m; -1 = until its memory is "
                       "needed. Default: 10m; a single --target stays."),
+    click.option("--pull", "may_pull", is_flag=True,
+                 help="Let clients download models, from the lists and from the hub, by Ollama's /api/pull."),
     click.option("--alias", help="Model name in responses, for a single --target; default: the file's name."),
     shared.CHAT_TEMPLATE_OPTION,
     click.option("--cache-ram", "cache_ram_mib", type=Integer(min=0), metavar="MIB",
@@ -118,6 +120,7 @@ def serve(
     ctx_per_request: int | None,
     chat_template: str | None,
     models_dir: str | None,
+    may_pull: bool,
     memory_limit: float | None,
     keep_alive: float | None,
     cache_ram_mib: int | None,
@@ -144,6 +147,7 @@ def serve(
             **others,
         )
     check_installed()
+    from llamaspec.cli.pulling import pull
     from llamaspec.cli.served_models import Serving, served_models
     from llamaspec.serve.app import Server, make_app, open_socket, url_of  # an extra
     from llamaspec.serve.connections import raise_file_limit
@@ -164,7 +168,7 @@ def serve(
         faulthandler.enable(all_threads=False)  # a model file that was shortened, or a fault in llama.cpp
     folder = None if models_dir is None else Path(models_dir)
     with refusing_values():
-        served = served_models(models, folder, serving, settings, tell)
+        served = served_models(models, folder, serving, settings, tell, pull=pull if may_pull else None)
     with open_socket(settings) as opened, closing(served):
         url = url_of(opened)
         lines = _about_one(served, url) if served.any_name else _about_all(served, url)

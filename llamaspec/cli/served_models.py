@@ -22,7 +22,7 @@ from llamaspec.cli.output import SlowProgress, say
 from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError, PairError
 from llamaspec.files import model_stem, part_names
-from llamaspec.hub import find_here
+from llamaspec.hub import fetched_models, find_here
 from llamaspec.llama.file_facts import file_facts
 from llamaspec.llama.model import default_store_bytes
 from llamaspec.llama.nextn import PARTS
@@ -35,7 +35,9 @@ from llamaspec.pair import Pair
 from llamaspec.plan import AUTO, DraftPlan, ModelFile, estimated_bytes, known_draft
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.log import Write
-from llamaspec.serve.models import Models, ModelSource
+from llamaspec.serve.model_names import quantization_of
+from llamaspec.serve.models import Models, Pull
+from llamaspec.serve.served_model import ModelSource
 from llamaspec.serve.service import OpenModel
 
 _NO_MODELS = PARTS | {"clip"}  # architectures of files that generate no text alone
@@ -175,12 +177,18 @@ def _source(
 
 
 def served_models(
-    models: ModelChoices, folder: Path | None, serving: Serving, settings: ServeSettings, write: Write
+    models: ModelChoices,
+    folder: Path | None,
+    serving: Serving,
+    settings: ServeSettings,
+    write: Write,
+    pull: Pull | None = None,
 ) -> Models:
     """Return the models of a server: those that the command line names, or all at hand.
 
-    The only model that it names answers requests with any name. If nothing is at hand, the embedded pair
-    does. ModelFileError if there is no such model, ValueError if an option is wrong.
+    The only model that it names answers requests with any name. If nothing is at hand and nothing can be
+    downloaded, the embedded pair does. ModelFileError if there is no such model, ValueError if an option is
+    wrong.
     """
     if folder is not None and not folder.is_dir():
         raise ModelFileError(f"{folder} is no folder; name the folder of your models with --models-dir")
@@ -192,17 +200,17 @@ def served_models(
         named = named_sources(models, serving)
 
         def find() -> list[ModelSource]:
-            listed = [] if named else listed_sources(models, serving)
+            listed = [] if named else [*listed_sources(models, serving), *fetched_sources(models, serving)]
             in_folder = [] if folder is None else folder_sources(folder, models, serving)
             return without_repetition([*named, *listed, *in_folder])
 
-        if models.targets or find():
+        if models.targets or pull is not None or find():
             if settings.alias is not None:
                 raise ValueError("--alias names a single target; use --target NAME=FILE")
             if settings.memory_bytes is None:
                 room = room_for_models() - store.limit
                 settings = replace(settings, memory_bytes=max(0, room))
-            return Models(find, settings, write)
+            return Models(find, settings, write, pull=pull)
     name = models.targets[0][0] if is_one else None
     source = _only_source(settings.alias or name, models.first, serving)
     return Models(lambda: [source], settings, write, any_name=True)
@@ -239,6 +247,17 @@ def listed_sources(models: ModelChoices, serving: Serving) -> list[ModelSource]:
         for name, (path, aliases) in _files_here(entry).items()
         if _generates(path)
     ]
+
+
+def fetched_sources(models: ModelChoices, serving: Serving) -> list[ModelSource]:
+    """Return the models that were fetched from the hub, listed or not."""
+    found = []
+    for file, path in fetched_models():
+        name, on_hub = model_stem(Path(file.file).name), f"hf.co/{file.repo}"
+        aliases = (on_hub, f"{on_hub}:{quantization_of(name)}")
+        if _generates(path):
+            found.append(_source(name, path, models.of(str(file)), serving, aliases))
+    return found
 
 
 def folder_sources(folder: Path, models: ModelChoices, serving: Serving) -> list[ModelSource]:

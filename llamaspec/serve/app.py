@@ -48,7 +48,8 @@ from llamaspec.serve.connections import BACKLOG, Connection
 from llamaspec.serve.errors import RequestError, error_response
 from llamaspec.serve.loading import with_loaded
 from llamaspec.serve.log import Write
-from llamaspec.serve.models import Models, ModelSource
+from llamaspec.serve.models import Models
+from llamaspec.serve.served_model import ModelSource
 from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, WORK, Endpoint, Service
 
 POLL_SECONDS = 0.05  # between two looks whether the last request has ended

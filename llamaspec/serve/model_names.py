@@ -38,6 +38,12 @@ def plain(name: str) -> str:
     return found.removesuffix(":latest").removesuffix(".gguf").replace(":", "-")
 
 
+def quantization_of(name: str) -> str:
+    """Return the quantization at the end of a name, in lower case; empty if there is none."""
+    found = _QUANTIZATION.search(plain(name))
+    return "" if found is None else found[0][1:]
+
+
 def _family(name: str) -> str:
     """Return a name for comparison without its quantization."""
     return _QUANTIZATION.sub("", plain(name))

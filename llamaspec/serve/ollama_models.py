@@ -6,27 +6,34 @@ with `--pull`, and never deleted. tests/serve/test_ollama.py, tests/serve/test_m
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import time
+from collections.abc import AsyncIterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from llamaspec.errors import ModelFileError
 from llamaspec.files import file_identity
 from llamaspec.llama.file_facts import FileFacts, file_facts
 from llamaspec.serve.bodies import Fields
-from llamaspec.serve.errors import RequestError
-from llamaspec.serve.forms import Data
-from llamaspec.serve.models import Models, ServedModel
-from llamaspec.serve.ollama import time_of
+from llamaspec.serve.errors import RequestError, ollama_error
+from llamaspec.serve.forms import Data, as_line
+from llamaspec.serve.models import Models, Pull
+from llamaspec.serve.ollama import OllamaForm, time_of
+from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import Endpoint, Service
 
 API_VERSION = "0.12.6"  # of Ollama; clients refuse versions without the features that they need
 NEVER = "2318-01-01T00:00:00Z"
+
+
+_PULLED = {"status": "success"}
 
 
 class NameBody(Fields):
@@ -34,6 +41,12 @@ class NameBody(Fields):
 
     model: str | None = None
     name: str | None = None  # the older name of the field
+
+
+class PullBody(NameBody):
+    """A request to download a model."""
+
+    stream: bool | None = None
 
 
 async def _version(*_: object) -> Response:
@@ -131,15 +144,44 @@ async def _refuse_to_delete(*_: Any) -> Response:
     raise RequestError(403, "this server deletes no models; use `llamaspec models remove`")
 
 
-async def _pull(models: Models, _: Request, body: NameBody) -> Response:
-    """Answer that a model is here; this server downloads nothing."""
+async def _pull(models: Models, _: Request, body: PullBody) -> Response:
+    """Download a model, if that is allowed; otherwise say whether it is here."""
     name = body.model or body.name or ""
+    if models.pull is None:
+        try:
+            await models.named(name)
+        except RequestError as error:
+            remedy = "this server downloads no models (--pull); use `llamaspec models pull`"
+            raise RequestError(error.status, f"{error.message}; {remedy}") from error
+        return JSONResponse(_PULLED)
+    parts = _pulled(models, models.pull, name)
+    if body.stream is not False:
+        lines = (f"{as_line(part)}\n" async for part in parts)
+        return StreamingResponse(lines, media_type=OllamaForm.media_type)
+    last = [part async for part in parts][-1]
+    return JSONResponse(last, HTTPStatus.BAD_GATEWAY if "error" in last else HTTPStatus.OK)
+
+
+async def _pulled(models: Models, pull: Pull, name: str) -> AsyncIterator[Data]:
+    """Download a model; yield the progress, and at last whether it is here. Goes on if the client leaves."""
+    loop, news = asyncio.get_running_loop(), asyncio.Queue[Data]()
+
+    def on_pull(file: str, n_here: int, n_bytes: int) -> None:
+        part = {"status": f"pulling {file}", "digest": file, "total": n_bytes, "completed": n_here}
+        loop.call_soon_threadsafe(news.put_nowait, part)
+
+    pulling = asyncio.ensure_future(asyncio.to_thread(pull, name, on_pull))
+    pulling.add_done_callback(lambda _: news.put_nowait({}))
+    yield {"status": "pulling manifest"}
+    while part := await news.get():
+        yield part
     try:
-        await models.named(name)
-    except RequestError as error:
-        message = "this server downloads no models; use `llamaspec models pull`"
-        raise RequestError(error.status, f"{error.message}; {message}") from error
-    return JSONResponse({"status": "success"})
+        await pulling
+    except Exception as error:  # noqa: BLE001  # the client gets the error
+        models.log.fault(error)
+        yield ollama_error(error)
+        return
+    yield _PULLED
 
 
 ENDPOINTS = (
@@ -148,5 +190,5 @@ ENDPOINTS = (
     Endpoint("/api/ps", _ps, is_general=True),
     Endpoint("/api/version", _version, is_general=True),
     Endpoint("/api/delete", _refuse_to_delete, NameBody, is_general=True, method="DELETE"),
-    Endpoint("/api/pull", _pull, NameBody, is_general=True),
+    Endpoint("/api/pull", _pull, PullBody, is_general=True),
 )

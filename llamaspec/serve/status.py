@@ -12,8 +12,9 @@ from llamaspec.llama.file_facts import file_facts
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.serve.forms import Data
 from llamaspec.serve.metrics import Load
-from llamaspec.serve.models import Models, ServedModel
+from llamaspec.serve.models import Models
 from llamaspec.serve.scheduling import SequenceState
+from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import Endpoint, Service
 
 

@@ -16,7 +16,7 @@ from llamaspec import FixedLength, ModelOptions, open_pair
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import ENDPOINTS, make_app, serving
-from llamaspec.serve.models import open_source
+from llamaspec.serve.served_model import open_source
 from serve_soak import TEMPLATE
 
 NAMED = "/v1/models/{name:path}"  # generated names do not exist

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -80,6 +83,27 @@ def test_one_target_answers_requests_with_any_name(folder: Path) -> None:
         assert httpx.get(f"{server.url}/api/ps").json()["models"][0]["expires_at"].startswith("2318")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_unloading_frees_memory(store: ModelStore, tmp_path: Path) -> None:
+    """Ten times the same models leave no more than three times did. One of them takes 200 MB."""
+    for i in range(2):
+        recipe = Recipe(seed=i, n_layers=8, width=512, n_ffn=1024, n_context=8192)
+        (tmp_path / f"m{i}.gguf").symlink_to(store.path("llama", recipe))
+    with process("--models-dir", str(tmp_path), "--models-max", "1", "--n-ctx", "8192") as server:
+        facts = psutil.Process(server.popen.pid)
+        idle, sizes = facts.memory_info().rss, []
+        for _ in range(10):
+            for name in ("m0", "m1"):
+                assert ask(server, name).status_code == 200
+            loaded = facts.memory_info().rss
+            httpx.post(f"{server.url}/api/chat", json={"model": "m1", "keep_alive": 0})
+            sizes.append((facts.memory_info().rss, len(facts.memory_maps(grouped=False))))
+    assert loaded - idle > 150e6
+    assert sizes[-1][0] < 1.05 * sizes[2][0]
+    assert sizes[-1][0] - idle < 0.2 * (loaded - idle)
+    assert sizes[-1][1] <= 1.05 * sizes[2][1]
+
+
 def test_one_target_is_unloaded_if_asked_for(folder: Path) -> None:
     options = ("--target", str(folder / "one-Q8_0.gguf"), "--n-ctx", "256", "--keep-alive", "10ms")
     with process(*options) as server:
@@ -104,6 +128,27 @@ def test_the_users_own_list(folder: Path, tmp_path: Path) -> None:
         assert ask(server, "mine").json()["choices"][0]["text"] == alone(one)
         about = httpx.get(f"{server.url}/props").json()
     assert len(about["drafts"]) == 1
+
+
+def test_a_client_downloads_models_only_if_that_is_allowed(env: dict[str, str]) -> None:
+    """With the draft of the list; nothing else is downloaded, whatever a client asks for."""
+    body = {"model": "big:latest", "prompt": "Hello", "max_tokens": 3}
+    with process("--n-ctx", "256", env=env) as server:
+        refused = httpx.post(f"{server.url}/api/pull", json={"model": "big"})
+        assert (refused.status_code, "--pull" in refused.json()["error"]) == (404, True)
+    with process("--pull", "--n-ctx", "256", env=env) as server:
+        assert names(server) == []
+        assert httpx.post(f"{server.url}{TEXT}", json=body).status_code == 404
+        said_ = httpx.post(f"{server.url}/api/pull", json={"model": "big"}, timeout=PATIENCE).text
+        *parts, last = [json.loads(line) for line in said_.splitlines()]
+        assert last == {"status": "success"}
+        assert {part.get("digest") for part in parts} == {None, "big-Q8_0.gguf", "small-Q8_0.gguf"}
+        assert all(part["completed"] == part["total"] > 0 for part in parts[-1:])
+        until(lambda: names(server) == ["big", "small"])
+        assert httpx.post(f"{server.url}{TEXT}", json=body, timeout=PATIENCE).status_code == 200
+        for name in ("hf.co/acme/none", "/etc/passwd", "nothing"):
+            answer = httpx.post(f"{server.url}/api/pull", json={"model": name, "stream": False})
+            assert (answer.status_code, "error" in answer.json()) == (502, True)
 
 
 @pytest.mark.parametrize(
