@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,21 @@ def fetched_snapshots(folder: Path) -> list[Path]:
         main = ""
     found = [path for path in (folder / "snapshots").glob("*") if path.is_dir() and not path.is_symlink()]
     return sorted(found, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+
+
+def fetched_models() -> Iterator[tuple[RemoteFile, Path]]:
+    """Yield all models in the cache folder of which all parts are there, each once, with its path."""
+    for folder in sorted(repo_folder("*/*").parent.glob("models--*")):
+        repo, seen = folder.name.removeprefix("models--").replace("--", "/", 1), set[str]()
+        for snapshot in fetched_snapshots(folder):
+            for path in sorted(snapshot.rglob("*.gguf")):
+                name = path.relative_to(snapshot).as_posix()
+                with suppress(ValueError):  # not the name of a model
+                    file = RemoteFile(repo, name)
+                    is_whole = all((snapshot / part).is_file() for part in file.parts)
+                    if name == file.parts[0] and name not in seen and is_whole:
+                        seen.add(name)
+                        yield file, path
 
 
 def remove_link(folder: Path, link: Path) -> int:

@@ -16,6 +16,7 @@ from llamaspec.errors import InexactError, LlamaspecError, MemoryFullError, Pair
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.probe import time_draft_step
 from llamaspec.measure.store import Models, stored, update
@@ -89,31 +90,33 @@ def open_pair(
         target_options=target_options,
         draft_options=draft_options,
     )
-    return open_plan(plan, cache_ram=cache_ram, on_load=on_load)
+    store = None if cache_ram is None else PrefixStore(cache_ram)
+    return open_plan(plan, store=store, on_load=on_load)
 
 
 def open_plan(
     plan: DraftPlan,
     drafting: Drafting = Drafting(),  # immutable
     *,
-    cache_ram: int | None = None,
+    store: PrefixStore | None = None,
     on_load: LoadProgress | None = None,
     notify: Notify = _ignore,
 ) -> Pair:
     """Load the models of a plan, and give the pair its length policy; see `open_pair`.
 
-    `notify` receives warnings, also if the target is opened without a draft that nobody asked for, because
-    that cannot be loaded. InexactError if `drafting.exact` was asked for and results may differ.
+    The pair stores finished sequences within the limit of `store`, which several pairs may share; None = the
+    default limit. `notify` receives warnings, also if the target is opened without a draft that nobody asked
+    for, because that cannot be loaded. InexactError if `drafting.exact` was asked for and results may differ.
     """
     with ExitStack() as opened:
         try:
-            pair = opened.enter_context(load_pair(plan, cache_ram=cache_ram, on_load=on_load))
+            pair = opened.enter_context(load_pair(plan, store=store, on_load=on_load))
         except (PairError, MemoryFullError) as error:
             if not plan.is_default:
                 raise
             notify(f"continuing without the draft: {error}")
             plan = plan.without_draft
-            pair = opened.enter_context(load_pair(plan, cache_ram=cache_ram, on_load=on_load))
+            pair = opened.enter_context(load_pair(plan, store=store, on_load=on_load))
         if drafting.exact and (reason := pair.call(pair.target.why_inexact)) is not None:
             raise InexactError(f"--exact is impossible: {reason}")
         if drafting.draft_length is None:

@@ -299,11 +299,12 @@ def demo_draft() -> Path:
     return Path(str(files("llamaspec") / "demo" / "draft.gguf"))
 
 
-def load_pair(plan: DraftPlan, *, cache_ram: int | None = None, on_load: LoadProgress | None = None) -> Pair:
-    """Load the models of a plan; parameters and errors are those of `open_pair` in `opening.py`."""
+def load_pair(
+    plan: DraftPlan, *, store: PrefixStore | None = None, on_load: LoadProgress | None = None
+) -> Pair:
+    """Load the models of a plan; parameters and errors are those of `open_plan` in `opening.py`."""
     start, draft, heads = time.perf_counter(), None, None
     with ExitStack() as opened:  # if opening a model fails, this closes the others
-        store = None if cache_ram is None else PrefixStore(cache_ram)
         target = LlamaModel(plan.target.path, plan.target.options, on_load, store=store)
         opened.callback(target.close)
         if plan.heads is not None:

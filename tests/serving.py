@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import threading
@@ -22,7 +23,9 @@ from llamaspec.chat.messages import Message
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.app import Server, open_socket, serving, url_of
+from llamaspec.serve.app import Server, make_app, open_socket, serving, url_of
+from llamaspec.serve.models import Models
+from llamaspec.serve.served_model import open_source
 from llamaspec.serve.service import Service
 from patience import PATIENCE, until
 
@@ -56,12 +59,19 @@ class Served:
     """A running server."""
 
     url: str
-    service: Service
+    models: Models
     log: list[str]
     client: httpx.Client
     stop: Callable[[], None] = field(repr=False)
     n_connections: Callable[[], int] = field(repr=False)
     in_loop: Callable[[Callable[[], object]], object] = field(repr=False)  # calls it in the event loop
+
+    @property
+    def service(self) -> Service:
+        """The loaded model of a server that has one."""
+        (model,) = self.models.loaded
+        assert model.service is not None
+        return model.service
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         """Post JSON."""
@@ -108,6 +118,16 @@ def parse_events(text: str) -> list[tuple[str | None, Any]]:
     return events
 
 
+def counters(text: str) -> dict[str, float]:
+    """Return Prometheus' metrics of a server with one model, by name and label, without that of the model."""
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    found = {}
+    for name, _, value in lines:
+        plain = re.sub(',?model_name="[^"]*"', "", name).replace("{,", "{").replace("{}", "")
+        found[plain.removeprefix("llamaspec:")] = float(value)
+    return found
+
+
 def open_demo(files: tuple[Path, Path | str], n_cells: int = 4 * CONTEXT) -> Pair:
     """Open the embedded pair with logits that are the same at every batch width."""
     options = ModelOptions(n_ctx=CONTEXT, n_cells=n_cells, threads=1, cache_type_v="bf16")
@@ -122,9 +142,18 @@ def served(
     log: list[str] = []
     config = ServeSettings(port=0, **settings)
     of = None if template is None else ChatTemplate.of(pair.target, template)
-    opened, is_ready = open_socket(config), threading.Event()
-    with opened, serving(pair, policy or FixedLength(3), of, config, log.append) as (app, service):
-        server = Server(app, service, is_ready.set)
+    opened = open_socket(config)
+    source = open_source(pair, policy or FixedLength(3), of, config.alias)
+    with opened, serving(source, config, log.append) as models, serve(models, opened, log) as running:
+        yield running
+
+
+@contextmanager
+def serve(models: Models, opened: socket.socket, log: list[str]) -> Iterator[Served]:
+    """Run a server in a thread."""
+    is_ready = threading.Event()
+    with opened:
+        server = Server(make_app(models), models, is_ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
         url = url_of(opened)
         thread.start()
@@ -138,7 +167,7 @@ def served(
             assert is_ready.wait(PATIENCE)
             with httpx.Client(base_url=url, timeout=PATIENCE) as client:
                 n_connections = lambda: len(server.server_state.connections)  # noqa: E731
-                yield Served(url, service, log, client, stop, n_connections, server.loop.call_soon_threadsafe)
+                yield Served(url, models, log, client, stop, n_connections, server.loop.call_soon_threadsafe)
         finally:
             stop()
 
@@ -183,14 +212,14 @@ def process(
         assert popen.stderr is not None
         for line in popen.stderr:
             lines.append(line.rstrip("\n"))
-            if "is served at" in line:
+            if "served at" in line:
                 served_at.set()
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
         assert served_at.wait(PATIENCE), lines
-        url = next(line for line in lines if "is served at" in line).rpartition(" ")[2]
+        url = next(line for line in lines if "served at" in line).rpartition(" ")[2]
         until(lambda: httpx.get(f"{url}/health").status_code == 200)
         yield Process(popen, lines, url)
     finally:

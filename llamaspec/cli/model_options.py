@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,19 +22,20 @@ from llamaspec.length.policy import AutoLength, LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
+from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.measure.doctor import OK, option_findings
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import stored
 from llamaspec.opening import Drafting, open_plan
 from llamaspec.pair import Pair, demo_draft, demo_target
-from llamaspec.plan import AUTO, NGRAM, DraftPlan, Find, known_draft, make_plan
+from llamaspec.plan import AUTO, NGRAM, NONE, DraftPlan, Find, known_draft, make_plan
 from llamaspec.values import MTP, Copying, Source
 
 ALMOST = 0.99  # most progress shown while loading: after the weights, contexts are created
 
 
-class _DraftName(click.types.StringParamType):
-    """The name of a draft. The environment variable holds one name, which may contain spaces."""
+class _ModelName(click.types.StringParamType):
+    """The name of a model. The environment variable holds one name, which may contain spaces."""
 
     envvar_list_splitter = "\0"
 
@@ -62,12 +64,19 @@ KERNELS_OPTION = click.option(
          "processor and the weights; off = only llama.cpp's.",
 )  # fmt: skip
 
+_A_MODEL = (
+    "a file, a name from llamaspec models list, hf:owner/repo:FILE, hf:owner/repo:QUANTIZATION, or the "
+    "address of its page on the hub."
+)
+_TARGET = click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
+                       help=f"The large model: {_A_MODEL}")  # fmt: skip
+_TARGETS = click.option("--target", "--model", "-m", metavar="[NAME=]MODEL", envvar="LLAMASPEC_TARGET",
+                        multiple=True, type=_ModelName(),
+                        help=f"A model to serve, under a NAME of your choice: {_A_MODEL} May be repeated. "
+                             "Default: all models at hand.")  # fmt: skip
 _NAMES: tuple[Decorator, ...] = (
-    click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
-                 help="The large model: a file, a name from llamaspec models list, hf:owner/repo:FILE, "
-                      "hf:owner/repo:QUANTIZATION, or the address of its page on the hub."),
     click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram|none", multiple=True,
-                 type=_DraftName(), callback=_only_one, envvar="LLAMASPEC_DRAFT",
+                 type=_ModelName(), callback=_only_one, envvar="LLAMASPEC_DRAFT",
                  help="The small model that proposes tokens. auto = the draft known for the target, or else "
                       "its prediction heads; mtp = the target's own prediction heads; ngram = no model, only "
                       "copies of earlier text; none = no model. Default: auto if nothing must be fetched and "
@@ -192,8 +201,47 @@ def _shares(text: str | None) -> tuple[float, ...]:
 
 
 # The command receives a ModelChoice as `models`.
-model_options = option_group("models", _choice, (*_NAMES, *_COMPUTING))
-model_or_plain_options = option_group("models", _choice, (*_NAMES, *_COMPUTING, _NO_DRAFT))
+model_options = option_group("models", _choice, (_TARGET, *_NAMES, *_COMPUTING))
+model_or_plain_options = option_group("models", _choice, (_TARGET, *_NAMES, *_COMPUTING, _NO_DRAFT))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoices:
+    """The models of a server as given on the command line."""
+
+    first: ModelChoice  # the first target, or the embedded pair if there is none
+    draft: str | None  # as given
+    targets: tuple[tuple[str | None, str], ...]  # the name of each, if it has one of its own, and the model
+
+    def of(self, target: str) -> ModelChoice:
+        """Return the choice of one of several targets."""
+        return replace(self.first, target=target, draft=self.draft, is_embedded=False)
+
+
+def _choices(*, target: tuple[str, ...], **given: Any) -> ModelChoices:
+    """Make ModelChoices; ValueError if the draft is a file and there are several targets."""
+    targets = [_named(each) for each in target]
+    first = _choice(target=targets[0][1] if targets else None, **given)
+    draft = None if first.no_draft else given["draft"]
+    if len(targets) > 1 and draft not in (None, AUTO, MTP, NGRAM, NONE):
+        raise ValueError(
+            "--draft can name the draft of one target; with several, use --draft auto, and give each its "
+            "draft with: llamaspec models add NAME FILE --draft DRAFT"
+        )
+    if given["pair"] is not None:
+        targets = [(None, first.target)]
+    return ModelChoices(first, draft, tuple(targets))
+
+
+def _named(given: str) -> tuple[str | None, str]:
+    """Split NAME=MODEL. The path of a file may contain "=", too."""
+    name, _, model = given.partition("=")
+    is_split = name and model and not set(name) & {"/", "\\"} and not os.path.exists(given)  # noqa: PTH110
+    return (name, model) if is_split else (None, given)
+
+
+# The command receives ModelChoices as `models`.
+served_model_options = option_group("models", _choices, (_TARGETS, *_NAMES, *_COMPUTING, _NO_DRAFT))
 
 
 def fetched_model(name: str | Path) -> Path:
@@ -239,7 +287,7 @@ def open_models(
     plan: DraftPlan,
     choice: ModelChoice,
     drafting: Drafting = Drafting(),  # noqa: B008  # immutable
-    cache_ram: int | None = None,
+    store: PrefixStore | None = None,
 ) -> Pair:
     """Open a pair with a progress bar, and warn on stderr about surprising settings."""
     if choice.is_embedded:
@@ -253,7 +301,7 @@ def open_models(
         pair = open_plan(
             plan,
             drafting,
-            cache_ram=cache_ram,
+            store=store,
             on_load=lambda done: progress(min(done, ALMOST)),
             notify=say,
         )
@@ -280,7 +328,7 @@ def reporting(
     plan: DraftPlan,
     choice: ModelChoice,
     drafting: Drafting,
-    cache_ram: int | None = None,
+    store: PrefixStore | None = None,
     *,
     quiet: bool = False,
 ) -> Iterator[Pair]:
@@ -289,7 +337,7 @@ def reporting(
     Unless `quiet`, say after the first run that the pair was measured, and as soon as it is known, how much
     faster drafting is.
     """
-    with open_models(plan, choice, drafting, cache_ram) as pair:
+    with open_models(plan, choice, drafting, store) as pair:
         drafts = isinstance(pair.length, AutoLength) and Source.MODEL in pair.sources
         reports = drafts and not quiet and not choice.is_embedded and pair_verdict(plan) is None
         is_first = stored(plan, LearnedPrior) is None

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
-from llamaspec.chat.template import ChatTemplate, NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, refusing_values, section
-from llamaspec.cli.model_options import (
-    ModelChoice,
-    device_names,
-    find_plan,
-    model_or_plain_options,
-    reporting,
-)
-from llamaspec.cli.output import SlowProgress, say
-from llamaspec.engine.scheduler import MARGIN
-from llamaspec.errors import ConstraintError, LlamaspecError, WorkerError
+from llamaspec.cli.model_options import ModelChoices, device_names, served_model_options
+from llamaspec.cli.output import say
+from llamaspec.errors import LlamaspecError, WorkerError
 from llamaspec.files import cache_folder
 from llamaspec.llama.devices import PORT, find_devices, serve_worker
-from llamaspec.llama.options import DEFAULT_CONTEXT
-from llamaspec.llama.prefix_folder import PrefixFolder
+from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.opening import Drafting
-from llamaspec.pair import Pair
-from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.serve import MAX_PARALLEL, ServeSettings
+from llamaspec.serve.durations import seconds_of
+
+if TYPE_CHECKING:
+    from llamaspec.serve.models import Models
+
+KEEP_SECONDS = 600.0  # for which models stay loaded by default
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]
+    """A duration such as 10m, in seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Convert an argument."""
+        try:
+            return seconds_of(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--host", default="127.0.0.1", show_default=True,
@@ -62,7 +72,19 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--allowed-host", "allowed_hosts", multiple=True, metavar="NAME",
                  help="Answer requests for this host name, such as a proxy's; may be repeated. Not needed "
                       "with an API key."),
-    click.option("--alias", help="Model name in responses; default: the file's name."),
+    click.option("--models-dir", metavar="DIR", envvar="LLAMASPEC_MODELS_DIR",
+                 help="Also serve all GGUF files in this folder."),
+    click.option("--models-max", "max_models", type=Integer(min=1), metavar="N",
+                 help="Maximum number of loaded models; default: as many as memory allows."),
+    click.option("--memory-limit", type=Number(min=0.0), metavar="GIB",
+                 help="Memory for loaded models, with their KV caches; default: four fifths of the memory of "
+                      "the machine, or of its GPUs, without that of --cache-ram."),
+    click.option("--keep-alive", type=Duration(), metavar="DURATION",
+                 help="How long a model that nobody uses stays loaded, such as 10m; -1 = until its memory is "
+                      "needed. Default: 10m; a single --target stays."),
+    click.option("--pull", "may_pull", is_flag=True,
+                 help="Let clients download models, from the lists and from the hub, by Ollama's /api/pull."),
+    click.option("--alias", help="Model name in responses, for a single --target; default: the file's name."),
     shared.CHAT_TEMPLATE_OPTION,
     click.option("--cache-ram", "cache_ram_mib", type=Integer(min=0), metavar="MIB",
                  help="Main memory for finished sequences, so that their prefixes are not processed again. "
@@ -80,76 +102,120 @@ _OPTIONS: tuple[Decorator, ...] = (
     cls=GroupedCommand,
     epilog="""\b
 Examples:
+  llamaspec serve                                       all models at hand, loaded when they are used
+  llamaspec serve --models-dir ~/models --keep-alive 1h
   llamaspec serve --target big-instruct.gguf --draft small-instruct.gguf
   llamaspec serve --pair qwen3-14b --parallel 8 --ctx-per-request 8192
   LLAMASPEC_API_KEY=... llamaspec serve --host 0.0.0.0 --pair qwen3-14b
 """,
 )
 @section("Server", _OPTIONS)
-@model_or_plain_options
+@served_model_options
 @shared.drafting_options
 def serve(
-    models: ModelChoice,
+    models: ModelChoices,
     drafting: Drafting,
     api_keys: tuple[str, ...],
     api_key_file: str | None,
     ctx_per_request: int | None,
     chat_template: str | None,
+    models_dir: str | None,
+    may_pull: bool,
+    memory_limit: float | None,
+    keep_alive: float | None,
     cache_ram_mib: int | None,
     cache_dir: str | None,
     cache_dir_gib: float,
     request_timeout: float,
     **others: Any,
 ) -> None:
-    """Serve OpenAI-, Anthropic- and Ollama-compatible APIs. Stop with Ctrl-C."""
+    """Serve OpenAI-, Anthropic- and Ollama-compatible APIs. Stop with Ctrl-C.
+
+    Without a target, all models at hand are served: those of `llamaspec models list` that are on this
+    machine, and those in --models-dir. Each is loaded when a request names it.
+    """
     source = click.get_current_context().get_parameter_source("api_keys")
     if source is ParameterSource.COMMANDLINE:
         say("warning: other users of this machine can see the key of --api-key; use --api-key-file")
     with refusing_values():
         keys = (*api_keys, *_keys_of(api_key_file))
-        settings = ServeSettings(keys=keys, request_timeout=request_timeout or None, **others)
+        settings = ServeSettings(
+            keys=keys,
+            request_timeout=request_timeout or None,
+            idle_seconds=_finite(KEEP_SECONDS if keep_alive is None else keep_alive),
+            memory_bytes=None if memory_limit is None else int(memory_limit * 2**30),
+            **others,
+        )
     check_installed()
-    from llamaspec.serve.app import Server, open_socket, serving, url_of  # an extra
+    from llamaspec.cli.pulling import pull
+    from llamaspec.cli.served_models import Serving, served_models
+    from llamaspec.serve.app import Server, make_app, open_socket, url_of  # an extra
     from llamaspec.serve.connections import raise_file_limit
 
     settings = replace(settings, max_connections=min(settings.max_connections, raise_file_limit() // 2))
-    with refusing_values():
-        plan = _with_room(find_plan(models), models, ctx_per_request, settings.parallel)
-    folder = PrefixFolder(Path(cache_dir), int(cache_dir_gib * 2**30)) if cache_dir is not None else None
+    serving = Serving(
+        drafting,
+        settings.parallel,
+        ctx_per_request,
+        chat_template,
+        store=None if cache_ram_mib is None else PrefixStore(cache_ram_mib << 20),
+        cache_folder=None if cache_dir is None else Path(cache_dir),
+        cache_folder_bytes=int(cache_dir_gib * 2**30),
+        stays=keep_alive is None,
+    )
     tell = say if settings.log_format == "text" else partial(click.echo, err=True)
-    cache_ram = None if cache_ram_mib is None else cache_ram_mib << 20
     with suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         faulthandler.enable(all_threads=False)  # a model file that was shortened, or a fault in llama.cpp
-    opened = open_socket(settings)
-    with opened, reporting(plan, models, drafting, cache_ram) as pair, _prefixes(folder, pair):
-        with SlowProgress("preparing the server"), suppress(ConstraintError):
-            pair.json_schema({})  # prepares the vocabulary now, not at the first request with a schema
-        template = _template(pair, chat_template)
-        with serving(pair, pair.length, template, settings, tell) as (app, service):
-            url = url_of(opened)
-            lines = [f"{service.model_name} is served at {url}", *_in_short(pair, settings.parallel, url)]
-            if service.verdict is not None:
-                lines.append(f"so far, {service.verdict}")
+    folder = None if models_dir is None else Path(models_dir)
+    with refusing_values():
+        served = served_models(models, folder, serving, settings, tell, pull=pull if may_pull else None)
+    with open_socket(settings) as opened, closing(served):
+        url = url_of(opened)
+        lines = _about_one(served, url) if served.any_name else _about_all(served, url)
 
-            def ready() -> None:
-                for line in lines:
-                    say(line)
+        def ready() -> None:
+            for line in lines:
+                say(line)
 
-            Server(app, service, ready).run(sockets=[opened])
+        Server(make_app(served), served, ready).run(sockets=[opened])
     say("stopped")
 
 
-def _in_short(pair: Pair, parallel: int, url: str) -> Sequence[str]:
-    """Describe the models and the addresses for clients."""
+def _finite(seconds: float) -> float | None:
+    return seconds if isfinite(seconds) else None
+
+
+def _about_one(served: Models, url: str) -> Sequence[str]:
+    """Load the only model, and describe it and the addresses for clients."""
+    service = served.open_now()
+    pair, parallel = service.pair, served.settings.parallel
     draft = None if pair.draft is None else pair.draft.description
     if pair.heads is not None:
         draft = "its own prediction heads"
     what = f"{pair.target.description}, {'no draft' if draft is None else f'draft: {draft}'}"
     return (
+        f"{service.model_name} is served at {url}",
         f"{what}; {pair.target.weights.kernels}",
         f"{parallel} requests at once, up to {pair.target.context_size} tokens each",
-        f"OpenAI clients: {url}/v1; Anthropic and Ollama clients, and the chat page: {url}",
+        _addresses(url),
+        *([f"so far, {service.verdict}"] if service.verdict is not None else []),
     )
+
+
+def _about_all(served: Models, url: str) -> Sequence[str]:
+    """Describe models that are loaded when they are used, and the addresses for clients."""
+    names, limit = [model.name for model in served.all], served.settings.memory_bytes
+    memory = "" if limit is None else f", as many as fit into {limit / 1e9:.1f} GB"
+    return (
+        f"{len(names)} model{'s are' if len(names) > 1 else ' is'} served at {url}",
+        ", ".join(names),
+        f"each is loaded when a request names it{memory}; {served.settings.parallel} requests at once",
+        _addresses(url),
+    )
+
+
+def _addresses(url: str) -> str:
+    return f"OpenAI clients: {url}/v1; Anthropic and Ollama clients, and the chat page: {url}"
 
 
 def _keys_of(name: str | None) -> Sequence[str]:
@@ -171,42 +237,6 @@ def check_installed() -> None:
             "the server needs starlette, uvicorn and prometheus_client; install them with: "
             'pip install "llamaspec[serve]"'
         )
-
-
-def _with_room(plan: DraftPlan, models: ModelChoice, per_request: int | None, parallel: int) -> DraftPlan:
-    """Return the plan with one KV cache that all requests share."""
-    n_ctx = models.target_options.n_ctx
-    per_request = per_request or n_ctx
-    n_cells = n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * parallel
-    if per_request is not None and per_request > n_cells:
-        raise ValueError(
-            f"--ctx-per-request {per_request} is more than --n-ctx {n_cells}, which all requests share"
-        )
-
-    def roomy(file: ModelFile, n_ctx: int | None) -> ModelFile:
-        return replace(file, options=replace(file.options, n_ctx=n_ctx, n_cells=n_cells))
-
-    draft = plan.draft and roomy(plan.draft, models.draft_options.n_ctx or per_request)
-    return replace(plan, target=roomy(plan.target, per_request), draft=draft)
-
-
-@contextmanager
-def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
-    """Load stored prefixes on entry, and save them on exit."""
-    models = [model for model in (pair.target, pair.draft) if model is not None]
-    if folder is not None:
-        pair.call(lambda: folder.load(models, say))
-    yield
-    if folder is not None:
-        pair.call(lambda: folder.save(models, say))
-
-
-def _template(pair: Pair, source: str | None) -> ChatTemplate | None:
-    try:
-        return ChatTemplate.of(pair.target, source)
-    except NoTemplateError:
-        say("the target has no chat template; only /v1/completions works (--chat-template)")
-        return None
 
 
 @click.command(

@@ -189,6 +189,12 @@ class PrefixStore:
             newest[node] = max([node.last_used, *(newest[child] for child in node.children)])
         return sorted(nodes, key=lambda node: -newest[node])  # stable: parents stay before children
 
+    def close(self) -> None:
+        """Drop everything, and leave the shared limit to the other stores."""
+        self.clear()
+        if self.root in self._room.roots:
+            self._room.roots.remove(self.root)
+
     def clear(self) -> None:
         """Drop everything."""
         self._room.n_bytes -= sum(node.n_bytes for node in self.root.below())

@@ -12,6 +12,7 @@ and add up in another order, so near ties may be decided differently: the number
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import os
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,12 @@ def available_bytes() -> int:
 def total_bytes(root: Path = Path("/")) -> int:
     """Return the memory of the machine, or of the container around this process if it has less."""
     return min([psutil.virtual_memory().total, *(limit for _, limit in _memory_limits(root))])
+
+
+def give_back_memory() -> None:
+    """Return freed memory to the system, if the C library has a function for that (glibc)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def container_room(root: Path) -> int | None:

@@ -19,12 +19,13 @@ from llamaspec.catalog import Catalog, Entry
 from llamaspec.errors import ModelFileError
 from llamaspec.kernels import Kernels
 from llamaspec.llama import resources, runtime
-from llamaspec.llama.devices import Device, find_devices
+from llamaspec.llama.devices import Device, find_devices, gpus_among
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.resources import usage
 from llamaspec.values import MTP
 
 CROWDED = 0.9  # of the free memory; evaluation needs more than weights and contexts
+FREE_SHARE = 5  # models leave 1 / FREE_SHARE of the main memory to other programs
 LOOK_SECONDS = 0.3  # for measuring the load of other programs
 
 
@@ -151,6 +152,13 @@ def rooms_of(machine: MachineFacts, total_bytes: int) -> list[Room]:
     cards = [device for device in machine.gpus if device.kind == "GPU" and machine.system != "darwin"]
     on_cards = [Room(sum(card.total_bytes for card in cards), is_gpu=True)] if cards else []
     return [*on_cards, Room(total_bytes)]
+
+
+def room_for_models() -> int:
+    """Return the bytes that all loaded models may take by default: on GPUs, or else of main memory."""
+    cards = gpus_among(find_devices()) if runtime.can_offload() and sys.platform != "darwin" else ()
+    on_cards = sum(card.total_bytes for card in cards if card.kind == "GPU")
+    return round(CROWDED * on_cards) or resources.total_bytes() * (FREE_SHARE - 1) // FREE_SHARE
 
 
 def choices(catalog: Catalog, room: Room) -> list[Choice]:

@@ -32,6 +32,9 @@ class ServeSettings:
     request_timeout: float | None = 600.0  # seconds
     grace_seconds: float = 30.0  # that running requests have to finish when the server stops
     keep_alive_seconds: float = 4.0  # without an event before a stream gets a comment
+    idle_seconds: float | None = 600.0  # after which a model that nobody uses is unloaded; None = never
+    max_models: int | None = None  # loaded at once; None = as many as memory allows
+    memory_bytes: int | None = None  # for all loaded models; None = no limit
     log_format: Literal["text", "json"] = "text"
     body_bytes: int = 8 << 20  # maximum size of a body without base64
     base64_bytes: int = 24 << 20  # that images and files in a body may have besides

@@ -17,6 +17,7 @@ from llamaspec.serve.bodies import (
     Count,
     Fields,
     GenerationBody,
+    ModelBody,
     ReasoningFields,
     Stops,
 )
@@ -46,7 +47,7 @@ class ThinkingFields(Fields):
     budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
 
 
-class CountTokensBody(ReasoningFields):
+class CountTokensBody(ReasoningFields, ModelBody):
     """A conversation whose tokens are counted."""
 
     messages: Annotated[list[MessageFields], Field(max_length=MAX_MESSAGES)]

@@ -28,19 +28,29 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llamaspec.chat.template import ChatTemplate
 from llamaspec.errors import LlamaspecError, printable
-from llamaspec.pair import Pair
-from llamaspec.protocols import LengthPolicy
-from llamaspec.serve import ServeSettings, anthropic, llama_server, ollama, openai_chat, openai_responses
-from llamaspec.serve.bodies import parse_body
+from llamaspec.serve import (
+    ServeSettings,
+    anthropic,
+    llama_server,
+    ollama,
+    ollama_models,
+    openai_chat,
+    openai_responses,
+    status,
+)
+from llamaspec.serve.bodies import ModelBody, parse_body
 from llamaspec.serve.connections import BACKLOG, Connection
 from llamaspec.serve.errors import RequestError, error_response
-from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, WORK, Endpoint, Service, Write
+from llamaspec.serve.loading import with_loaded
+from llamaspec.serve.log import Write
+from llamaspec.serve.models import Models
+from llamaspec.serve.served_model import ModelSource
+from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, WORK, Endpoint, Service
 
 POLL_SECONDS = 0.05  # between two looks whether the last request has ended
 Handler = Callable[[Request], Awaitable[Response]]
@@ -50,9 +60,22 @@ ENDPOINTS = (
     *openai_responses.ENDPOINTS,
     *anthropic.ENDPOINTS,
     *ollama.ENDPOINTS,
+    *ollama_models.ENDPOINTS,
     *llama_server.ENDPOINTS,
+    *status.ENDPOINTS,
 )
-_PAGE_MODULES = ("page", "client", "dom", "markdown", "speed", "store", "timeline", "view")
+_PAGE_MODULES = (
+    "page",
+    "client",
+    "dom",
+    "markdown",
+    "models",
+    "speed",
+    "store",
+    "timeline",
+    "transfer",
+    "view",
+)
 _PAGE_FILES = {"/": "index.html"} | {
     f"/{name}": name
     for name in ("page.css", "vendor/markdown-it.umd.min.js", *(f"{name}.js" for name in _PAGE_MODULES))
@@ -67,14 +90,14 @@ _PAGE_HEADERS = {
 _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
-def make_app(service: Service) -> ASGIApp:
+def make_app(models: Models) -> ASGIApp:
     """Return the ASGI application."""
-    settings = service.settings
+    settings = models.settings
     routes = [Route(path, _file_handler(name)) for path, name in _PAGE_FILES.items()]
     for endpoint in ENDPOINTS:
-        method = "GET" if endpoint.body is None else "POST"
-        routes.append(Route(endpoint.path, _endpoint_handler(service, endpoint), methods=[method]))
-    middleware = [Middleware(_logging, service=service), Middleware(_access_control, settings=settings)]
+        method = endpoint.method or ("GET" if endpoint.body is None else "POST")
+        routes.append(Route(endpoint.path, _EndpointApp(models, endpoint), methods=[method]))
+    middleware = [Middleware(_logging, models=models), Middleware(_access_control, settings=settings)]
     if settings.cors_origins:
         origins, methods = settings.cors_origins, ("GET", "POST")
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))
@@ -93,22 +116,46 @@ def _file_handler(name: str) -> Handler:
     return answer
 
 
-def _endpoint_handler(service: Service, endpoint: Endpoint) -> Handler:
-    """Return a handler that checks the body, calls the endpoint, and turns exceptions into responses."""
+class _EndpointApp:
+    """Checks the body of a request, calls the endpoint, and turns exceptions into responses.
 
-    async def answer(http: Request) -> Response:
-        try:
-            if endpoint.body is None:
-                return await endpoint.handler(service, http)
-            body = await parse_body(http, endpoint.body, service.settings)
+    The model that the request names stays loaded until the response has been sent.
+    """
+
+    def __init__(self, models: Models, endpoint: Endpoint) -> None:
+        self._models, self._endpoint = models, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = Request(scope, receive, send)
+        with contextlib.ExitStack() as use:
+            try:
+                response = await self._answer(http, use)
+            except ClientDisconnect:
+                response = Response(status_code=CLIENT_LEFT)
+            except Exception as error:  # noqa: BLE001  # the client gets the error; the server continues
+                self._models.log.fault(error)
+                response = error_response(http.url.path, error)
+            await response(scope, receive, send)
+
+    async def _answer(self, http: Request, use: contextlib.ExitStack) -> Response:
+        models, endpoint = self._models, self._endpoint
+        if endpoint.body is None:
+            return await endpoint.handler(models, http)
+        body = await parse_body(http, endpoint.body, models.settings)
+        if endpoint.is_general:
+            return await endpoint.handler(models, http, body)
+        assert isinstance(body, ModelBody)
+        model = await models.find(body.model)
+        http.scope[MODEL] = model.name
+        if (unloaded := body.unloaded(model.name)) is not None:
+            await models.unload(model)
+            return JSONResponse(unloaded)
+        use.enter_context(models.using(model, body.idle_seconds))
+
+        async def handler(service: Service) -> Response:
             return await endpoint.handler(service, http, body)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_LEFT)
-        except Exception as error:  # noqa: BLE001  # the client gets the error; the server continues
-            service.log_fault(error)
-            return error_response(http.url.path, error)
 
-    return answer
+        return await with_loaded(models, model, http, body, handler)
 
 
 async def _routing_error(http: Request, error: Exception) -> Response:
@@ -173,10 +220,11 @@ def _host_name(host: str) -> str:
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 KNOWN_PATHS = frozenset({*_PAGE_FILES, *(endpoint.path for endpoint in ENDPOINTS)})
+MODEL = "llamaspec.model"  # key of a request's scope: the name of its model
 UNKNOWN = "unknown"  # in place of a method or path from the client, which may contain its key
 
 
-def _logging(app: ASGIApp, service: Service) -> ASGIApp:
+def _logging(app: ASGIApp, models: Models) -> ASGIApp:
     """Return middleware that logs one line for each response, without keys and text from clients."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -191,7 +239,7 @@ def _logging(app: ASGIApp, service: Service) -> ASGIApp:
         try:
             await app(scope, receive, send_noting_status)
         finally:
-            service.log(*_line(scope, status, monotonic() - begin))
+            models.log.line(*_line(scope, status, monotonic() - begin))
 
     return answer
 
@@ -204,6 +252,8 @@ def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any
     text = f"{client} {method} {path} {status} {seconds:.3f} s"
     fields = {"client": client, "method": method, "path": path, "status": status}
     fields["seconds"] = round(seconds, 6)
+    if MODEL in scope:
+        text, fields = f"{text} {scope[MODEL]}", fields | {"model": scope[MODEL]}
     if WORK in scope:
         work = scope[WORK]()
         text, fields = f"{text}: {_in_words(work)}", fields | work
@@ -257,22 +307,18 @@ def url_of(opened: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def serving(
-    pair: Pair, policy: LengthPolicy, template: ChatTemplate | None, settings: ServeSettings, write: Write
-) -> Iterator[tuple[ASGIApp, Service]]:
-    """Make the application for an open pair. Running requests end with the block."""
-    service = Service(pair, policy, template, settings, write)
-    try:
-        yield make_app(service), service
-    finally:
-        service.queue.end()
+def serving(source: ModelSource, settings: ServeSettings, write: Write) -> Iterator[Models]:
+    """Load the only model of a server, which answers requests with any name. It is freed with the block."""
+    with contextlib.closing(Models(lambda: [source], settings, write, any_name=True)) as models:
+        models.open_now()
+        yield models
 
 
 class Server(uvicorn.Server):
     """Runs the application on a socket until SIGTERM or Ctrl-C. Calls `ready` once it accepts requests."""
 
-    def __init__(self, app: ASGIApp, service: Service, ready: Callable[[], None]) -> None:
-        self._service, self._ready = service, ready
+    def __init__(self, app: ASGIApp, models: Models, ready: Callable[[], None]) -> None:
+        self._models, self._ready = models, ready
         self._next_fault_at = 0.0  # in the event loop's time
         super().__init__(
             uvicorn.Config(
@@ -282,7 +328,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 lifespan="off",
-                http=cast("type[Connection]", partial(Connection, service.settings)),
+                http=cast("type[Connection]", partial(Connection, models.settings)),
                 ws="none",
                 backlog=BACKLOG,
                 h11_max_incomplete_event_size=64 << 10,
@@ -299,14 +345,14 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests while running ones have their grace period; then close all connections."""
-        queue = self._service.queue
-        queue.stop()
-        seconds, running = self._service.settings.grace_seconds, queue.sequences()[0]
+        models, queue = self._models, self._models.queue
+        models.stop()
+        seconds, running = models.settings.grace_seconds, queue.sequences()[0]
         if running:
-            self._service.log(
+            models.log.line(
                 f"stopping: {len(running)} running, up to {seconds:g} s to finish; press Ctrl-C to end now"
             )
-        grace = asyncio.get_running_loop().call_later(seconds, queue.end)
+        grace = asyncio.get_running_loop().call_later(seconds, models.end)
         try:
             while queue.sequences()[0]:
                 await asyncio.sleep(POLL_SECONDS)
@@ -320,9 +366,9 @@ class Server(uvicorn.Server):
             self._next_fault_at = loop.time() + 1.0
             error = context.get("exception") or RuntimeError(context["message"])
             if isinstance(error, OSError):
-                self._service.log(f"error of a connection: {error.strerror or type(error).__name__}")
+                self._models.log.line(f"error of a connection: {error.strerror or type(error).__name__}")
             else:
-                self._service.log_fault(error)
+                self._models.log.fault(error)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -340,5 +386,5 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop the server at the first signal; end running requests at the second."""
         if self.should_exit:
-            self.loop.call_soon_threadsafe(self._service.queue.end)
+            self.loop.call_soon_threadsafe(self._models.end)
         self.should_exit = True

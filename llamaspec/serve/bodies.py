@@ -176,6 +176,28 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, cache_strings="none")
 
 
+class ModelBody(Fields):
+    """The body of a request that names a model; without a name, it means the last one that was used."""
+
+    model: Annotated[str | None, BeforeValidator(lambda given: given if isinstance(given, str) else None)] = (
+        None
+    )
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the response is a stream."""
+        return False
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """For how long the model stays loaded afterwards; infinite: until the end; None: not given."""
+        return None
+
+    def unloaded(self, model: str) -> dict[str, Any] | None:
+        """Return the response if the request only unloads its model, otherwise None."""
+        return None
+
+
 class FieldsByType(Fields):
     """An object of one of several types. Of unknown types, only the field `type` is parsed."""
 
@@ -274,10 +296,15 @@ class AnswerOptions:
     max_seconds: float | None = None  # after the first token; the answer then ends once it has a whole line
 
 
-class GenerationBody(SamplingFields, ABC):
+class GenerationBody(SamplingFields, ModelBody, ABC):
     """A request to generate an answer."""
 
     stream: bool | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is a stream."""
+        return bool(self.stream)
 
     @cached_property
     def chosen_seed(self) -> int:

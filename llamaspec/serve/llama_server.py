@@ -1,6 +1,6 @@
-"""llama-server's own API, for editors and scripts: completions, the tokenizer, the state of the server.
+"""llama-server's own API, for editors and scripts: completions and the tokenizer.
 
-Also `/v1/models`. tests/serve/test_infill.py, tests/serve/test_status.py.
+tests/serve/test_infill.py, tests/serve/test_status.py.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.chat.messages import ContentDelta, Delta, TokenLogprobs
 from llamaspec.engine.completion import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.serve.bodies import AnswerOptions, Count, Fields, TokenIds, TopLogprobs, refused
-from llamaspec.serve.errors import RequestError, not_supported
+from llamaspec.serve.bodies import AnswerOptions, Count, Fields, ModelBody, TokenIds, TopLogprobs, refused
+from llamaspec.serve.errors import not_supported
 from llamaspec.serve.forms import Data, Form, WholeAnswer, figures, logprob_list, sse
 from llamaspec.serve.openai_chat import OpenAIBody
 from llamaspec.serve.requests import RequestBuilder
@@ -181,10 +180,10 @@ def _at(data: Any, path: str) -> Any:
     return data
 
 
-# The tokenizer, and the state of the server: health, models, metrics, properties.
+# The tokenizer.
 
 
-class TokenizeBody(Fields):
+class TokenizeBody(ModelBody):
     """Text to tokenize."""
 
     content: str
@@ -193,68 +192,10 @@ class TokenizeBody(Fields):
     with_pieces: bool | None = None
 
 
-class DetokenizeBody(Fields):
+class DetokenizeBody(ModelBody):
     """Tokens to turn into text."""
 
     tokens: TokenIds
-
-
-async def _health(service: Service, _: Request) -> Response:
-    if service.queue.is_stopping:
-        return JSONResponse({"status": "stopping"}, 503)
-    return JSONResponse({"status": "ok"})
-
-
-async def _models(service: Service, _: Request) -> Response:
-    # Codex needs `models`: without it, it asks again and again. An entry would replace its own instructions.
-    return JSONResponse({"object": "list", "data": [_model_object(service)], "models": []})
-
-
-async def _model(service: Service, http: Request) -> Response:
-    if http.path_params["name"] != service.model_name:
-        message = "there is no model of this name; see /v1/models"
-        raise RequestError(404, message, field="model", code="model_not_found")
-    return JSONResponse(_model_object(service))
-
-
-def _model_object(service: Service) -> Data:
-    target = service.pair.target
-    about = {"id": service.model_name, "object": "model", "created": service.created}
-    sizes = {"n_vocab": target.vocabulary_size, "n_ctx": target.context_size}
-    meta = {**sizes, "n_ctx_train": target.trained_context_size}
-    # Names that clients of llama-server (`meta`), vLLM and OpenRouter look for.
-    lengths = {"max_model_len": target.context_size, "context_length": target.context_size}
-    return {**about, "owned_by": "llamaspec", "meta": meta, **lengths}
-
-
-async def _metrics(service: Service, _: Request) -> Response:
-    queue, target = service.queue, service.pair.target
-    running, n_waiting = queue.sequences()
-    text = queue.metrics.text(len(running), n_waiting, *target.cache_use(), target.store.n_bytes)
-    return Response(text, media_type="text/plain; version=0.0.4")
-
-
-async def _props(service: Service, _: Request) -> Response:
-    pair, (running, n_waiting) = service.pair, service.queue.sequences()
-    about = {
-        "model_alias": service.model_name,
-        "model_path": pair.target.path.name,
-        "model_description": pair.target.description,
-        "kernels": pair.target.weights.kernels,
-        "drafts": [model.description for model in pair.models[1:]],
-        "total_slots": service.settings.parallel,
-        "default_generation_settings": {"n_ctx": pair.target.context_size},
-        "has_chat_template": service.builder.template is not None,
-        "rows": {"running": len(running), "waiting": n_waiting},
-    }
-    sources = sorted(source.value for source in pair.sources)
-    about["speculative"] = {
-        "sources": sources,
-        "rule": DEFAULT_RULE,
-        "draft_length_by_rows": service.queue.metrics.draft_length_by_rows(),
-        "verdict": service.verdict,
-    }
-    return JSONResponse(about)
 
 
 async def _tokenize(service: Service, _: Request, body: TokenizeBody) -> Response:
@@ -300,12 +241,6 @@ def _text_of(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> Iterator[str
 ENDPOINTS = (
     Endpoint("/completion", _complete, NativeCompletionBody),
     Endpoint("/infill", _infill, InfillBody),
-    Endpoint("/v1/models", _models),
-    Endpoint("/v1/models/{name:path}", _model),
     Endpoint("/tokenize", _tokenize, TokenizeBody),
     Endpoint("/detokenize", _detokenize, DetokenizeBody),
-    Endpoint("/health", _health),
-    Endpoint("/v1/health", _health),
-    Endpoint("/metrics", _metrics),
-    Endpoint("/props", _props),
 )

@@ -1,8 +1,12 @@
-"""Prometheus metrics. Those that vLLM has, too, have vLLM's names. tests/serve/test_figures.py."""
+"""Prometheus metrics of each model. Those that vLLM has, too, have vLLM's names and its label `model_name`.
+
+tests/serve/test_figures.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
@@ -10,6 +14,7 @@ from llamaspec.engine.completion import Completion
 from llamaspec.values import Round
 
 PREFIX = "llamaspec:"
+MODEL = "model_name"  # a label
 _ROWS = "the sequences that shared the evaluation."
 _COUNTERS: dict[str, tuple[str, ...]] = {  # name -> help, label
     "spec_decode_num_drafts_total": ("Rounds that verified a draft.",),
@@ -33,24 +38,58 @@ _GAUGES = {
     "num_requests_waiting": "Sequences that wait to run.",
     "kv_cache_usage_perc": "Used part of the target's KV cache, 0 to 1.",
     "kv_cache_tokens": "Tokens in the target's KV cache.",
-    "prefix_store_bytes": "Main memory for finished sequences.",
 }
+_STORE = ("prefix_store_bytes", "Main memory for finished sequences of all models.")
+
+
+class Load(NamedTuple):
+    """How busy a loaded model is."""
+
+    n_running: int  # sequences
+    n_waiting: int
+    n_used: int  # tokens in the target's KV cache
+    n_cells: int  # tokens that it can hold
 
 
 class Metrics:
-    """What the server has counted since it started.
-
-    Sequences that share an evaluation divide its seconds, so that sums are wall-clock time.
-    """
+    """What the server has counted since it started, for each model."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
-        self._counters = {
-            name: Counter(PREFIX + name, text, labels, registry=self._registry)
+        self.counters = {
+            name: Counter(PREFIX + name, text, (MODEL, *labels), registry=self._registry)
             for name, (text, *labels) in _COUNTERS.items()
         }
-        self._gauges = [Gauge(PREFIX + name, text, registry=self._registry) for name, text in _GAUGES.items()]
+        self._gauges = [
+            Gauge(PREFIX + name, text, (MODEL,), registry=self._registry) for name, text in _GAUGES.items()
+        ]
+        name, text = _STORE
+        self._store = Gauge(PREFIX + name, text, registry=self._registry)
+
+    def text(self, loads: Mapping[str, Load], n_stored_bytes: int) -> bytes:
+        """Return all metrics in Prometheus' text format; `loads` are those of the loaded models, by name."""
+        for gauge in self._gauges:
+            gauge.clear()
+        for model, load in loads.items():
+            values = (load.n_running, load.n_waiting, load.n_used / load.n_cells, load.n_used)
+            for gauge, value in zip(self._gauges, values, strict=True):
+                gauge.labels(model).set(value)
+        self._store.set(n_stored_bytes)
+        return generate_latest(self._registry)
+
+
+class ModelMetrics:
+    """What the server has counted for one model since it started, also while it was not loaded.
+
+    Sequences that share an evaluation divide its seconds, so that sums are wall-clock time.
+    """
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._counters, self._model = metrics.counters, model
+        for name, (_, *labels) in _COUNTERS.items():
+            if not labels:
+                self._add(name, 0)  # a counter that exists from the start
 
     def rounds(self, rounds: Iterable[Round]) -> None:
         """Count the new rounds of a sequence."""
@@ -95,15 +134,8 @@ class Metrics:
 
     def _by_rows(self, name: str) -> dict[str, float]:
         (family,) = self._counters[name].collect()
-        return {sample.labels["rows"]: sample.value for sample in family.samples}
+        own = (sample for sample in family.samples if sample.labels[MODEL] == self._model)
+        return {sample.labels["rows"]: sample.value for sample in own}
 
-    def text(self, n_running: int, n_waiting: int, n_used: int, n_cells: int, n_stored_bytes: int) -> bytes:
-        """Return all metrics in Prometheus' text format; `n_used` of `n_cells` tokens are in the KV cache."""
-        values = (n_running, n_waiting, n_used / n_cells, n_used, n_stored_bytes)
-        for gauge, value in zip(self._gauges, values, strict=True):
-            gauge.set(value)
-        return generate_latest(self._registry)
-
-    def _add(self, name: str, amount: float, label: str | None = None) -> None:
-        counter = self._counters[name]
-        (counter if label is None else counter.labels(label)).inc(amount)
+    def _add(self, name: str, amount: float, *labels: str) -> None:
+        self._counters[name].labels(self._model, *labels).inc(amount)

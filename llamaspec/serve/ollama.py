@@ -1,4 +1,4 @@
-"""Ollama's API: `/api/chat`, `/api/generate`, `/api/tags`, `/api/show`, `/api/ps` and `/api/version`.
+"""Ollama's API to generate: `/api/chat` and `/api/generate`. Its lists are in `ollama_models.py`.
 
 Many desktop clients and editors support only this API. A stream has one JSON object per line. A call is sent
 whole, with its arguments as an object. github.com/ollama/ollama/blob/main/docs/api.md,
@@ -7,12 +7,11 @@ tests/serve/test_ollama.py.
 
 from __future__ import annotations
 
-import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from time import monotonic_ns
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from starlette.concurrency import run_in_threadpool
@@ -20,19 +19,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.messages import ArgumentsDelta, CallDelta, Delta, Message, ReasoningDelta
-from llamaspec.files import file_identity
 from llamaspec.serve.bodies import (
     AnswerOptions,
-    Fields,
     GenerationBody,
     JsonObject,
+    ModelBody,
     OneOrMoreStops,
     ReasoningFields,
     ReasoningOptions,
     refused,
 )
 from llamaspec.serve.constraints import Prompt, ResponseFormat
-from llamaspec.serve.errors import ollama_error
+from llamaspec.serve.durations import seconds_of
+from llamaspec.serve.errors import bad_field, ollama_error
 from llamaspec.serve.forms import Data, Form, WholeAnswer, arguments_of, as_line
 from llamaspec.serve.messages import (
     MAX_MESSAGES,
@@ -47,7 +46,6 @@ from llamaspec.serve.requests import ChatRequest
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Endpoint, Service
 
-API_VERSION = "0.12.6"  # of Ollama; clients refuse versions without the features that they need
 NoImages = Annotated[list[str], refused("images are not supported")]
 
 
@@ -73,14 +71,42 @@ class OllamaOptions(GenerationBody):
         return AnswerOptions(limit=self.num_predict or None, stops=self.stop or ())
 
 
-class OllamaBody(Fields):
+class OllamaBody(ModelBody, ABC):
     """Fields of `/api/chat` and `/api/generate`."""
+
+    is_chat: ClassVar[bool]
 
     stream: bool | None = None
     options: OllamaOptions | None = None
     format: Literal["", "json"] | JsonObject | None = None
     think: bool | Literal["true", "false", "low", "medium", "high", "max"] | None = None
-    keep_alive: float | str | None = None  # only its answer differs
+    keep_alive: float | str | None = None  # a duration
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is a stream."""
+        return self.stream is not False
+
+    @property
+    @abstractmethod
+    def has_prompt(self) -> bool:
+        """Whether there is something to answer; otherwise the model is only loaded or unloaded."""
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """For how long the model stays loaded afterwards."""
+        if self.keep_alive in (None, ""):
+            return None
+        try:
+            return seconds_of(self.keep_alive or 0)
+        except ValueError as error:
+            raise bad_field("keep_alive", str(error)) from error
+
+    def unloaded(self, model: str) -> dict[str, Any] | None:
+        """Return the response if the request only unloads its model, otherwise None."""
+        if self.has_prompt or self.idle_seconds != 0:
+            return None
+        return OllamaForm(model, is_chat=self.is_chat).without_prompt("unload")
 
     def wanted_format(self) -> ResponseFormat | None:
         """Return the format of the answer, if one is given."""
@@ -88,11 +114,6 @@ class OllamaBody(Fields):
             return None
         schema = {"type": "object"} if self.format == "json" else self.format
         return ResponseFormat.of_schema(schema, "format", "format")
-
-    @property
-    def is_unloading(self) -> bool:
-        """Whether a request without a prompt asks to unload the model."""
-        return str(self.keep_alive).rstrip("hms") in ("0", "0.0")
 
     @property
     def reasoning(self) -> ReasoningOptions:
@@ -124,8 +145,15 @@ class OllamaMessage(MessageFields):
 class OllamaChatBody(OllamaBody):
     """A conversation to answer. Without messages, the client only wants the model to be loaded."""
 
+    is_chat = True
+
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES)] | None = None
     tools: Tools | None = None
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether there is something to answer."""
+        return bool(self.messages)
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
@@ -137,11 +165,18 @@ class OllamaChatBody(OllamaBody):
 class OllamaGenerateBody(OllamaBody):
     """A prompt: a user message; with `raw` or `suffix`, text to continue."""
 
+    is_chat = False
+
     prompt: str | None = None
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
     images: NoImages | None = None
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether there is something to answer."""
+        return bool(self.prompt)
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
@@ -154,8 +189,8 @@ class OllamaGenerateBody(OllamaBody):
 async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Response:
     """Answer a conversation."""
     form = OllamaForm(service.model_name, is_chat=True)
-    if not body.messages:
-        return JSONResponse(form.loaded(body))
+    if not body.has_prompt:
+        return JSONResponse(form.without_prompt("load"))
     prompt = await service.chat(await run_in_threadpool(body.chat_request))
     return await _respond(service, http, body, prompt, form)
 
@@ -163,8 +198,8 @@ async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Respon
 async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -> Response:
     """Answer a prompt, or continue a text."""
     builder, form = service.builder, OllamaForm(service.model_name, is_chat=False)
-    if not body.prompt:
-        return JSONResponse(form.loaded(body))
+    if body.prompt is None or not body.has_prompt:
+        return JSONResponse(form.without_prompt("load"))
     if not (body.raw or body.suffix or builder.template is None):
         prompt = await service.chat(await run_in_threadpool(body.chat_request))
     else:
@@ -177,62 +212,12 @@ async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -
 async def _respond(
     service: Service, http: Request, body: OllamaBody, prompt: Prompt, form: OllamaForm
 ) -> Response:
-    options = (body.options or OllamaOptions()).model_copy(update={"stream": body.stream is not False})
+    options = (body.options or OllamaOptions()).model_copy(update={"stream": body.is_streamed})
     return await service.respond(http, options, [prompt], form)
 
 
-async def _version(*_: object) -> Response:
-    """Return the version of the API."""
-    return JSONResponse({"version": API_VERSION})
-
-
-async def _tags(service: Service, _: Request) -> Response:
-    """List the models: there is one."""
-    return JSONResponse({"models": [_about(service)]})
-
-
-async def _ps(service: Service, _: Request) -> Response:
-    """List the models in memory: the same one."""
-    never = {"expires_at": "2318-01-01T00:00:00Z", "size_vram": 0}
-    length = {"context_length": service.pair.target.context_size}
-    return JSONResponse({"models": [{**_about(service), **never, **length}]})
-
-
-async def _show(service: Service, *_: object) -> Response:
-    """Describe the model, whatever name the client gives."""
-    about, target, builder = _about(service), service.pair.target, service.builder
-    family = about["details"]["family"]
-    architecture = target.metadata("general.architecture") or family
-    info = {"general.architecture": architecture, "general.parameter_count": target.facts().n_parameters,
-            f"{architecture}.context_length": target.context_size}  # fmt: skip
-    for name in ("embedding_length", "block_count"):
-        if value := target.metadata(f"{architecture}.{name}"):
-            info[f"{architecture}.{name}"] = int(value)
-    able = ["completion", *(["tools"] if builder.takes_tools else [])]
-    able += ["thinking"] if builder.answer_format.reasoning else []
-    able += ["insert"] if builder.vocabulary.fim else []
-    template = "" if builder.template is None else builder.template.source
-    rest = {"modified_at": about["modified_at"], "model_info": info, "capabilities": able}
-    return JSONResponse({"license": "", "modelfile": "", "parameters": "", "system": "", "template": template,
-                         **rest, "details": about["details"]})  # fmt: skip
-
-
-def _about(service: Service) -> Data:
-    target, name = service.pair.target, service.model_name
-    family, size, quantization = (*target.description.split(" ", 2), "", "", "")[:3]
-    details = {"parent_model": "", "format": "gguf", "family": family, "families": [family],
-               "parameter_size": size, "quantization_level": quantization}  # fmt: skip
-    return {"name": name, "model": name, "modified_at": _time(service.created),
-            **_file(target.path), "details": details}  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4)
-def _file(path: Path) -> Data:
-    """Return the size and the identity of a model file; cached, because clients ask often."""
-    return {"size": path.stat().st_size, "digest": file_identity(path)}
-
-
-def _time(seconds: float | None = None) -> str:
+def time_of(seconds: float | None = None) -> str:
+    """Return a time, or now, as Ollama writes it; `seconds` are Unix seconds."""
     moment = datetime.now(timezone.utc) if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
     return moment.isoformat().replace("+00:00", "Z")
 
@@ -256,10 +241,13 @@ class OllamaForm(Form):
             more["tool_calls"] = calls
         return {"message": {"role": "assistant", "content": content, **more}}
 
-    def loaded(self, body: OllamaBody) -> Data:
-        """Return the response to a request without a prompt. The model stays loaded."""
-        reason = "unload" if body.is_unloading else "load"
+    def without_prompt(self, reason: Literal["load", "unload"]) -> Data:
+        """Return the response to a request without a prompt, which loaded or unloaded the model."""
         return {**self._head(), **self._part(""), "done": True, "done_reason": reason}
+
+    def waiting(self) -> bytes:
+        """Return a part without content, while the model is loading."""
+        return self._line(**self._part(""), done=False)
 
     def whole(self, answers: Sequence[WholeAnswer]) -> Data:
         """Return the response object."""
@@ -270,7 +258,7 @@ class OllamaForm(Form):
         return {**self._head(), **part, **self._last(answer.end)}
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
-        return self._line(**self._part(""), done=False)
+        return self.waiting()
 
     def _add(self, index: int, delta: Delta) -> bytes:
         if isinstance(delta, ArgumentsDelta):
@@ -297,7 +285,7 @@ class OllamaForm(Form):
         return self._line(**self._part("", calls=[_call(call.id, call.name, arguments)]), done=False)
 
     def _head(self) -> Data:
-        return {"model": self._model, "created_at": _time()}
+        return {"model": self._model, "created_at": time_of()}
 
     def _line(self, **more: Any) -> bytes:
         return f"{as_line({**self._head(), **more})}\n".encode()
@@ -323,8 +311,4 @@ def _call(call_id: str, name: str, arguments: str) -> Data:
 ENDPOINTS = (
     Endpoint("/api/chat", _chat, OllamaChatBody),
     Endpoint("/api/generate", _generate, OllamaGenerateBody),
-    Endpoint("/api/show", _show, Fields),
-    Endpoint("/api/tags", _tags),
-    Endpoint("/api/ps", _ps),
-    Endpoint("/api/version", _version),
 )

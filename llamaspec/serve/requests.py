@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import takewhile
 
 import numpy as np
@@ -32,6 +33,7 @@ from llamaspec.serve.bodies import AnswerOptions, GenerationBody, ReasoningOptio
 from llamaspec.serve.constraints import Constraints, Prompt, ResponseFormat
 from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
 from llamaspec.serve.messages import ToolUse
+from llamaspec.serve.metrics import ModelMetrics
 from llamaspec.values import TokenArray
 
 USUAL_BYTES = 4  # of a token, to estimate the tokens of prompts that are too long to be tokenized
@@ -70,9 +72,19 @@ class ChatRequest:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Runner:
+    """What runs the jobs of one model: the pair, how much it drafts, and what is counted for it."""
+
+    pair: Pair
+    policy: LengthPolicy
+    metrics: ModelMetrics
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One sequence to generate."""
 
+    runner: Runner
     prompt: Prompt
     sampling: Sampling
     seed: int
@@ -82,8 +94,9 @@ class Job:
     prediction: TokenArray | None = None  # [m] int32, that the answer is expected to mostly repeat
     scope: str = field(default="", repr=False)  # whose earlier answers it may copy from
 
-    def open(self, pair: Pair, policy: LengthPolicy, on_prefill: Progress) -> AnswerStream:
+    def open(self, on_prefill: Progress) -> AnswerStream:
         """Return the stream of its answer; PromptError if the prompt does not fit."""
+        pair, policy = self.runner.pair, self.runner.policy
         prompt, drafting, vocabulary = self.prompt, self.drafting, pair.target.vocabulary
         is_plain = drafting.enabled is False or drafting.max_draft == 0
         constraints = iter(
@@ -116,22 +129,25 @@ class Job:
 
 
 class RequestBuilder:
-    """Makes the prompts and jobs of requests to one pair; raises a RequestError if that is impossible.
+    """Makes the prompts and jobs of requests to one model; raises a RequestError if that is impossible.
 
     Without a chat template, only text can be continued.
     """
 
-    def __init__(self, pair: Pair, template: ChatTemplate | None) -> None:
-        target = pair.target
+    def __init__(self, runner: Runner, template: ChatTemplate | None) -> None:
+        self._runner, target = runner, runner.pair.target
         self.template, self.vocabulary = template, target.vocabulary
         self.answer_format = AnswerFormat() if template is None else template.answer_format
         self.takes_tools = template is not None and template.takes_tools
         # In some files <tool_call> is a control token, in others a user-defined one: `specials` has both.
         marks = {text.decode(errors="replace"): i for i, text in self.vocabulary.specials.items()}
-        self.constraints = Constraints(pair, marks)
+        self.constraints = Constraints(runner.pair, marks)
         self._context_size = target.context_size
-        longest_token = max(len(self.vocabulary.text(token)) for token in range(self.vocabulary.size))
-        self._max_bytes = self._context_size * longest_token  # longer text cannot fit
+
+    @cached_property
+    def _max_bytes(self) -> int:
+        """Maximum number of bytes of a text that may fit. Takes a while, so it is computed when needed."""
+        return self._context_size * max(map(len, map(self.vocabulary.text, range(self.vocabulary.size))))
 
     def tokenized(self, given: str | Sequence[int | str]) -> TokenArray:
         """Return the tokens of a text to continue, or of a list of texts and token ids."""
@@ -207,7 +223,7 @@ class RequestBuilder:
     def check_size(self, text: str | bytes, field: str) -> None:
         """Raise a RequestError if a text is certain to exceed the context; does not tokenize it."""
         n = len(text.encode() if isinstance(text, str) else text)
-        if n > self._max_bytes:
+        if n > self._context_size and n > self._max_bytes:  # a token has at least one byte
             n_tokens = max(n // USUAL_BYTES, self._context_size)
             raise ContextOverflowError(n_tokens, self._context_size, field, is_estimate=True)
 
@@ -248,10 +264,10 @@ class RequestBuilder:
         limit = self._context_size if options.limit is None or options.limit < 0 else options.limit
         prediction = None
         if options.prediction is not None:
-            content = options.prediction[: self._max_bytes].encode()  # more cannot fit
-            prediction = await run_in_threadpool(self.vocabulary.tokenize, content, add_special=False)
+            prediction = await run_in_threadpool(self._predicted, options.prediction)
         return [
             Job(
+                self._runner,
                 prompt,
                 sampling,
                 body.chosen_seed + i,
@@ -264,6 +280,11 @@ class RequestBuilder:
             for prompt in prompts
             for i in range(options.n)
         ]
+
+    def _predicted(self, text: str) -> TokenArray:
+        """Return the tokens of a prediction, without those that cannot fit."""
+        fitting = text if len(text) <= self._context_size else text[: self._max_bytes]
+        return self.vocabulary.tokenize(fitting.encode(), add_special=False)
 
     def matched_stop(self, completion: Completion, stops: Sequence[str]) -> str | None:
         """Return the stop string that ended a completion; None if none did."""

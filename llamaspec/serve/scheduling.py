@@ -1,4 +1,4 @@
-"""Runs the requests of all clients on one pair: the queue, the events of each request, metrics.
+"""Runs the requests of all clients, to any model: the queue, and the events of each request.
 
 A client's deltas are fetched once the client can take them. Until then, its sequences pause; after a second,
 others may run in their places. An error in one sequence ends only that sequence. tests/serve/test_load.py.
@@ -19,11 +19,8 @@ from typing import Any, TypeAlias
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.messages import Delta
 from llamaspec.engine.completion import Completion, StopReason
-from llamaspec.pair import Pair
-from llamaspec.protocols import LengthPolicy
 from llamaspec.serve.errors import RequestError, bad_field
-from llamaspec.serve.metrics import Metrics
-from llamaspec.serve.requests import Job
+from llamaspec.serve.requests import Job, Runner
 
 MAX_RETRY_SECONDS = 60
 READER_SECONDS = 1.0  # for which a paused sequence keeps its place
@@ -151,22 +148,13 @@ class Submission:
 class RequestQueue:
     """Runs up to `parallel` sequences at once, first come, first served. Belongs to one asyncio event loop.
 
-    An interactive sequence is the next to run, and one of them may run beside `parallel` others. The pair's
-    compute thread evaluates, and wakes the event loop when a sequence has events. At most `max_queue`
-    sequences wait. All of them share `policy`.
+    An interactive sequence is the next to run, and one of them may run beside `parallel` others. The compute
+    thread evaluates, and wakes the event loop when a sequence has events. At most `max_queue` sequences wait.
+    The limits hold for the sequences of all models together.
     """
 
-    def __init__(
-        self,
-        pair: Pair,
-        policy: LengthPolicy,
-        parallel: int,
-        max_queue: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.metrics = Metrics()
-        self._pair, self._policy, self._clock = pair, policy, clock
-        self._parallel, self._max_queue = parallel, max_queue
+    def __init__(self, parallel: int, max_queue: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parallel, self._max_queue, self._clock = parallel, max_queue, clock
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
         self.is_stopping = False  # new requests are refused
@@ -185,11 +173,11 @@ class RequestQueue:
         server is stopping (503).
         """
         if self.is_stopping:
-            raise _server_stopping()
+            raise server_stopping()
         self.check_number(len(jobs))
         n_free = max(0, self._n_slots(jobs[0]) - self._n_held)
         if len(self._waiting) + len(jobs) > self._max_queue + n_free:
-            self.metrics.refused()
+            jobs[0].runner.metrics.refused()
             seconds = min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel)
             message = "too many requests are waiting; try again later"
             raise RequestError(429, message, code="queue_full", retry_after=seconds)
@@ -207,19 +195,23 @@ class RequestQueue:
         self.drop(tuple(self._waiting))
 
     def end(self) -> None:
-        """Refuse all requests and end running ones, before the pair is closed."""
+        """Refuse all requests and end running ones, before the models are closed."""
         self.is_ending = True
         self.stop()
         self.drop(tuple(self._running))
 
-    def sequences(self) -> tuple[list[SequenceState], int]:
-        """Return the running sequences, and the number of waiting ones."""
-        return list(self._running), len(self._waiting)
+    def sequences(self, runner: Runner | None = None) -> tuple[list[SequenceState], int]:
+        """Return the running sequences and the number of waiting ones, of one model or of all."""
+        running, waiting = (
+            [each for each in states if runner in (None, each.job.runner)]
+            for states in (self._running, self._waiting)
+        )
+        return running, len(waiting)
 
     def drop(self, states: Sequence[SequenceState]) -> None:
         """End sequences whose client has left, or because the server is stopping."""
         for state in states:
-            self._finish(state, _server_stopping())
+            self._finish(state, server_stopping())
 
     def fetch(self, state: SequenceState) -> list[Event]:
         """Return the events of a sequence since the last call. If it is over, record its end."""
@@ -287,7 +279,7 @@ class RequestQueue:
             state.pending.append(PromptProgress(n_processed, n_total, n_cached, self._clock() - begin))
 
         try:
-            state.stream = state.job.open(self._pair, self._policy, on_progress)
+            state.stream = state.job.open(on_progress)
             state.stream.begin(lambda: loop.call_soon_threadsafe(self._notice, state))
         except Exception as error:  # noqa: BLE001  # the client gets the error
             self._finish(state, error)
@@ -295,7 +287,7 @@ class RequestQueue:
     def _count_rounds(self, state: SequenceState, stream: AnswerStream) -> None:
         rounds = stream.rounds[state.n_rounds_counted :]
         state.n_rounds_counted += len(rounds)
-        self.metrics.rounds(rounds)
+        state.job.runner.metrics.rounds(rounds)
 
     def _finish(self, state: SequenceState, last: Finished | Exception) -> None:
         if state.last is not None:
@@ -324,8 +316,10 @@ class RequestQueue:
         if isinstance(last, Finished):
             reason = last.completion.stop_reason.value
         waited = (state.started_at or now) - state.asked_at
-        self.metrics.ended(reason, completion, waited, None if first is None else first - state.asked_at)
+        seconds = None if first is None else first - state.asked_at
+        state.job.runner.metrics.ended(reason, completion, waited, seconds)
 
 
-def _server_stopping() -> RequestError:
+def server_stopping() -> RequestError:
+    """Return the error for a request that arrives or waits while the server stops."""
     return RequestError(503, "the server is stopping", code="server_stopping")

@@ -1,4 +1,4 @@
-"""The state that all endpoints share, and how responses are sent: whole or as a stream.
+"""A loaded model and how its responses are sent: whole or as a stream.
 
 If a client leaves, its sequences end. A slow client pauses only its own sequences.
 """
@@ -6,15 +6,10 @@ If a client leaves, its sequences end. A slow client pauses only its own sequenc
 from __future__ import annotations
 
 import asyncio
-import json
-import time
-import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence, Set
 from contextlib import suppress
-from datetime import datetime, timezone
-from http import HTTPStatus
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,7 +18,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from llamaspec.chat.template import ChatTemplate
-from llamaspec.errors import LlamaspecError, printable
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.pair import Pair
@@ -31,14 +25,14 @@ from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, GenerationBody
 from llamaspec.serve.constraints import Prompt
-from llamaspec.serve.errors import as_request_error
 from llamaspec.serve.forms import Form, collected
-from llamaspec.serve.requests import ChatRequest, RequestBuilder
+from llamaspec.serve.log import ServerLog
+from llamaspec.serve.metrics import ModelMetrics
+from llamaspec.serve.requests import ChatRequest, RequestBuilder, Runner
 from llamaspec.serve.scheduling import RequestQueue
 from llamaspec.values import TokenArray, n_common
 
 T = TypeVar("T")
-Write = Callable[[str], object]
 MAX_LOGGED = 64  # names in a line of the log
 MAX_NAME = 200  # characters of a name in the log
 FINAL_SECONDS = 10  # for the last events of a response, after its time has ended
@@ -48,65 +42,53 @@ OWNER = "llamaspec.owner"  # key of a request's scope: the API key that it came 
 
 
 class Endpoint(NamedTuple):
-    """A path and its handler. Without a body, it answers GET, otherwise POST."""
+    """A path and its handler. Without a body, it answers GET, otherwise POST.
+
+    The first argument of the handler is the service of the model that the body names. If `is_general`, the
+    endpoint needs no loaded model, and the argument is the `Models` of the server.
+    """
 
     path: str
-    handler: Callable[..., Awaitable[Response]]  # (service, HTTP request, body if there is one)
+    handler: Callable[..., Awaitable[Response]]  # (service or models, HTTP request, body if there is one)
     body: type[Fields] | None = None
+    is_general: bool = False
+    method: str | None = None  # None: see above
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenModel:
+    """A model that has been loaded to be served."""
+
+    pair: Pair
+    policy: LengthPolicy
+    template: ChatTemplate | None
 
 
 class Service:
-    """A pair, and what the endpoints share to serve it. `write` receives the lines of the log."""
+    """A loaded model, and what its endpoints share."""
 
     def __init__(
         self,
-        pair: Pair,
-        policy: LengthPolicy,
-        template: ChatTemplate | None,
+        model_name: str,
+        opened: OpenModel,
+        queue: RequestQueue,
+        metrics: ModelMetrics,
         settings: ServeSettings,
-        write: Write,
+        log: ServerLog,
     ) -> None:
-        self.pair, self.settings, self._write = pair, settings, write
-        self.builder = RequestBuilder(pair, template)
-        self.queue = RequestQueue(pair, policy, settings.parallel, settings.max_queue)
-        self.verdict = pair_verdict(pair)  # the speed-up measured by earlier runs, in words
-        self.created = int(time.time())  # Unix seconds
-        self._prefixes = PrefixWatch(pair.target.vocabulary)
+        self.model_name = model_name  # in responses
+        self.pair, self.queue, self.settings, self.log = opened.pair, queue, settings, log
+        self.runner = Runner(opened.pair, opened.policy, metrics)
+        self.builder = RequestBuilder(self.runner, opened.template)
+        self.verdict = pair_verdict(opened.pair)  # the speed-up measured by earlier runs, in words
+        self._prefixes = PrefixWatch(opened.pair.target.vocabulary)
         self._logged: set[str] = set()  # names that the log has named
-
-    @property
-    def model_name(self) -> str:
-        """The model's name in responses."""
-        return self.settings.alias or self.pair.target.path.stem
-
-    def log(self, message: str, fields: Mapping[str, Any] | None = None) -> None:
-        """Write one line to the log, whatever the message contains.
-
-        In a JSON log the line has the time and `fields`; without fields, the message.
-        """
-        line = printable(message)
-        if self.settings.log_format == "json":
-            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            line = json.dumps({"time": now, **({"message": line} if fields is None else fields)})
-        self._write(line)
-
-    def log_fault(self, error: Exception) -> None:
-        """Log an error that is the server's own, in one line; for a bug, with its place in the code."""
-        if as_request_error(error).status != HTTPStatus.INTERNAL_SERVER_ERROR:
-            return
-        if isinstance(error, LlamaspecError):
-            self.log(f"error: {error}")
-            return
-        # The message may contain text from the client.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.name}, {Path(place.filename).name} line {place.lineno}"
-        self.log(f"internal error: {type(error).__name__} in {where}; please report it")
 
     def _log_once(self, message: str, names: Set[str]) -> None:
         """Log one line with those names that the log has not named yet."""
         if new := names - self._logged:
             self._logged = set(new) if len(self._logged) > MAX_LOGGED else self._logged | new
-            self.log(message.format(", ".join(name[:MAX_NAME] for name in sorted(new)[:MAX_LOGGED])))
+            self.log.line(message.format(", ".join(name[:MAX_NAME] for name in sorted(new)[:MAX_LOGGED])))
 
     async def chat(self, request: ChatRequest) -> Prompt:
         """Return the prompt of a conversation; log unsupported parts once, and a prefix that changed."""
@@ -116,7 +98,7 @@ class Service:
         free = "schemas that cannot be enforced: {}; the arguments of these tools may be any object"
         self._log_once(free, set(prompt.not_enforced))
         if (difference := self._prefixes.compare(prompt.tokens)) is not None:
-            self.log(difference)
+            self.log.line(difference)
         return prompt
 
     async def respond(
@@ -130,10 +112,10 @@ class Service:
         http.scope[WORK] = submission.work
         events = submission.events(timeout, self.settings.keep_alive_seconds)
         if body.stream:
-            parts = form.stream(events, self.log_fault)
+            parts = form.stream(events, self.log.fault)
             return EventStream(parts, form.media_type, submission.cancel, timeout)
         try:
-            answers = await _while_connected(collected(events, len(jobs)), http.receive)
+            answers = await while_connected(collected(events, len(jobs)), http.receive)
         finally:
             submission.cancel()
         return Response(status_code=CLIENT_LEFT) if answers is None else JSONResponse(form.whole(answers))
@@ -154,7 +136,7 @@ class EventStream(StreamingResponse):
     ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type=media_type)
-        self._cancel, self._timeout = cancel, timeout
+        self.cancel, self._timeout = cancel, timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI interface."""
@@ -163,10 +145,10 @@ class EventStream(StreamingResponse):
             with suppress(OSError, ClientDisconnect, asyncio.TimeoutError):
                 await asyncio.wait_for(super().__call__(scope, receive, send), left)
         finally:
-            self._cancel()
+            self.cancel()
 
 
-async def _while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
     """Return the result of `work`; None if the client leaves first."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:

@@ -24,9 +24,10 @@ from llamaspec.chat.template import ChatTemplate
 from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.pair import demo_draft, demo_target
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.app import Server, open_socket, serving, url_of
+from llamaspec.serve.app import Server, make_app, open_socket, serving, url_of
 from llamaspec.serve.requests import Job
 from llamaspec.serve.scheduling import Finished, RequestQueue, Submission
+from llamaspec.serve.served_model import open_source
 from serve_soak import TEMPLATE
 
 LETTERS = 4  # of a token, about
@@ -157,12 +158,12 @@ def scripted_server(
         patch.object(RequestQueue, "submit", submit),
         open_pair(demo_target(), demo_draft(), target_options=options, draft_options=options) as pair,
         open_socket(settings) as opened,
-        serving(pair, AutoLength(), ChatTemplate.of(pair.target, template), settings, lambda _: None) as (
-            app,
-            service,
-        ),
+        serving(
+            open_source(pair, AutoLength(), ChatTemplate.of(pair.target, template)), settings, lambda _: None
+        ) as models,
     ):
-        server = Server(Recorder(app, [] if exchanges is None else exchanges), service, is_ready.set)
+        app = Recorder(make_app(models), [] if exchanges is None else exchanges)
+        server = Server(app, models, is_ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)
         thread.start()
         is_ready.wait()

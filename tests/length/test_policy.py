@@ -260,7 +260,7 @@ def test_if_the_rule_drops_nothing_a_draft_is_verified_whole_or_not_at_all(curve
 
 @pytest.mark.parametrize("source", [Source.EAGLE3, Source.BLOCK])
 def test_a_block_costs_one_step(source: Source) -> None:
-    """Steps of half a plain token leave room for one or two tokens; a block may be as long as it is accepted."""
+    """Steps of half a plain token leave room for a token or two; a block may be as long as it is accepted."""
     curve = CostCurve((1, 2, 4, 8, 16), (1.0, 1.05, 1.1, 1.2, 1.4), 0.5)
     policy = AutoLength(LearnedPrior(curve, log_odds=(2.0,) * 10), sources={source})
     sequence = policy.start_sequence(drops=True)

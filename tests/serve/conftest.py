@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from llamaspec import Pair
+from model_store import ModelStore
 from serve_soak import TEMPLATE as TALKER
 from serving import Served, open_demo, served
+from shelf import Shelf, make_shelf
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,3 +47,9 @@ def talker(demo: Pair) -> Iterator[Served]:
     """A server whose chat template supports tools and reasoning."""
     with served(demo, template=TALKER) as running:
         yield running
+
+
+@pytest.fixture
+def shelf(store: ModelStore) -> Shelf:
+    """Four tiny models that can be served together."""
+    return make_shelf(store)

@@ -15,7 +15,8 @@ from schemathesis import GenerationMode
 from llamaspec import FixedLength, ModelOptions, open_pair
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.app import ENDPOINTS, serving
+from llamaspec.serve.app import ENDPOINTS, make_app, serving
+from llamaspec.serve.served_model import open_source
 from serve_soak import TEMPLATE
 
 NAMED = "/v1/models/{name:path}"  # generated names do not exist
@@ -27,7 +28,8 @@ def openapi() -> dict[str, Any]:
     bodies = [(endpoint.body, "validation") for endpoint in ENDPOINTS if endpoint.body is not None]
     references, schemas = models_json_schema(bodies, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
     paths: dict[str, Any] = {}
-    for path, _, body in ENDPOINTS:
+    for endpoint in ENDPOINTS:
+        path, body = endpoint.path, endpoint.body
         operation: dict[str, Any] = {"responses": {"default": {"description": "The answer."}}}
         if path == NAMED:
             name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -35,7 +37,8 @@ def openapi() -> dict[str, Any]:
         if body is not None:
             content = {"application/json": {"schema": references[body, "validation"]}}
             operation["requestBody"] = {"required": True, "content": content}
-        paths[path.replace(":path", "")] = {"get" if body is None else "post": operation}
+        method = endpoint.method or ("GET" if body is None else "POST")
+        paths[path.replace(":path", "")] = {method.lower(): operation}
     about = {"openapi": "3.1.0", "info": {"title": "llamaspec", "version": "1"}, "paths": paths}
     return {**about, "components": {"schemas": schemas.get("$defs", {})}}
 
@@ -47,9 +50,9 @@ def described(demo_files: tuple[Path, Path]) -> Iterator[Any]:
     with open_pair(*demo_files, target_options=options, draft_options=options) as pair:
         template = ChatTemplate.of(pair.target, TEMPLATE)
         config = ServeSettings(allowed_hosts=("testserver",), request_timeout=None)
-        with serving(pair, FixedLength(2), template, config, lambda _: None) as (app, _):
+        with serving(open_source(pair, FixedLength(2), template), config, lambda _: None) as models:
             schema: Any = schemathesis.openapi.from_dict(openapi())
-            schema.app = app
+            schema.app = make_app(models)
             yield schema
 
 

@@ -9,12 +9,12 @@ import pytest
 from llamaspec import Pair
 from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.forms import figures, openai_usage
-from llamaspec.serve.metrics import Metrics
+from llamaspec.serve.metrics import Metrics, ModelMetrics
 from llamaspec.serve.scheduling import Finished
 from llamaspec.values import Evaluation, Source
 from patience import until
 from rounds import a_round, a_text
-from serving import Gate, Served, served
+from serving import Gate, Served, counters, served
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 40, "seed": 1}
@@ -79,17 +79,15 @@ NONE, ROUNDS = SpeculativeFields(), SpeculativeFields(rounds=True)
 
 def counted(metrics: Metrics) -> dict[str, float]:
     """Return the metrics that are not zero, by name and label."""
-    text = metrics.text(0, 0, 0, 1, 0).decode()
-    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
-    found = {name.removeprefix("llamaspec:"): float(value) for name, _, value in lines}
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in counters(metrics.text({}, 0).decode()).items() if value}
 
 
 def test_metrics_of_rounds() -> None:
     """Sequences that share an evaluation divide its seconds; overhead is not shared."""
-    metrics = Metrics()
+    every = Metrics()
+    metrics = ModelMetrics(every, "model")
     metrics.rounds([ALONE, SHARED, PLAIN])
-    assert counted(metrics) == {
+    assert counted(every) == {
         "rounds_total": 3,
         'rounds_by_rows_total{rows="1"}': 2,
         'rounds_by_rows_total{rows="4"}': 1,
@@ -111,7 +109,7 @@ def test_metrics_of_rounds() -> None:
 def test_metrics_of_a_sequence(reason: str) -> None:
     """The tokens of a cancelled request count, too."""
     metrics = Metrics()
-    metrics.ended(reason, replace(TEXT, mask_seconds=0.375), 2.0, 3.5)
+    ModelMetrics(metrics, "model").ended(reason, replace(TEXT, mask_seconds=0.375), 2.0, 3.5)
     assert counted(metrics) == {
         "request_queue_seconds_total": 2.0,
         "request_first_token_seconds_total": 3.5,
@@ -126,8 +124,8 @@ def test_metrics_of_a_sequence(reason: str) -> None:
 
 def test_metrics_of_a_sequence_that_generated_nothing() -> None:
     metrics = Metrics()
-    metrics.ended("interrupt", None, 10.0, None)
-    metrics.ended("interrupt", a_text([]), 10.0, None)
+    ModelMetrics(metrics, "model").ended("interrupt", None, 10.0, None)
+    ModelMetrics(metrics, "model").ended("interrupt", a_text([]), 10.0, None)
     assert counted(metrics) == {
         "request_queue_seconds_total": 20.0,
         'request_success_total{finished_reason="interrupt"}': 2,

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from playwright.sync_api import Browser, Locator, Page, Request, expect, sync_pl
 from llamaspec import Pair
 from patience import PATIENCE, until
 from serving import TEMPLATE, Gate, Served, served
+from shelf import NAMES, Shelf, several
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CLAIM = re.compile("tokens/s|without a draft")  # the latter once the speed-up is known
@@ -301,7 +303,7 @@ def test_errors_are_shown(page: Page) -> None:
 
 
 def test_the_progress_of_a_prompt(page: Page) -> None:
-    body = ": waiting\n\n: prompt 512/2048\n\ndata: {}\n\ndata: [DONE]\n\n"
+    body = ": loading a b\n\n: waiting\n\n: prompt 512/2048\n\ndata: {}\n\ndata: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
     events = page.evaluate(
         """async () => {
@@ -310,7 +312,7 @@ def test_the_progress_of_a_prompt(page: Page) -> None:
             return events;
         }"""
     )
-    assert events == [{"waiting": True}, {"processed": 512, "of": 2048}, {}]
+    assert events == [{"loading": "a b"}, {"waiting": True}, {"processed": 512, "of": 2048}, {}]
 
 
 TIMINGS = {
@@ -383,6 +385,42 @@ def test_on_a_phone(page: Page) -> None:
     page.keyboard.press("Escape")
     expect(page.locator("#chats")).to_be_hidden()
     expect(page.get_by_role("button", name="Chats")).to_be_focused()
+
+
+def test_chats_are_exported_and_imported(page: Page, server: Served, tmp_path: Path) -> None:
+    said = ask(page, "# a comment", 8)
+    with page.expect_download() as download:
+        press(page, "Export")
+    exported = tmp_path / "chats.json"
+    download.value.save_as(exported)
+    page.once("dialog", lambda dialog: dialog.accept())
+    press(page, "Delete # a comment")
+    expect(page.locator("#list .title")).to_have_count(0)
+    chosen = page.locator("#chats-file")
+    chosen.set_input_files(exported)
+    page.get_by_role("button", name="# a comment", exact=True).click()
+    assert answer(page) == said
+    chosen.set_input_files({"name": "x.json", "mimeType": "text/plain", "buffer": b"[1]"})
+    expect(page.locator("#problem")).to_contain_text("x.json is not a file of chats")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_model_is_chosen(browser: Browser, shelf: Shelf, width: int) -> None:
+    with several(shelf) as running:
+        page = browser.new_context(viewport={"width": width, "height": 700}).new_page()
+        page.goto(running.url)
+        menu = page.get_by_label("Model", exact=True)
+        expect(menu.locator("option")).to_have_text(list(NAMES))
+        menu.select_option("gamma")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            ask(page, "Hello", 8)
+        assert body_of(asked.value)["model"] == "gamma"
+        expect(page.locator(".speed")).to_contain_text("Model: gamma")
+        expect(menu.locator("option:checked")).to_have_text("gamma (loaded)")
+        page.reload()
+        expect(menu).to_have_value("gamma")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        page.context.close()
 
 
 def test_with_a_key(browser: Browser, demo: Pair) -> None:

@@ -12,16 +12,14 @@ import pytest
 from llamaspec import AutoLength, Pair, Sampling
 from llamaspec.measure.store import keep_gains
 from patience import until
-from serving import CONTEXT, Served, open_demo, process, said, served
+from serving import CONTEXT, Served, counters, open_demo, process, said, served
 
 BODY = {"prompt": "def f(", "max_tokens": 24, "seed": 5}
 
 
 def numbers(server: Served) -> dict[str, float]:
     """Return the metrics by their names and labels."""
-    lines = server.client.get("/metrics").text.splitlines()
-    values = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name.removeprefix("llamaspec:"): float(value) for name, _, value in values}
+    return counters(server.client.get("/metrics").text)
 
 
 def test_metrics_add_up(demo: Pair) -> None:

@@ -3,18 +3,26 @@
 const UNREACHABLE = "The server does not answer. Is it still running?";
 const CUT = "The connection was lost before the answer was complete.";
 
-// Returns what the server says about itself: the model's name, the drafts, the context.
-export async function props(key) {
-  return (await ask("props", key)).json();
+// Returns what the server says about a model, by default the last one that was used: the drafts, the context.
+export async function props(key, { model } = {}) {
+  return (await ask(model ? `props?model=${encodeURIComponent(model)}` : "props", key)).json();
 }
 
-// Yields the chunks of a chat answer; before them, {processed, of} for the prompt, or {waiting} in the queue.
+// Returns the models of the server, each with its id and status.
+export async function models(key) {
+  return (await (await ask("v1/models", key)).json()).data;
+}
+
+// Yields the chunks of a chat answer; before them {loading} for the model, {processed, of} for the prompt, or {waiting} in
+// the queue.
 export async function* chat(body, key, signal) {
   const request = { method: "POST", body: JSON.stringify({ ...body, stream: true }), signal };
   const response = await ask("v1/chat/completions", key, request);
   for await (const line of lines(response)) {
     const [, processed, of] = /^: prompt (\d+)\/(\d+)$/.exec(line) ?? [];
-    if (of) yield { processed: Number(processed), of: Number(of) };
+    const [, loading] = /^: loading (.+)$/.exec(line) ?? [];
+    if (loading) yield { loading };
+    else if (of) yield { processed: Number(processed), of: Number(of) };
     else if (line === ": waiting") yield { waiting: true };
     else if (line === "data: [DONE]") return;
     else if (line.startsWith("data: ")) {

@@ -3,11 +3,13 @@
 
 import { chat as answerOf, props } from "./client.js";
 import { $, button, element } from "./dom.js";
+import { chosenModel, updateMenu } from "./models.js";
 import { claim, comparison } from "./speed.js";
 import { deleteChat, loadChats, loadSettings, newChat, saveChat, saveSettings } from "./store.js";
+import { exportChats, importedChats } from "./transfer.js";
 import { answerView, grow, isEnter, size, userView } from "./view.js";
 
-const SETTINGS = ["system", "temperature", "max-tokens", "seed"];
+const SETTINGS = ["system", "temperature", "max-tokens", "seed", "models"];
 const LARGEST_FILE = 256000; // bytes
 const COPIES = ["ngram", "prediction"]; // sources of draft tokens that are copied from earlier text
 const NEAR = 60; // pixels from the bottom, within which the page scrolls with the text
@@ -134,11 +136,12 @@ async function answer(chat) {
   const request = {
     messages: conversation(chat),
     seed,
+    ...chosenModel(),
     ...($("temperature").value !== "" && { temperature: Number($("temperature").value) }),
     ...($("max-tokens").value !== "" && { max_tokens: Number($("max-tokens").value) }),
     speculative: { spans: true, rounds: true },
   };
-  const message = { role: "assistant", content: "", request };
+  const message = { role: "assistant", content: "", request, model: request.model };
   chat.messages.push(message);
   chat.changed = Date.now();
   await run(chat, message, async (signal) => {
@@ -187,6 +190,7 @@ async function run(chat, message, work) {
   keep(chat);
   redraw(message);
   refresh();
+  refreshMenu();
 }
 
 // Returns the messages to send: with attached files, and with roles that alternate.
@@ -219,7 +223,10 @@ async function receive(into, request, signal, shown) {
       into.content += content;
       (into.spans ??= []).push(...(chunk.spans ?? []));
     }
-    if (chunk.waiting) shown.live = { status: "Waiting for other requests…" };
+    if (chunk.loading) {
+      shown.live = { status: `Loading ${chunk.loading}…` };
+      refreshMenu();
+    } else if (chunk.waiting) shown.live = { status: "Waiting for other requests…" };
     else if (chunk.of) shown.live = { ...chunk, status: `Processing the prompt: ${chunk.processed} of ${chunk.of} tokens` };
     else if (role) shown.live = { status: "Processing the prompt…" };
     else if (content || reasoning) shown.live = { status: into === shown ? "" : "Generating the same answer without the draft…" };
@@ -286,12 +293,33 @@ function showFiles() {
 
 // ---- the server ------------------------------------------------------------------------------------------
 
+const showMenu = () => updateMenu($("key").value, loadSettings().models);
+const refreshMenu = () => showMenu().catch(() => {}); // whoever needs the server says that it does not answer
+
 async function look() {
   try {
-    const about = await props($("key").value);
-    $("model").textContent = about.model_alias;
-    $("verdict").textContent = about.speculative.verdict ? `So far, ${about.speculative.verdict}.` : "";
-    problem(about.has_chat_template ? "" : "This model has no chat template: start the server with --chat-template.");
+    await showMenu();
+    const about = await props($("key").value, chosenModel());
+    const verdict = about.speculative?.verdict;
+    $("verdict").textContent = verdict ? `So far, ${verdict}.` : "";
+    const hasNone = about.has_chat_template === false; // of a model that is not loaded, it is not known yet
+    problem(hasNone ? "This model has no chat template: start the server with --chat-template." : "");
+  } catch (error) {
+    problem(error.message);
+  }
+}
+
+// Adds the conversations of a file. Of two with the same id, the one that changed last stays.
+async function bringIn(file) {
+  problem("");
+  try {
+    for (const chat of await importedChats(file)) {
+      if (chat.changed < (chats.get(chat.id)?.changed ?? -1)) continue;
+      chats.set(chat.id, chat);
+      keep(chat);
+      if (chat.id === current.id) open(chat);
+    }
+    refresh();
   } catch (error) {
     problem(error.message);
   }
@@ -351,5 +379,12 @@ for (const id of SETTINGS) {
   $(id).addEventListener("change", () => saveSettings(Object.fromEntries(SETTINGS.map((name) => [name, $(name).value]))));
 }
 $("key").addEventListener("change", look);
+$("models").addEventListener("change", look);
+$("export").addEventListener("click", () => exportChats(chats.values()));
+$("import").addEventListener("click", () => $("chats-file").click());
+$("chats-file").addEventListener("change", async () => {
+  await bringIn($("chats-file").files[0]);
+  $("chats-file").value = "";
+});
 open(current);
 look();

@@ -3,7 +3,7 @@
 
 const SETTINGS = "llamaspec/settings";
 const CHAT = "llamaspec/chat/";
-const KEPT = ["role", "content", "reasoning", "files", "timings", "notes", "error"]; // fields of a message
+const KEPT = ["role", "content", "model", "reasoning", "files", "timings", "notes", "error"]; // fields of a message
 
 export const newChat = () => ({
   id: `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`,
@@ -29,7 +29,8 @@ export function loadChats() {
   return new Map(keys.map(read).filter(isChat).map((chat) => [chat.id, chat]));
 }
 
-function isChat(chat) {
+// Whether a value from outside is a conversation.
+export function isChat(chat) {
   const isMessage = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
   return typeof chat?.id === "string" && Array.isArray(chat.messages) && chat.messages.every(isMessage);
 }

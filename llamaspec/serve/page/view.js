@@ -72,6 +72,7 @@ export function answerView(message, { again, compare }) {
     speed.hidden = !timings && !message.notes;
     speed.replaceChildren(
       ...(timings ? [element("strong", isGain(timings) ? "gain" : "", claim(timings)), ` ${reason(timings)}`] : []),
+      ...(timings && message.model ? [element("span", "note", `Model: ${message.model}`)] : []),
       ...(message.notes ?? []).map((note) => element("span", "note", note)),
     );
     how.hidden = !timings;

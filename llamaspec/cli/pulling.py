@@ -1,0 +1,71 @@
+"""Downloads for clients of a server, if `--pull` allows them: only from the lists and from the hub."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+
+from llamaspec.catalog import find_remote, read_catalog, resolve_model
+from llamaspec.errors import ModelFileError
+from llamaspec.hub import HUB, RemoteFile, repo_folder
+from llamaspec.llama.gguf_file import check_gguf
+from llamaspec.serve.model_names import matching
+from llamaspec.serve.models import OnPull
+
+POLL_SECONDS = 0.5  # between two reports of progress
+_HUB_NAMES = ("hf.co/", "huggingface.co/", HUB)
+
+
+def pull(name: str, on_pull: OnPull) -> None:
+    """Fetch a model and the draft that is listed for it; ModelFileError if there is no such model."""
+    address = _address(name)
+    draft = read_catalog().draft_of(address)
+    for wanted in (address, *([] if draft is None else [draft])):
+        _fetch(wanted, on_pull)
+
+
+def _address(name: str) -> str:
+    """Return the name in our lists, or the address on the hub, that a client means; never a path."""
+    for prefix in _HUB_NAMES:
+        if name.lower().startswith(prefix):
+            repo, _, quantization = name[len(prefix) :].removesuffix(":latest").partition(":")
+            return f"{HUB}{repo}:{quantization}".removesuffix(":")
+    entries = read_catalog().entries.values()
+    names = [
+        each
+        for entry in entries
+        if entry.repo is not None
+        for each in (entry.name, *(f"{entry.name}:{quantization}" for quantization in entry.quantizations))
+    ]
+    found = matching(name, [[each] for each in names])
+    if found is None:
+        raise ModelFileError("no list has a model of this name; `llamaspec models list` shows the names")
+    return names[found]
+
+
+def _fetch(address: str, on_pull: OnPull) -> None:
+    """Fetch a model, and report its progress every now and then."""
+    file = find_remote(address)
+    if file is None:
+        return  # a file on this machine
+    n_before, n_missing = _n_bytes(file), 0
+
+    def on_fetch(_: RemoteFile, n: int) -> None:
+        nonlocal n_missing
+        n_missing = n
+
+    with ThreadPoolExecutor(1, thread_name_prefix="llamaspec-pull") as thread:
+        fetching = thread.submit(resolve_model, address, on_fetch)
+        while not wait((fetching,), POLL_SECONDS).done:
+            on_pull(file.file, min(_n_bytes(file) - n_before, n_missing), n_missing)
+        check_gguf(fetching.result())
+    on_pull(file.file, n_missing, n_missing)
+
+
+def _n_bytes(file: RemoteFile) -> int:
+    """Return the bytes of a repository on this machine, those of incomplete files included."""
+    n_bytes = 0
+    for path in (repo_folder(file.repo) / "blobs").glob("*"):
+        with suppress(FileNotFoundError):  # it has its final name now
+            n_bytes += path.stat().st_size
+    return n_bytes

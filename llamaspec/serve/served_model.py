@@ -1,0 +1,83 @@
+"""A model that a server offers: where it comes from, and its state."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from llamaspec.chat.template import ChatTemplate
+from llamaspec.llama.weights import LoadProgress
+from llamaspec.pair import Pair
+from llamaspec.protocols import LengthPolicy
+from llamaspec.serve.service import OpenModel, Service
+
+FOREVER = math.inf  # seconds for which a model stays loaded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelSource:
+    """A model that a server offers, and how to load it. Its functions are called outside the event loop."""
+
+    name: str
+    path: Path  # of the target's file
+    open: Callable[[LoadProgress], AbstractContextManager[OpenModel]]
+    needed_bytes: Callable[[], int] = lambda: 0  # an estimate of the memory that it takes once loaded
+    aliases: tuple[str, ...] = ()  # other names that requests may use
+    stays: bool = False  # loaded when the server starts, and never unloaded
+
+
+def open_source(
+    pair: Pair, policy: LengthPolicy, template: ChatTemplate | None, name: str | None = None
+) -> ModelSource:
+    """Return a model that is loaded already; its caller closes it. Its default name is that of its file."""
+    opened = OpenModel(pair, policy, template)
+    path = pair.target.path
+    return ModelSource(name or path.stem, path, lambda _: nullcontext(opened), stays=True)
+
+
+class Status(Enum):
+    """The state of a model; the values are those of llama-server."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """A model of the server, loaded or not."""
+
+    source: ModelSource
+    created: int  # Unix seconds: when the server found it
+    idle_seconds: float  # after which it is unloaded
+    service: Service | None = None  # None while it is not loaded
+    loading: asyncio.Task[Service] | None = None
+    n_users: int = 0  # requests that use it or wait for it
+    last_used: float = 0.0  # seconds of `time.monotonic`
+    n_bytes: int = 0  # of memory that it takes while loaded
+    expiry: asyncio.TimerHandle | None = None
+    resources: ExitStack = field(default_factory=ExitStack)  # what is closed when it is unloaded
+
+    @property
+    def name(self) -> str:
+        """Its name in lists and responses."""
+        return self.source.name
+
+    @property
+    def status(self) -> Status:
+        """Whether it is loaded."""
+        if self.service is not None:
+            return Status.LOADED
+        return Status.UNLOADED if self.loading is None else Status.LOADING
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until it is unloaded if nobody uses it meanwhile; may be infinite."""
+        if self.source.stays or self.n_users or self.expiry is None:
+            return FOREVER if self.source.stays else self.idle_seconds
+        return self.expiry.when() - asyncio.get_running_loop().time()

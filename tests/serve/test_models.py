@@ -1,0 +1,312 @@
+"""Several models behind one address: which one answers, when it is loaded, and when it is unloaded."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from llamaspec import open_pair
+from llamaspec.errors import MemoryFullError, ModelFileError
+from patience import until
+from serving import Gate, Served, said
+from shelf import NAMES, OPTIONS, Shelf, several
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def ask(server: Served, model: str | None, seed: int = 1, n: int = 12, **more: Any) -> Any:
+    body = {"prompt": "Hello", "seed": seed, "max_tokens": n, "model": model, **more}
+    return server.post(TEXT, body)
+
+
+def text(answer: Any) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def alone(shelf: Shelf, name: str, seed: int = 1, n: int = 12) -> str:
+    """Return what a model says without a server and without a draft."""
+    with open_pair(shelf.files[name][0], target_options=OPTIONS) as pair:
+        return said(pair, "Hello", seed, n)
+
+
+def statuses(server: Served) -> dict[str, str]:
+    listed = server.client.get("/v1/models").json()["data"]
+    return {each["id"]: each["status"]["value"] for each in listed}
+
+
+# Which model answers
+
+
+@pytest.mark.parametrize("name", ["beta", "Beta", "beta:latest", "org/beta", "hf.co/org/beta", "beta.gguf"])
+def test_the_name_of_a_request_chooses_the_model(shelf: Shelf, name: str) -> None:
+    with several(shelf) as server:
+        answer = ask(server, name)
+        assert answer.json()["model"] == "beta"
+        assert text(answer) == alone(shelf, "beta")
+        assert shelf.opened == ["beta"]
+        assert statuses(server) == dict.fromkeys(NAMES, "unloaded") | {"beta": "loaded"}
+
+
+def test_without_a_name_the_last_model_answers(shelf: Shelf) -> None:
+    with several(shelf) as server:
+        refused = ask(server, None)
+        assert refused.status_code == 400
+        assert all(name in refused.json()["error"]["message"] for name in NAMES)
+        for name in ("gamma", "beta"):
+            ask(server, name)
+            assert ask(server, None).json()["model"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, {"messages": HI}, lambda error: (error["error"]["code"], error["error"]["message"])),
+        ("/v1/messages", {"messages": HI, "max_tokens": 3},
+         lambda error: (error["error"]["type"], error["error"]["message"])),
+        ("/api/chat", {"messages": HI}, lambda error: (None, error["error"])),
+        ("/api/show", {}, lambda error: (None, error["error"])),
+        ("/tokenize", {"content": "a"}, lambda error: (error["error"]["code"], error["error"]["message"])),
+    ],
+)  # fmt: skip
+def test_a_model_that_is_not_there(shelf: Shelf, path: str, body: Any, message: Callable[[Any], Any]) -> None:
+    with several(shelf) as server:
+        answer = server.post(path, {**body, "model": "secret"})
+        kind, said_ = message(answer.json())
+    assert answer.status_code == 404
+    assert kind in (None, "model_not_found", "not_found_error")
+    assert "not found" in said_
+    assert all(name in said_ for name in NAMES)
+    assert "secret" not in said_
+    assert shelf.opened == []
+
+
+def test_models_that_arrive_and_leave(shelf: Shelf) -> None:
+    late = shelf.files.pop("delta")
+    with several(shelf) as server:
+        assert ask(server, "delta").status_code == 404
+        shelf.files["delta"] = late
+        until(lambda: ask(server, "delta").status_code == 200)
+        del shelf.files["beta"]
+        until(lambda: "beta" not in statuses(server))
+
+
+# Loading and unloading
+
+
+def test_a_thousand_requests_over_four_models_of_which_two_fit(shelf: Shelf) -> None:
+    """Each text is as if the model were alone; nothing fails, and at the end nothing is left."""
+    n, n_seeds = 200, 5
+    expected = {(name, seed): alone(shelf, name, seed) for name in NAMES for seed in range(n_seeds)}
+    with several(shelf, max_queue=n) as server:
+        loaded = 0
+
+        def one(i: int) -> None:
+            nonlocal loaded
+            name, seed = NAMES[(i * 7 // 5) % len(NAMES)], i % n_seeds
+            assert text(ask(server, name, seed)) == expected[name, seed]
+            loaded = max(loaded, len(server.models.loaded))
+
+        with ThreadPoolExecutor(6) as clients:
+            list(clients.map(one, range(n)))
+        assert loaded == 2
+        assert server.models.queue.sequences() == ([], 0)
+        until(lambda: all(model.n_users == 0 for model in server.models.all))
+    assert sorted(shelf.opened) == sorted(shelf.closed)
+
+
+def test_the_least_recently_used_model_makes_room(shelf: Shelf) -> None:
+    with several(shelf) as server:
+        for name in ("alpha-Q8_0", "beta", "alpha-Q8_0", "gamma"):
+            ask(server, name)
+        assert shelf.closed == ["beta"]
+        assert [model.name for model in server.models.loaded] == ["gamma", "alpha-Q8_0"]
+
+
+def test_a_number_of_models_may_be_the_limit(shelf: Shelf) -> None:
+    with several(shelf, memory_bytes=None, max_models=1) as server:
+        ask(server, "beta")
+        ask(server, "gamma")
+        assert shelf.closed == ["beta"]
+
+
+def test_a_model_in_use_is_never_unloaded(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one waits until its answer has ended."""
+    with several(shelf, memory_bytes=1) as server, ThreadPoolExecutor(2) as clients:
+        ask(server, "beta")
+        gate = Gate(server.service.pair, monkeypatch)
+        first = clients.submit(ask, server, "beta")
+        until(lambda: server.n_running() == 1)
+        other = clients.submit(ask, server, "gamma")
+        until(lambda: any("waits until another model" in line for line in server.log))
+        assert (first.done(), other.done(), shelf.closed) == (False, False, [])
+        gate.open()
+        assert text(first.result()) == alone(shelf, "beta")
+        assert text(other.result()) == alone(shelf, "gamma")
+    assert shelf.closed[0] == "beta"
+
+
+def test_an_idle_model_is_unloaded(shelf: Shelf) -> None:
+    with several(shelf, idle_seconds=0.05) as server:
+        assert text(ask(server, "beta")) == alone(shelf, "beta")
+        until(lambda: shelf.closed == ["beta"])
+        assert text(ask(server, "beta")) == alone(shelf, "beta")
+
+
+def test_a_model_that_cannot_be_loaded_fails_only_its_own_requests(shelf: Shelf) -> None:
+    shelf.faults["gamma"] = ModelFileError("it is damaged")
+    with several(shelf) as server:
+        for streams in (False, True):
+            failed = ask(server, "gamma", stream=streams)
+            assert failed.status_code == 500
+            assert "it is damaged" in failed.json()["error"]["message"]
+        assert text(ask(server, "beta")) == alone(shelf, "beta")
+        del shelf.faults["gamma"]
+        assert text(ask(server, "gamma")) == alone(shelf, "gamma")
+    assert sum("cannot load gamma: it is damaged" in line for line in server.log) == 2
+
+
+def test_a_machine_without_memory_unloads_idle_models_and_tries_again(shelf: Shelf) -> None:
+    def needs_all(name: str) -> None:
+        if name == "gamma" and len(shelf.closed) < 2:
+            raise MemoryFullError("no room")
+
+    shelf.before = needs_all
+    with several(shelf, memory_bytes=None) as server:
+        for name in ("alpha-Q8_0", "beta"):
+            ask(server, name)
+        assert text(ask(server, "gamma")) == alone(shelf, "gamma")
+        assert shelf.closed == ["alpha-Q8_0", "beta"]
+
+
+# Waiting for a model
+
+
+def test_a_stream_says_that_its_model_is_loading(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaspec.serve.loading.SILENT_SECONDS", 0.0)
+    gate = shelf.gates["beta"] = threading.Event()
+    body = {"prompt": "Hello", "max_tokens": 12, "seed": 1, "model": "beta", "stream": True}
+    with several(shelf) as server, server.client.stream("POST", TEXT, json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == ": loading beta"
+        assert statuses(server)["beta"] == "loading"
+        gate.set()
+        parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert any("loading beta" in line for line in server.log)
+    assert "".join(part["choices"][0]["text"] for part in parts) == alone(shelf, "beta")
+
+
+@pytest.mark.parametrize("path", ["/api/generate", "/v1/messages", CHAT])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_that_has_begun_ends_in_the_form_of_its_api(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, path: str, fails: bool
+) -> None:
+    monkeypatch.setattr("llamaspec.serve.loading.SILENT_SECONDS", 0.0)
+    if fails:
+        shelf.faults["beta"] = ModelFileError("it is damaged")
+    body = {"prompt": "Hello", "messages": HI, "max_tokens": 5, "options": {"num_predict": 5}}
+    with several(shelf) as server:
+        shelf.gates["beta"] = gate = threading.Event()
+        with server.client.stream("POST", path, json={**body, "stream": True, "model": "beta"}) as answer:
+            assert answer.status_code == 200
+            gate.set()
+            last = [line for line in answer.iter_lines() if line][-1]
+    assert ("it is damaged" in last) == fails
+    if not fails:
+        assert ("done" in last.lower()) or "message_stop" in last
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_ends_the_loading(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    monkeypatch.setattr("llamaspec.serve.loading.SILENT_SECONDS", 0.0)
+    gate = shelf.gates["beta"] = threading.Event()
+    body = {"prompt": "Hello", "max_tokens": 12, "model": "beta", "stream": streams}
+    with several(shelf) as server:
+        with server.sent(TEXT, body):
+            until(lambda: any("loading beta" in line for line in server.log))
+        until(lambda: any("nobody waits for beta" in line for line in server.log))
+        gate.set()
+        assert text(ask(server, "beta")) == alone(shelf, "beta")
+
+
+def test_a_server_that_stops_waits_for_no_model(shelf: Shelf) -> None:
+    shelf.gates["beta"] = threading.Event()
+    with several(shelf) as server, ThreadPoolExecutor(1) as clients:
+        waiting = clients.submit(ask, server, "beta")
+        until(lambda: any("loading beta" in line for line in server.log))
+        server.stop()
+        assert waiting.result().status_code == 503
+
+
+# Ollama's requests to load and unload
+
+
+def test_ollama_loads_and_unloads(shelf: Shelf) -> None:
+    with several(shelf) as server:
+
+        def loaded() -> list[str]:
+            return [each["name"] for each in server.client.get("/api/ps").json()["models"]]
+
+        for path in ("/api/chat", "/api/generate"):
+            answer = server.post(path, {"model": "beta", "keep_alive": "5m", "stream": False}).json()
+            assert (answer["done_reason"], answer["model"]) == ("load", "beta")
+            assert loaded() == ["beta"]
+            answer = server.post(path, {"model": "beta", "keep_alive": 0}).json()
+            assert (answer["done_reason"], loaded()) == ("unload", [])
+        names = [each["name"] for each in server.client.get("/api/tags").json()["models"]]
+        assert names == list(NAMES)
+        about = server.post("/api/show", {"model": "gamma"}).json()
+        assert about["model_info"]["llama.context_length"] == 512
+        assert shelf.opened == ["beta", "beta"]
+        assert server.client.request("DELETE", "/api/delete", json={"model": "beta"}).status_code == 403
+        assert server.post("/api/pull", {"model": "beta"}).json() == {"status": "success"}
+        assert server.post("/api/pull", {"model": "another"}).status_code == 404
+
+
+@pytest.mark.parametrize(("keep_alive", "stays"), [(0, False), ("0s", False), (-1, True), ("10ms", False)])
+def test_keep_alive_after_an_answer(shelf: Shelf, keep_alive: int | str, stays: bool) -> None:
+    body = {"model": "beta", "messages": HI, "stream": False, "keep_alive": keep_alive}
+    with several(shelf, idle_seconds=None if not stays else 0.0) as server:
+        answer = server.post("/api/chat", {**body, "options": {"num_predict": 4}})
+        assert answer.status_code == 200
+        if stays:
+            ask(server, "gamma")
+            until(lambda: shelf.closed == ["gamma"])
+            assert [model.name for model in server.models.loaded] == ["beta"]
+        else:
+            until(lambda: shelf.closed == ["beta"])
+
+
+def test_a_keep_alive_that_is_no_duration(shelf: Shelf) -> None:
+    with several(shelf) as server:
+        answer = server.post("/api/chat", {"model": "beta", "messages": HI, "keep_alive": "soon"})
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("keep_alive")
+
+
+# What the server says about its models
+
+
+def test_metrics_slots_and_log_name_the_model(shelf: Shelf) -> None:
+    with several(shelf) as server:
+        for name, n in (("beta", 3), ("gamma", 5)):
+            ask(server, name, n=n)
+        metrics = server.client.get("/metrics").text
+        assert 'llamaspec:generation_tokens_total{model_name="beta"} 3.0' in metrics
+        assert 'llamaspec:generation_tokens_total{model_name="gamma"} 5.0' in metrics
+        assert 'llamaspec:num_requests_running{model_name="gamma"} 0.0' in metrics
+        slots = server.client.get("/slots").json()
+        assert [slot["is_processing"] for slot in slots] == [False] * 4
+        assert server.client.get("/props").json()["model_alias"] == "gamma"
+        assert server.client.get("/props?model=beta").json()["model_alias"] == "beta"
+        unloaded = server.client.get("/props?model=delta").json()
+        assert "model_path" not in unloaded
+    assert any("/v1/completions 200" in line and " beta" in line for line in server.log)

@@ -1,0 +1,170 @@
+"""`llamaspec serve` with several models: which ones it offers, and what it takes from the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from command import run
+from llamaspec import ModelOptions, open_pair
+from model_store import ModelStore
+from patience import PATIENCE, until
+from serving import Process, process, said
+from tiny_models import Recipe
+
+TEXT = "/v1/completions"
+
+
+@pytest.fixture
+def folder(store: ModelStore, tmp_path: Path) -> Path:
+    """A folder with two models, a draft that was made for one of them, and the second part of another one."""
+    folder = tmp_path / "models"
+    (folder / "more").mkdir(parents=True)
+    for name, seed in (
+        ("one-Q8_0", 0),
+        ("more/two-Q8_0", 1),
+        ("one.draft-skip", 2),
+        ("big-00002-of-00002", 3),
+    ):
+        path = store.path("llama", Recipe(seed=seed, dtype="q8_0"))
+        (folder / f"{name}.gguf").symlink_to(path)
+    return folder
+
+
+def ask(server: Process, model: str | None) -> httpx.Response:
+    body = {"prompt": "Hello", "max_tokens": 8, "seed": 3, "model": model}
+    return httpx.post(f"{server.url}{TEXT}", json=body, timeout=PATIENCE)
+
+
+def names(server: Process) -> list[str]:
+    return [each["id"] for each in httpx.get(f"{server.url}/v1/models").json()["data"]]
+
+
+def alone(path: Path) -> str:
+    with open_pair(path, target_options=ModelOptions(threads=1, n_ctx=256)) as pair:
+        return said(pair, "Hello", 3, 8)
+
+
+def test_all_models_in_a_folder(folder: Path) -> None:
+    with process("--models-dir", str(folder), "--n-ctx", "256") as server:
+        assert sorted(names(server)) == ["one-Q8_0", "two-Q8_0"]
+        for name in ("one", "two"):
+            answer = ask(server, name).json()
+            assert answer["choices"][0]["text"] == alone(next(folder.rglob(f"{name}-Q8_0.gguf")))
+            assert answer["model"] == f"{name}-Q8_0"
+        assert ask(server, "three").status_code == 404
+        server.popen.send_signal(signal.SIGTERM)
+        assert server.ended() == 0
+    assert not any("Traceback" in line or "error" in line for line in server.lines)
+
+
+def test_models_that_the_command_line_names(folder: Path) -> None:
+    one, two = (str(path) for path in sorted(folder.rglob("*-Q8_0.gguf"), key=lambda path: path.name))
+    with process("--target", f"a={one}", "--target", two, "--n-ctx", "256") as server:
+        assert names(server) == ["a", "two-Q8_0"]
+        assert ask(server, "a").json()["choices"][0]["text"] == alone(Path(one))
+
+
+def test_one_target_answers_requests_with_any_name(folder: Path) -> None:
+    path = folder / "one-Q8_0.gguf"
+    with process("--target", str(path), "--n-ctx", "256") as server:
+        assert names(server) == ["one-Q8_0"]
+        answer = ask(server, "gpt-4o").json()
+        assert (answer["model"], answer["choices"][0]["text"]) == ("one-Q8_0", alone(path))
+        unload = {"model": "x", "keep_alive": 0}
+        assert httpx.post(f"{server.url}/api/chat", json=unload).json()["done_reason"] == "unload"
+        assert httpx.get(f"{server.url}/api/ps").json()["models"][0]["expires_at"].startswith("2318")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_unloading_frees_memory(store: ModelStore, tmp_path: Path) -> None:
+    """Ten times the same models leave no more than three times did. One of them takes 200 MB."""
+    for i in range(2):
+        recipe = Recipe(seed=i, n_layers=8, width=512, n_ffn=1024, n_context=8192)
+        (tmp_path / f"m{i}.gguf").symlink_to(store.path("llama", recipe))
+    with process("--models-dir", str(tmp_path), "--models-max", "1", "--n-ctx", "8192") as server:
+        facts = psutil.Process(server.popen.pid)
+        idle, sizes = facts.memory_info().rss, []
+        for _ in range(10):
+            for name in ("m0", "m1"):
+                assert ask(server, name).status_code == 200
+            loaded = facts.memory_info().rss
+            httpx.post(f"{server.url}/api/chat", json={"model": "m1", "keep_alive": 0})
+            sizes.append((facts.memory_info().rss, len(facts.memory_maps(grouped=False))))
+    assert loaded - idle > 150e6
+    assert sizes[-1][0] < 1.05 * sizes[2][0]
+    assert sizes[-1][0] - idle < 0.2 * (loaded - idle)
+    assert sizes[-1][1] <= 1.05 * sizes[2][1]
+
+
+def test_one_target_is_unloaded_if_asked_for(folder: Path) -> None:
+    options = ("--target", str(folder / "one-Q8_0.gguf"), "--n-ctx", "256", "--keep-alive", "10ms")
+    with process(*options) as server:
+        for _ in range(2):
+            assert ask(server, "any").json()["choices"][0]["text"] == alone(folder / "one-Q8_0.gguf")
+            until(lambda: not httpx.get(f"{server.url}/api/ps").json()["models"])
+
+
+def test_without_models_the_embedded_pair_is_a_demo(demo_files: tuple[Path, Path]) -> None:
+    with process() as server:
+        assert names(server) == ["demo"]
+        assert ask(server, "any").status_code == 200
+
+
+def test_the_users_own_list(folder: Path, tmp_path: Path) -> None:
+    one, two = sorted(folder.rglob("*-Q8_0.gguf"), key=lambda path: path.name)
+    entries = {"mine": {"path": str(one), "draft": "small"}, "small": {"path": str(two)},
+               "gone": {"path": str(tmp_path / "gone.gguf")}}  # fmt: skip
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump(entries))
+    with process("--n-ctx", "256", env={"LLAMASPEC_CONFIG": str(tmp_path)}) as server:
+        assert names(server) == ["mine", "small"]
+        assert ask(server, "mine").json()["choices"][0]["text"] == alone(one)
+        about = httpx.get(f"{server.url}/props").json()
+    assert len(about["drafts"]) == 1
+
+
+def test_a_client_downloads_models_only_if_that_is_allowed(env: dict[str, str]) -> None:
+    """With the draft of the list; nothing else is downloaded, whatever a client asks for."""
+    body = {"model": "big:latest", "prompt": "Hello", "max_tokens": 3}
+    with process("--n-ctx", "256", env=env) as server:
+        refused = httpx.post(f"{server.url}/api/pull", json={"model": "big"})
+        assert (refused.status_code, "--pull" in refused.json()["error"]) == (404, True)
+    with process("--pull", "--n-ctx", "256", env=env) as server:
+        assert names(server) == []
+        assert httpx.post(f"{server.url}{TEXT}", json=body).status_code == 404
+        said_ = httpx.post(f"{server.url}/api/pull", json={"model": "big"}, timeout=PATIENCE).text
+        *parts, last = [json.loads(line) for line in said_.splitlines()]
+        assert last == {"status": "success"}
+        assert {part.get("digest") for part in parts} == {None, "big-Q8_0.gguf", "small-Q8_0.gguf"}
+        assert all(part["completed"] == part["total"] > 0 for part in parts[-1:])
+        until(lambda: names(server) == ["big", "small"])
+        assert httpx.post(f"{server.url}{TEXT}", json=body, timeout=PATIENCE).status_code == 200
+        for name in ("hf.co/acme/none", "/etc/passwd", "nothing"):
+            answer = httpx.post(f"{server.url}/api/pull", json={"model": name, "stream": False})
+            assert (answer.status_code, "error" in answer.json()) == (502, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--models-dir", "/nonexistent"], "--models-dir"),
+        (["--target", "{one}", "--target", "{one}"], "--target NAME="),
+        (["--target", "{one}", "--target", "b={one}", "--alias", "c"], "--alias"),
+        (["--target", "{one}", "--target", "b={one}", "--draft", "{one}"], "--draft"),
+        (["--models-dir", "{folder}", "--n-ctx", "100", "--ctx-per-request", "200"], "--ctx-per-request"),
+        (["--keep-alive", "soon"], "10m"),
+    ],
+)
+def test_options_that_are_refused(folder: Path, arguments: list[str], told: str) -> None:
+    filled = [each.format(one=folder / "one-Q8_0.gguf", folder=folder) for each in arguments]
+    answer = run("serve", "--port", "0", *filled)
+    assert answer.code in (1, 2)
+    assert "Traceback" not in answer.stderr
+    assert told in answer.stderr.splitlines()[-1]
