@@ -34,7 +34,7 @@ from llamaspec.length.policy import AutoLength
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import TARGET, Draft, ForwardRequest, Round, Source
+from llamaspec.values import TARGET, Draft, Evaluation, ForwardRequest, Round, Source
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -428,11 +428,11 @@ class InChunks:
 
     def start_prompt(self, n_unread: int) -> None: ...
 
-    def observe_prompt(self, n: int, seconds: float) -> None: ...
+    def observe_prompt(self, evaluation: Evaluation, seconds: float) -> None: ...
 
     def observe_reading(self, n: int, seconds: float) -> None: ...
 
-    def plain_seconds(self, n_sequences: int) -> float | None: ...
+    def plain_seconds(self, evaluation: Evaluation) -> float | None: ...
 
 
 @pytest.mark.parametrize("policy", [lambda: FixedLength(3), lambda: Length(3, reading=InChunks())])

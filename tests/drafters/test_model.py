@@ -173,13 +173,13 @@ class InChunks:
     def start_prompt(self, n_unread: int) -> None:
         self.observed.append(n_unread)
 
-    def observe_prompt(self, n: int, seconds: float) -> None: ...
+    def observe_prompt(self, evaluation: Evaluation, seconds: float) -> None: ...
 
     def observe_reading(self, n: int, seconds: float) -> None:
         self.observed.append(n)
         self.chunks.pop(0)
 
-    def plain_seconds(self, n_sequences: int) -> None: ...
+    def plain_seconds(self, evaluation: Evaluation) -> None: ...
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_a_server_heals_after_a_busy_time(is_noticed: bool) -> None:
     on, policy = machine(), AutoLength()
     for seed in range(3):
         play(policy, busy(on), text(seed), seed, is_disturbed=is_noticed)
-    ratios, n_rounds, seed = [], 0, 10
+    ratios, n_rounds, seed = list[float](), 0, 10
     while len(ratios) < 6:
         run = play(policy, on, text(seed), seed)
         n_rounds += len(run.lengths)
