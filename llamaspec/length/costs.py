@@ -41,7 +41,12 @@ PROMPT = 64  # minimum positions of a prompt chunk whose time is used for its wi
 
 # Standard deviations of logarithms
 ANYTHING, GUESS = 3.0, 0.7  # of the scale, which may be anything; of other first guesses
-NOISE, FIRST, CHUNK = 0.08, 0.1, 0.2  # of a timing; of the first one of a width; of a prompt chunk
+NOISE, FIRST, CHUNK = (
+    0.08,
+    0.1,
+    0.2,
+)  # of a timing; of the first of a width; of a prompt chunk or a first step
+BUSY = 0.3  # of a timing while other programs take cores
 PROBED, AGED = 0.05, 0.12  # of a probe's timing; what a kept one gains until the next run
 DRIFT, WEAR = 0.01, 0.003  # what the scale, and each ratio, gains from one evaluation to the next
 STALE = 0.2  # a width that is less certain is timed again
@@ -190,11 +195,12 @@ class Costs:
     def next_untimed(self) -> tuple[int, float] | None:
         """The next width to time by padding a plain round, and the seconds that must be to spare for it.
 
-        None if all are certain, plain decoding was not timed, or the machine is busy.
+        None if all are certain, or plain decoding was not timed. On a busy machine, each is timed once.
         """
-        if not self._pads or not self.n_timed or self.is_disturbed:
+        if not self._pads or not self.n_timed:
             return None
-        uncertain = [w for w in CALIBRATED if self._n[w] < TIMED or self._deviation(w) > STALE]
+        n_least = 1 if self.is_disturbed else TIMED
+        uncertain = [w for w in CALIBRATED if self._n[w] < n_least or self._is_stale(w)]
         if not uncertain:
             return None
         width = min(uncertain, key=self._timed.__getitem__)
@@ -209,7 +215,8 @@ class Costs:
     ) -> None:
         """Learn from one evaluation of the target.
 
-        If it was disturbed, because other programs took cores, only the scale is learnt.
+        If it was disturbed, because other programs took cores, the ratio of its width is only learnt as long
+        as it is uncertain, and stays so.
         """
         if seconds <= 0:
             return
@@ -233,7 +240,7 @@ class Costs:
         if seconds <= 0 or (self.knows_step and surprise > 0):
             return
         self._belief.doubt(self._step, abs(surprise))
-        self._belief.learn(self._product(self._scale, self._step), surprise, NOISE)
+        self._belief.learn(self._product(self._scale, self._step), surprise, CHUNK)
         self.knows_step = True
 
     def observe_reading(self, n: int, seconds: float) -> None:
@@ -255,6 +262,8 @@ class Costs:
         surprise = log(seconds / self.drafting_seconds(n_steps, n_unread, depth))
         if self.knows_step:
             surprise = min(surprise, OUTLIER)
+        if surprise < -OUTLIER:  # nothing makes a step faster by chance: the earlier ones were held up
+            self._belief.doubt(self._step, -surprise)
 
         def expect(means: Array) -> Expected:
             attended = exp(means[self._step_attention]) * depth
@@ -289,6 +298,9 @@ class Costs:
 
     def _ratio(self, width: int) -> float:
         return self._of(self._ratios[width]) if width in self._ratios else 1.0
+
+    def _is_stale(self, width: int) -> bool:
+        return not self.is_disturbed and self._deviation(width) > STALE
 
     def _deviation(self, width: int) -> float:
         return self._belief.deviation(self._ratios[width])
@@ -330,8 +342,11 @@ class Costs:
 
         expected, effects = expect(self._belief.means)
         surprise = log(seconds) - float(expected)
+        self._n[knot] += 1
+        self._timed[knot] += 1
         if is_disturbed:
-            self._belief.learn(expect, surprise, noise, only={self._scale})
+            uncertain = {self._ratios[knot]} if knot != 1 and self._deviation(knot) > STALE else set()
+            self._belief.learn(expect, surprise, BUSY if uncertain else noise, only={self._scale, *uncertain})
         else:
             self._learn_credible(knot, expect, surprise, noise, self._belief.spread(effects))
         self._every = np.empty(0)
@@ -349,7 +364,9 @@ class Costs:
         self.is_surprised = sign != 0
         n_in_row = self._n_outliers[knot] = sign * (max(sign * self._n_outliers[knot], 0) + 1)
         unsure = self._scale if knot == 1 else self._ratios[knot]
-        has_changed = abs(n_in_row) >= (2 if knot == 1 else LASTING) or (sign < 0 and self._n[knot] < LASTING)
+        has_changed = abs(n_in_row) >= (2 if knot == 1 else LASTING) or (
+            sign < 0 and self._n[knot] <= LASTING
+        )
         if sign and has_changed:
             self._belief.doubt(unsure, abs(surprise))
             self._n_outliers[knot] = 0
@@ -358,8 +375,6 @@ class Costs:
         self._belief.learn(expect, surprise, noise)
         if sign and not has_changed and knot != 1:
             self._belief.doubt(unsure, OUTLIER)  # so it is timed again soon
-        self._n[knot] += 1
-        self._timed[knot] += 1
 
     def _guessed(self, knot: int) -> tuple[float, float]:
         """Return a first guess of the logarithm of a ratio, and its standard deviation."""

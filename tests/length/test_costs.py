@@ -218,7 +218,7 @@ def test_a_busy_machine_changes_only_the_scale() -> None:
     for _ in range(50):
         costs.observe_verify(1, 20.0, is_disturbed=True)
         costs.observe_verify(4, 60.0, is_disturbed=True)
-    assert costs.next_untimed() is None, "nothing is timed now"
+    assert costs.next_untimed() is None, "all widths are known"
     assert costs.seconds(4) / costs.seconds(1) == pytest.approx(1.5, rel=0.02)
     assert costs.seconds(1) > 18.0
     timed({1: 10.0}, costs=costs)
@@ -241,3 +241,25 @@ def test_a_width_that_is_not_used_is_timed_again_in_a_long_run() -> None:
     assert costs.next_untimed() is None
     timed({1: 10.0}, 5_000, costs)
     assert costs.next_untimed() is not None
+
+
+def test_on_a_machine_that_is_always_busy_drafts_have_a_price_too() -> None:
+    costs, seconds = Costs(), {1: 20.0, 2: 26.0, 4: 36.0, 8: 60.0, 16: 110.0}
+    for _ in range(2):
+        costs.observe_verify(1, seconds[1], is_disturbed=True)
+    assert costs.knows_plain
+    while (wanted := costs.next_untimed()) is not None:
+        costs.observe_verify(wanted[0], seconds[wanted[0]], is_disturbed=True)
+    for width, expected in seconds.items():
+        assert costs.seconds(width) == pytest.approx(expected, rel=0.2)
+    costs.observe_verify(1, 10.0)
+    assert costs.next_untimed() is not None, "all are timed again as soon as the machine is calm"
+
+
+def test_a_draft_step_that_was_held_up_is_corrected_by_the_first_that_was_not() -> None:
+    """The draft was hardly used in the first run, because its first step had waited for the disk."""
+    costs = Costs()
+    costs.observe_first_step(0.035)
+    timed({1: 0.06}, costs=costs)
+    costs.observe_draft(1, 1, 0.015)
+    assert costs.drafting_seconds(1) == pytest.approx(0.015, rel=0.15)
