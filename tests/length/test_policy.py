@@ -223,7 +223,7 @@ def test_several_sequences_share_every_evaluation(curve: str, n_sequences: int) 
         texts = [mixed(seed) for seed in range(first, first + n_sequences)]
         shared = play_together(AutoLength(), on, texts).to_plain
         fixed = [play_together(FixedLength(n), on, texts).to_plain for n in (0, 1, 2, 4)]
-        assert shared <= 1.03
+        assert shared <= 1.04
         compared.append(shared / min(fixed))
     assert np.mean(compared) <= 1.05
 
