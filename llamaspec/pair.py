@@ -308,7 +308,7 @@ def load_pair(
         target = LlamaModel(plan.target.path, plan.target.options, on_load, store=store)
         opened.callback(target.close)
         if plan.heads is not None:
-            heads = _open_heads(plan, plan.heads, target, on_load)
+            heads = open_heads(plan, plan.heads, target, on_load)
             opened.callback(heads.close)
         if plan.draft is not None:
             draft = LlamaModel(plan.draft.path, plan.draft.options, on_load, store=target.store)
@@ -318,9 +318,10 @@ def load_pair(
     return pair
 
 
-def _open_heads(
-    plan: DraftPlan, file: ModelFile, target: LlamaModel, on_load: LoadProgress | None
+def open_heads(
+    plan: DraftPlan, file: ModelFile, target: LlamaModel, on_load: LoadProgress | None = None
 ) -> PredictionHeads | BlockDraft:
+    """Load the draft that reads the hidden rows of an open target; errors are those of `open_pair`."""
     draft = plan.hidden_draft
     if draft is not None and draft.is_block:
         return BlockDraft(target, draft, file.options, on_load)

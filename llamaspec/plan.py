@@ -7,6 +7,7 @@ decides again. tests/test_plan.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -107,9 +108,13 @@ def make_plan(
         if draft is None:
             raise PairError(f"no draft is known for {quoted(str(target))}; name one, or leave the draft out")
     path, options = find(target), target_options or ModelOptions()
-    is_default = by_default and draft is None
-    if is_default:
-        draft = draft_here(target, path)
+    if by_default and draft is None and (here := draft_here(target, path)) is not None:
+        with suppress(PairError):  # a listed draft may have been made for another version of the target
+            plan = make_plan(
+                path, here, copying=copying, target_options=options, draft_options=draft_options,
+                find=locate_model,
+            )  # fmt: skip
+            return replace(plan, is_default=True)
     if draft == NONE:
         draft = None
     heads: Path | None = None
@@ -122,20 +127,17 @@ def make_plan(
     if file is not None and (draft_file := hidden_draft(file)) is not None:
         check_target(draft_file, path)
         reading = ModelFile(path, replace(options, hidden_layers=draft_file.layers))
-        own = draft_options or options
-        return DraftPlan(reading, None, ModelFile(file, own), copying, draft_file, is_default)
+        return DraftPlan(reading, None, ModelFile(file, draft_options or options), copying, draft_file)
     if file is not None and is_shared_head(file):
         heads = file
     if heads is not None:
         own = draft_options or options
         target_file = ModelFile(path, replace(options, heads=True))
-        return DraftPlan(target_file, None, ModelFile(heads, own), copying, is_default=is_default)
+        return DraftPlan(target_file, None, ModelFile(heads, own), copying)
     small = None
     if file is not None:
         small = ModelFile(file, draft_options or ModelOptions(max_scored=DRAFT_SCORED))
-    return DraftPlan(
-        ModelFile(path, options), small, None, copying, is_default=is_default and small is not None
-    )
+    return DraftPlan(ModelFile(path, options), small, None, copying)
 
 
 def estimated_bytes(plan: DraftPlan) -> int:
@@ -186,13 +188,13 @@ def draft_here(target: str | Path, path: Path) -> str | None:
     try:
         name = known_draft(target, lambda _: path)
         files = [path] if name in (None, MTP) else [path, locate_model(str(name))]
-    except ModelFileError:
+        return name if name is None or weights_bytes(files) <= free_bytes() else None
+    except (ModelFileError, OSError):  # loading the model will say what is wrong
         return None
-    return name if name is None or weights_bytes(files) <= free_bytes() else None
 
 
 def weights_bytes(paths: Iterable[Path]) -> int:
-    """Return the size of model files with all their parts."""
+    """Return the size of model files with all their parts; may raise OSError."""
     return sum(part.stat().st_size for path in paths for part in file_parts(path))
 
 

@@ -235,6 +235,10 @@ class PromptReading(Protocol):
         """Prompt tokens for the draft model to process in this round instead of drafting; 0 = the rest."""
 
     @property
+    def is_winning(self) -> bool:
+        """Whether drafts were faster lately: prediction heads then process the prompt beside the target."""
+
+    @property
     def unused(self) -> UnusedDraft | None:
         """Why the draft model has not processed the prompt; None if it has."""
 

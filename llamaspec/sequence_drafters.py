@@ -17,6 +17,7 @@ from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
 from llamaspec.drafters.hidden import HiddenDrafter, RowWindow
 from llamaspec.drafters.model import DeferredPrompt, ModelDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
+from llamaspec.drafters.recent_rows import KEPT_ROWS
 from llamaspec.engine.speculate import Speculation
 from llamaspec.llama.block_draft import BlockDraft
 from llamaspec.llama.heads import PredictionHeads
@@ -113,9 +114,15 @@ class SequenceDrafters:
             )
             window = RowWindow(0, heads.n_cached)
             return BlockDrafter(shape, window, config.sampler, config.rule, config.streams, MTP)
-        window = RowWindow(1, heads.n_cached)
+        reading, n_prompt, deferred = config.length.reading, len(config.prompt), None
+        if reading is not None and not reading.is_winning:
+            # It wakes later, and then sees no more than the last part of the prompt.
+            deferred = DeferredPrompt(
+                reading, lambda tokens: max(heads.n_cached(tokens), n_prompt - KEPT_ROWS)
+            )
+        window = RowWindow(1, heads.n_cached, is_asleep=deferred is not None)
         settings = {"source": heads.source, "longest": heads.longest, "row_window": window}
-        made = self._asking(heads, config, MTP, kind=HiddenDrafter, **settings)
+        made = self._asking(heads, config, MTP, kind=HiddenDrafter, deferred=deferred, **settings)
         assert isinstance(made, HiddenDrafter)
         return made
 

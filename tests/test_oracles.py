@@ -424,7 +424,7 @@ FAILING: dict[str, Callable[[ModelStore], tuple[Path, Path | str]]] = {
 class InChunks:
     """Lets a draft model process the prompt in chunks, beside rounds."""
 
-    n_to_read, unused = 64, None
+    n_to_read, unused, is_winning = 64, None, False
 
     def start_prompt(self, n_unread: int) -> None: ...
 

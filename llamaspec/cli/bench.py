@@ -215,7 +215,8 @@ def _plan_and_options(models: ModelChoice, n_ctx: int) -> tuple[DraftPlan, list[
     check_files(plan)
     options = models.target_options
     if plan.is_default:  # a server that starts beside others may see less free memory
-        given += ["--draft", MTP if plan.draft is None else str(plan.draft.path)]
+        used = plan.heads if plan.draft is None else plan.draft
+        given += ["--draft", MTP if used is None or plan.has_own_heads else str(used.path)]
     if options.n_ctx is None:
         n_ctx = min(n_ctx, read_gguf(plan.target.path).number("context_length", n_ctx))
         plan = find_plan(replace(models, target_options=replace(options, n_ctx=n_ctx)))

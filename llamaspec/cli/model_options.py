@@ -311,16 +311,17 @@ def open_models(
 
 def _say_default(plan: DraftPlan, choice: ModelChoice) -> None:
     """Say what drafts if no draft was given, if that is surprising."""
-    if plan.draft is not None:
-        name = plan.draft.path.name
-        say(f"no --draft given, using {name}, which is known for this target (--draft none: no draft model)")
-    elif plan.heads is not None:
+    used = plan.heads if plan.draft is None else plan.draft
+    if plan.has_own_heads:
         say("no --draft given, using the target's own prediction heads (--draft none: no heads)")
+    elif used is not None:
+        known = f"{used.path.name}, which is known for this target"
+        say(f"no --draft given, using {known} (--draft none: no draft)")
     elif plan.is_plain:
         say("no --draft given, decoding plainly")
-    elif (known := known_draft(choice.target, lambda _: plan.target.path)) is not None:
+    elif (name := known_draft(choice.target, lambda _: plan.target.path)) is not None:
         copies = "so draft tokens are only copied from earlier text"
-        say(f"no --draft given, {copies}; --draft auto would use {'its heads' if known == MTP else known}")
+        say(f"no --draft given, {copies}; --draft auto would use {'its heads' if name == MTP else name}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.drafters.model import ModelDrafter
-from llamaspec.drafters.recent_rows import RecentRows
+from llamaspec.drafters.recent_rows import KEPT_ROWS, RecentRows
 from llamaspec.errors import RowsMissingError
 from llamaspec.protocols import Asking, Drafting, Preparing, SequenceLength
 from llamaspec.values import Draft, ForwardRequest, HiddenInput, Rows, TokenArray
@@ -28,6 +28,7 @@ class RowWindow:
 
     lag: int  # positions between a token and its row: 1 = the row before the token, 0 = its own row
     n_cached: Callable[[TokenArray, int], int]  # (tokens, first that the model sees): how many it has cached
+    is_asleep: bool = False  # the model may never process the prompt, so only its last rows are wanted
     begin: int = field(init=False)  # the first token that the model sees
     rows: RecentRows = field(init=False, default_factory=RecentRows)
 
@@ -36,7 +37,8 @@ class RowWindow:
 
     def first_row(self, prompt: TokenArray) -> int:
         """Return the first position whose row the model needs."""
-        return max(self.n_cached(prompt, self.begin) - self.lag, 0)
+        needed = max(self.n_cached(prompt, self.begin) - self.lag, 0)
+        return max(needed, len(prompt) - 1 - KEPT_ROWS) if self.is_asleep else needed
 
     def reaches(self, context: TokenArray) -> bool:
         """Whether the row before the last token is known."""
@@ -81,8 +83,11 @@ class HiddenDrafter(ModelDrafter):
         self.row_window.rows.add(position, rows)
 
     def prepare(self, context: TokenArray) -> Preparing:
-        """Process all but the last token."""
-        yield from self._process(context[:-1])
+        """Process all but the last token, or report them to the length policy if the model sleeps."""
+        if self.deferred is None:
+            yield from self._process(context[:-1])
+        else:
+            self.deferred.start(context, self.sampler.n_prompt)
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """Draft until the policy wants no more; nothing without the row before the last token."""

@@ -227,6 +227,7 @@ class AutoLength:
         self._n_tokens = self._seconds = self._plain_seconds = 0.0  # of this run; see `Gain`
         self.credit = 0.0  # seconds that timing and exploring may cost now
         self.sequences: list[AutoSequence] = []
+        self.is_winning = False  # drafts were faster in the latest decision
         self.usual_length = USUAL  # tokens of a completion
         self.on_work: Callable[[float], object] = _ignore  # receives the seconds of each round
         self._latest = -1  # serial number of the latest evaluation

@@ -19,8 +19,9 @@ WAIT = 4  # plain decoding comes first, for a fourth of the prompt's time, but a
 class DraftPrompt:
     """The part of a prompt that the draft model of one completion has not processed yet."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, *, is_winning: bool = False) -> None:
         self._costs = costs
+        self.is_winning = is_winning  # drafts were faster when the completion began
         self.n_unread = 0  # tokens that the draft model has not processed, not counting the last
         self.n_to_read = 0  # of these: processed in this round instead of drafting; 0 = all
         self.is_asleep = False  # the prompt is not processed

@@ -55,7 +55,7 @@ class AutoSequence:
             source: SequenceAcceptance(shared, is_copied=source in COPIES)
             for source, shared in policy.acceptance.items()
         }
-        self.reading = DraftPrompt(policy.costs)
+        self.reading = DraftPrompt(policy.costs, is_winning=policy.is_winning)
         self.is_drafting = False  # the latest round had draft steps
         self.n_written = 0  # tokens of the completion
         self.depth = 0.0  # cached tokens that a position attends to
@@ -171,7 +171,8 @@ class AutoSequence:
             rates, spent = rates[:known], spent[:known]
             n = len(rates) - 1
         limit = n if costs.knows_step else 1
-        if rates.argmax():
+        policy.is_winning = bool(rates.argmax())
+        if policy.is_winning:
             policy.drafts.reset()
             plan.rate = float(rates.max())
             if self.reading.is_asleep and not self._wakes(plan):

@@ -6,15 +6,17 @@ Models are loaded one by one: a damaged file becomes a finding, and the other mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.errors import LlamaspecError
 from llamaspec.kernels import Kernels
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import Device
+from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.model import LlamaModel, MemoryFacts
 from llamaspec.llama.nextn import heads_in_file
 from llamaspec.llama.options import cache_bytes
@@ -23,14 +25,16 @@ from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.machine import CROWDED, MachineFacts, look_at_machine
 from llamaspec.measure.probe import STEPS, Probe, measure, sample_tokens
 from llamaspec.measure.reasons import pair_verdict
-from llamaspec.pair import Pair
-from llamaspec.plan import DraftPlan
+from llamaspec.pair import Pair, open_heads
+from llamaspec.plan import DraftPlan, ModelFile, weights_bytes
+from llamaspec.protocols import Drafter
 
 Working: TypeAlias = Callable[[str], AbstractContextManager[LoadProgress]]  # shows progress under a label
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 CHEAP = 3.0  # a draft should be at least this many times as fast as its target
 N_PROMPT, N_WRITTEN, N_DRAFT = 64, 48, 2  # tokens in the trial of a draft with another vocabulary
+N_TIMED = 512  # tokens of the prompt that is timed with prediction heads and without
 TRIAL_SECONDS = 5.0  # time limit of that trial
 FEW = 0.3  # acceptance below which drafting is hardly ever faster
 
@@ -98,6 +102,8 @@ def examine(plan: DraftPlan, working: Working) -> Iterator[Finding]:
         if plan.draft is not None and len(examined) == len(wanted):
             target, draft = (each.model for each in examined)
             yield from pair_findings(target, draft, pair_verdict(plan), working)
+        elif plan.heads is not None and examined:
+            yield heads_finding(plan, plan.heads, examined[0].model, working)
 
 
 # The machine
@@ -267,6 +273,37 @@ def file_findings(plan: DraftPlan) -> Iterator[Finding]:
         yield Finding(WARNING, "draft", "none: plain decoding, one token at a time", remedy)
     elif plan.draft is None and plan.heads is None:
         yield Finding(OK, "draft", "none: draft tokens are copied from earlier text")
+
+
+def heads_finding(plan: DraftPlan, heads: ModelFile, target: LlamaModel, working: Working) -> Finding:
+    """Return what a draft that reads the target's hidden rows costs: memory, and time of a prompt."""
+    topic = "heads cost"
+    found, n_bytes = read_gguf(heads.path), weights_bytes([heads.path])
+    if plan.has_own_heads:  # an estimate: layers differ in size
+        n_bytes = n_bytes * found.number("nextn_predict_layers") // found.number("block_count", 1)
+    try:
+        with (
+            working("timing a prompt"),
+            closing(open_heads(plan, heads, target)) as draft,
+            Pair(target, heads=draft) as pair,
+        ):
+            alone, both = (prompt_seconds(pair, drafter) for drafter in (NoDrafter(), None))
+    except LlamaspecError as error:
+        return Finding.of_error(topic, error)
+    slower = max(both / alone - 1.0, 0.0)
+    text = f"about {as_size(n_bytes)} of weights; a prompt takes {slower:.0%} longer while they draft"
+    return Finding(OK, topic, f"{text}, and no longer while they sleep because they would lose")
+
+
+def prompt_seconds(pair: Pair, drafter: Drafter | None) -> float:
+    """Return the least time of a prompt, processed twice; drafts process it at once."""
+    n, seconds = min(N_TIMED, pair.target.context_size - 2), list[float]()
+    prompt = sample_tokens(pair.target.vocabulary, n)
+    for _ in range(2):
+        pair.forget()
+        done = pair.stream(prompt, max_tokens=1, policy=FixedLength(1), drafter=drafter, scope=None).run()
+        seconds.append(done.prefill_seconds)
+    return min(seconds)
 
 
 def pair_findings(

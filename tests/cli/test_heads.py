@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,8 @@ def test_doctor_counts_heads(target: Path, draft: str, says: str) -> None:
     found = {f["topic"]: f for f in invoke("doctor", *options(target, draft), "--json").json["findings"]}
     assert found["target heads"]["text"].startswith(f"1 in the file, {says}")
     assert ("--draft mtp" in found["target heads"]["text"]) == (draft == "ngram")
+    if draft == "mtp":
+        assert re.match(r"about \d.* of weights; a prompt takes \d+% longer", found["heads cost"]["text"])
 
 
 def test_the_list_names_heads(own_list: Path, target: Path, target_file: Path) -> None:

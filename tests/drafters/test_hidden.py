@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from fake_constraint import Steps
 from fakes import Length, tokens
 from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.hidden import HiddenDrafter, RowWindow
+from llamaspec.drafters.model import DeferredPrompt
 from llamaspec.drafters.recent_rows import KEPT_ROWS, RecentRows
 from llamaspec.errors import EvaluationError, LlamaspecError, RowsMissingError
 from llamaspec.protocols import SequenceConstraint
@@ -161,3 +163,44 @@ def test_the_first_row_is_the_one_before_the_first_token_that_is_not_cached(
     n_cached: int, first: int
 ) -> None:
     assert drafter_of(n_cached=n_cached).first_row(tokens(1, 2, 3)) == first
+
+
+class Asleep:
+    """Lets a model process the prompt when it drafts; notes the tokens that it has not processed."""
+
+    n_to_read, unused, is_winning = 0, None, False
+
+    def __init__(self) -> None:
+        self.n_unread = 0
+
+    def start_prompt(self, n_unread: int) -> None:
+        self.n_unread = n_unread
+
+    def observe_prompt(self, evaluation: Evaluation, seconds: float) -> None: ...
+
+    def observe_reading(self, n: int, seconds: float) -> None: ...
+
+    def plain_seconds(self, evaluation: Evaluation) -> float | None: ...
+
+
+def test_a_sleeping_model_sees_only_the_end_of_the_prompt() -> None:
+    """It costs nothing while it sleeps: no request, and no rows but the last ones that are kept."""
+    prompt, reading, asked = tokens(*[1, 2, 3] * 500), Asleep(), Asked()
+    first = len(prompt) - 1 - KEPT_ROWS
+    drafter = replace(
+        drafter_of(),
+        context_size=2000,
+        sampler=Sampler(Sampling(temperature=0), len(prompt)),
+        deferred=DeferredPrompt(reading, lambda tokens: len(prompt) - KEPT_ROWS),
+        row_window=RowWindow(1, lambda tokens, begin: 1, is_asleep=True),
+    )
+    assert drafter.first_row(prompt) == first
+    for n in (700, len(prompt)):
+        asked.run(drafter.prepare(prompt[:n]))
+    drafter.committed(prompt[first:-1], rows_at(first, KEPT_ROWS), first)
+    assert not asked.requests
+    assert reading.n_unread == KEPT_ROWS
+    assert len(asked.draft(drafter, prompt, 1)) == 1
+    assert [(n, begin) for n, begin, _, _ in sent(asked.requests)] == [
+        (len(prompt) - 1, first + 1), (len(prompt), first + 1)
+    ]  # fmt: skip

@@ -160,7 +160,7 @@ def test_a_prompt_of_one_token_needs_no_preparation() -> None:
 class InChunks:
     """Lets the draft model process a prompt in chunks, and records what it observes."""
 
-    unused = None
+    unused, is_winning = None, False
 
     def __init__(self, *chunks: int) -> None:
         self.chunks = list(chunks)
