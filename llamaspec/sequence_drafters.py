@@ -111,9 +111,9 @@ class SequenceDrafters:
             shape = BlockShape(
                 n_vocabulary, file.block, file.mask, file.from_anchor, file.has_confidence, file.n_candidates
             )
-            window = RowWindow(0, heads.n_cached)
+            window = RowWindow(MTP, 0)
             return BlockDrafter(shape, window, config.sampler, config.rule, config.streams, MTP)
-        window = RowWindow(1, heads.n_cached)
+        window = RowWindow(MTP, 1)
         settings = {"source": heads.source, "longest": heads.longest, "row_window": window}
         made = self._asking(heads, config, MTP, kind=HiddenDrafter, **settings)
         assert isinstance(made, HiddenDrafter)
