@@ -491,14 +491,3 @@ def test_a_block_costs_one_step_however_many_of_its_tokens_are_verified() -> Non
         n_verified[source] = sequence.n_verified(draft)
     assert n_verified[Source.MODEL] == 0
     assert n_verified[Source.BLOCK] > 6
-
-
-def test_the_rest_of_a_block_is_verified_only_if_it_is_worth_its_positions() -> None:
-    curve = CostCurve((1, 2, 4, 8, 16), (1.0, 1.3, 1.9, 3.1, 5.5), 0.1)
-    policy = AutoLength(LearnedPrior(curve, log_odds=(2.0,) * 10), sources={Source.BLOCK})
-    sequence, draft = policy.start_sequence(drops=True), Draft(source=Source.BLOCK)
-    sequence.n_written = 5
-    for confidence in (0.95, 0.9, 0.05, 0.05):
-        assert sequence.wants_more(draft)
-        draft = draft.plus(1, None, confidence)
-    assert sequence.n_verified(draft) < 4

@@ -164,17 +164,16 @@ def test_variants(store: ModelStore, variant: str) -> None:
             assert each.check(prompt, each.complete(prompt, 24, sampling), sampling)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_tokens_are_rejected_at_every_place(store: ModelStore, kind: str) -> None:
-    """With scores that matter little beside the noise, most tokens are accepted."""
-    flat = of(kind, target=replace(TARGET_RECIPE, spread=0.02), n_tokens=None)
-    with case(store, "llama", flat) as each:
-        accepted = []
-        for seed in range(6):
-            prompt = text(20, seed)
-            accepted += each.check(prompt, each.complete(prompt, 40, seed=seed), seed=seed)
-    most = {"dflash2": 0}.get(kind, 4)
-    assert {*range(most + 1)} <= {*accepted}
+    """The less the scores matter beside the noise, the more tokens are accepted."""
+    accepted = []
+    for spread in (0.02, 0.2):
+        with case(store, "llama", of(kind, target=replace(TARGET_RECIPE, spread=spread))) as each:
+            for seed in range(3):
+                prompt = text(20, seed)
+                accepted += each.check(prompt, each.complete(prompt, 40, seed=seed), seed=seed)
+    assert {*range(4)} <= {*accepted}
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
