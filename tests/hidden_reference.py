@@ -25,11 +25,13 @@ def read_tensors(path: Path) -> dict[str, Array]:
 
 def normed(x: Array, weight: Array | float = 1.0) -> Array:
     """RMSNorm of the last axis."""
-    return x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + 1e-5) * weight
+    scaled: Array = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + 1e-5) * weight
+    return scaled
 
 
 def silu(x: Array) -> Array:
-    return x / (1 + np.exp(-x))
+    gated: Array = x / (1 + np.exp(-x))
+    return gated
 
 
 def rotated(x: Array, positions: Array, base: float, *, in_halves: bool) -> Array:
@@ -73,11 +75,11 @@ class Reference:
         if draft.norm_before_fc:
             rows = normed(rows, w["enc.output_norm.weight"])
         g = rows[begin - 1 : len(tokens) - 1] @ w["fc.weight"].T
-        path, logits = tokens[begin:].tolist(), []
+        path, logits, own = tokens[begin:].tolist(), list[Array](), np.empty((0, 0))
         for token in [None, *drafted]:
             if token is not None:
                 path.append(token)
-                g = np.concatenate([g, own])  # noqa: F821  # the row of the token before
+                g = np.concatenate([g, own])  # the row of the token before
             own = self._eagle3_layer(np.array(path), g, begin)[-1:]
             logits.append(self._scores(normed(own, w["output_norm.weight"]))[0])
         return np.array(logits)
@@ -136,7 +138,9 @@ class Reference:
         coefficients = dynamic.reshape(n, 2, KERNEL, width // GROUP)[:, side]
         weights = np.repeat(coefficients, GROUP, axis=2) + base[side]
         padded = np.concatenate([np.zeros((KERNEL - 1, width)), x])
-        return np.sum([weights[:, tap] * padded[KERNEL - 1 - tap :][:n] for tap in range(KERNEL)], axis=0)
+        taps = [weights[:, tap] * padded[KERNEL - 1 - tap :][:n] for tap in range(KERNEL)]
+        convolved: Array = np.sum(taps, axis=0)
+        return convolved
 
     def _markov(self, found: Block, block: npt.NDArray[np.int64]) -> Block:
         w, draft, previous = self.w, self.draft, int(block[0])
@@ -191,8 +195,9 @@ class Reference:
         scores = np.where(mask[None], scores, -np.inf)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         shares /= shares.sum(axis=-1, keepdims=True)
-        mixed = np.einsum("hqk,khd->qhd", shares, value).reshape(len(query), -1)
-        return mixed @ self.w[f"blk.{layer}.attn_output.weight"].T
+        mixed: Array = np.einsum("hqk,khd->qhd", shares, value).reshape(len(query), -1)
+        attended: Array = mixed @ self.w[f"blk.{layer}.attn_output.weight"].T
+        return attended
 
     def _fed_forward(self, layer: int, x: Array) -> Array:
         w, name = self.w, f"blk.{layer}"

@@ -112,8 +112,8 @@ class Head:
             held, begin = self.context.cache.running[each.number], each.hidden.begin
             start = begin + held.n
             tokens, rows = each.tokens[start:], self._rows(each, start)
-            n_scored = len(tokens) if each.n_scored and self.scores_all else each.n_scored
-            segments.append(Segment(held.seq_id, held.n, tokens, n_scored, rows))
+            n_outputs = len(tokens) if each.n_scored and self.scores_all else each.n_scored
+            segments.append(Segment(held.seq_id, held.n, tokens, n_outputs, rows))
             new.append((each.number, each.keys[held.n :]))
         self.context.decode(segments)
         self.context.cache.commit(new)
