@@ -78,7 +78,11 @@ class EvaluationAbortedError(EvaluationError):
 
 
 class RowsMissingError(EvaluationError):
-    """A draft model lacks hidden rows for tokens that it has not evaluated."""
+    """A draft model lacks hidden rows for the tokens after the first `n_cached`."""
+
+    def __init__(self, n_cached: int) -> None:
+        super().__init__(f"the hidden rows of tokens after the first {n_cached} are not known")
+        self.n_cached = n_cached
 
 
 class WorkerError(EvaluationError):

@@ -30,6 +30,7 @@ Unprepared: TypeAlias = ContextFullError | RowsMissingError  # why a request can
 Drafting: TypeAlias = Generator[ForwardRequest, Forward, Draft]  # asks for evaluations, ends with a draft
 Preparing: TypeAlias = Generator[ForwardRequest, Forward, None]
 Asking: TypeAlias = Generator[ForwardRequest, Forward, Forward]
+FindingRow: TypeAlias = Generator[ForwardRequest, Forward, int]
 
 
 class Model(Protocol):
@@ -288,7 +289,7 @@ class RowReader(Protocol):
     def reads_rows(self) -> bool:
         """Whether it wants hidden rows."""
 
-    def first_row(self, prompt: TokenArray) -> int:
+    def first_row(self, prompt: TokenArray) -> FindingRow | int:
         """Return the first position of a prompt whose hidden row it needs; 0 = all of them."""
 
     def committed(self, tokens: TokenArray, rows: Rows, position: int) -> None:

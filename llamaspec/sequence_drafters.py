@@ -112,15 +112,13 @@ class SequenceDrafters:
             shape = BlockShape(
                 n_vocabulary, file.block, file.mask, file.from_anchor, file.has_confidence, file.n_candidates
             )
-            window = RowWindow(0, heads.n_cached)
+            window = RowWindow(MTP, 0)
             return BlockDrafter(shape, window, config.sampler, config.rule, config.streams, MTP)
         reading, n_prompt, deferred = config.length.reading, len(config.prompt), None
         if reading is not None and not reading.is_winning:
             # It wakes later, and then sees no more than the last part of the prompt.
-            deferred = DeferredPrompt(
-                reading, lambda tokens: max(heads.n_cached(tokens), n_prompt - KEPT_ROWS)
-            )
-        window = RowWindow(1, heads.n_cached, is_asleep=deferred is not None)
+            deferred = DeferredPrompt(reading, lambda _: max(n_prompt - KEPT_ROWS, 0))
+        window = RowWindow(MTP, 1, is_asleep=deferred is not None)
         settings = {"source": heads.source, "longest": heads.longest, "row_window": window}
         made = self._asking(heads, config, MTP, kind=HiddenDrafter, deferred=deferred, **settings)
         assert isinstance(made, HiddenDrafter)

@@ -12,6 +12,7 @@ from forward_requests import EXACT
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
 from llamaspec.drafters.hidden import NO_ROWS
 from llamaspec.engine.completion import Completion
+from llamaspec.errors import RowsMissingError
 from llamaspec.values import (
     MTP,
     TARGET,
@@ -58,6 +59,16 @@ def reading(read: TokenArray, draft: TokenArray, rows_from: int = 0) -> Asking:
     rows = yield from evaluating(ForwardRequest(TARGET, read[:-1], n_logits=0, rows_from=rows_from))
     yield ForwardRequest(MTP, read[:-1], n_logits=0, hidden=HiddenInput(1, rows, NO_ROWS))
     return (yield from drafting(read, draft, rows))
+
+
+def n_known(read: TokenArray, begin: int = 1) -> Generator[ForwardRequest, Forward, int]:
+    """Return how many tokens the heads have cached if they see those from `begin` on."""
+    hidden = HiddenInput(begin, HiddenRows(0, NO_ROWS), NO_ROWS)
+    try:
+        yield ForwardRequest(MTP, read, n_logits=0, hidden=hidden)
+    except RowsMissingError as error:
+        return error.n_cached
+    return len(read)
 
 
 def joined(*rows: HiddenRows) -> HiddenRows:

@@ -191,7 +191,8 @@ def _about_one(served: Models, url: str) -> Sequence[str]:
     pair, parallel = service.pair, served.settings.parallel
     draft = None if pair.draft is None else pair.draft.description
     if pair.heads is not None:
-        draft = "its own prediction heads"
+        own = pair.heads.path == pair.target.path
+        draft = "its own prediction heads" if own else pair.heads.path.name
     what = f"{pair.target.description}, {'no draft' if draft is None else f'draft: {draft}'}"
     return (
         f"{service.model_name} is served at {url}",

@@ -18,7 +18,7 @@ from llamaspec.errors import (
     EvaluationAbortedError,
     RowsMissingError,
 )
-from llamaspec.protocols import Drafting, Preparing, RandomStreams, Rule, SequenceLength
+from llamaspec.protocols import Drafting, FindingRow, Preparing, RandomStreams, Rule, SequenceLength
 from llamaspec.sampling.filters import confidence
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, Draft, Forward, ForwardRequest, Logits, Rows, Source, TokenArray
@@ -56,9 +56,13 @@ class BlockDrafter:
         """Whether the model is still used."""
         return self.fault is None
 
-    def first_row(self, prompt: TokenArray) -> int:
+    def first_row(self, prompt: TokenArray) -> FindingRow:
         """Return the first position whose row the model needs."""
-        return self.row_window.first_row(prompt)
+        try:
+            return (yield from self.row_window.first_row(prompt))
+        except EVALUATION_FAULTS as error:
+            self._note_fault(error)
+            return 0
 
     def committed(self, tokens: TokenArray, rows: Rows, position: int) -> None:
         """Keep rows for the model."""
@@ -71,7 +75,7 @@ class BlockDrafter:
             return
         try:
             yield from asking(
-                window, lambda: ForwardRequest(self.model, context[:n], 0, hidden=window.input())
+                window, n, lambda: ForwardRequest(self.model, context[:n], 0, hidden=window.input())
             )
         except EVALUATION_FAULTS as error:
             self._note_fault(error)
@@ -84,7 +88,9 @@ class BlockDrafter:
         open_ = np.full(self.shape.n_positions - 1, self.shape.mask, dtype=np.int32)
         try:
             forward = yield from asking(
-                window, lambda: ForwardRequest(self.model, context, 1, open_, hidden=window.input())
+                window,
+                len(context),
+                lambda: ForwardRequest(self.model, context, 1, open_, hidden=window.input()),
             )
         except EVALUATION_FAULTS as error:
             self._note_fault(error)

@@ -15,6 +15,7 @@ from llamaspec.protocols import (
     Drafter,
     Drafting,
     Failing,
+    FindingRow,
     Preparing,
     RowReader,
     SequenceConstraint,
@@ -48,6 +49,14 @@ def preparing(drafter: Drafter, context: TokenArray) -> Preparing:
 def reads_rows(drafter: Drafter) -> bool:
     """Whether a drafter wants the target's hidden rows."""
     return isinstance(drafter, RowReader) and drafter.reads_rows
+
+
+def first_row(drafter: Drafter | RowReader, prompt: TokenArray) -> FindingRow:
+    """Return the first position of a prompt whose hidden row a drafter needs; len(prompt) = none."""
+    if not isinstance(drafter, RowReader) or not drafter.reads_rows:
+        return len(prompt)
+    found = drafter.first_row(prompt)
+    return (yield from found) if isinstance(found, Generator) else found
 
 
 def report(drafter: Drafter, tokens: TokenArray, hidden: HiddenRows | None) -> None:
@@ -130,9 +139,12 @@ class FallbackDrafter:
         """Whether one of the drafters wants hidden rows."""
         return any(map(reads_rows, self.drafters))
 
-    def first_row(self, prompt: TokenArray) -> int:
+    def first_row(self, prompt: TokenArray) -> FindingRow:
         """Return the first position of a prompt whose hidden row a drafter needs."""
-        return min(each.first_row(prompt) for each in self._readers)
+        first = len(prompt)
+        for each in self._readers:
+            first = min(first, (yield from first_row(each, prompt)))
+        return first
 
     def committed(self, tokens: TokenArray, rows: Rows, position: int) -> None:
         """Pass hidden rows on."""

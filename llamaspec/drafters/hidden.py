@@ -15,8 +15,8 @@ import numpy as np
 
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.drafters.recent_rows import KEPT_ROWS, RecentRows
-from llamaspec.errors import RowsMissingError
-from llamaspec.protocols import Asking, Drafting, Preparing, SequenceLength
+from llamaspec.errors import EVALUATION_FAULTS, RowsMissingError
+from llamaspec.protocols import Asking, Drafting, FindingRow, Preparing, SequenceLength
 from llamaspec.values import Draft, ForwardRequest, HiddenInput, Rows, TokenArray
 
 NO_ROWS: Rows = np.empty((0, 0), dtype=np.float32)
@@ -26,8 +26,8 @@ NO_ROWS: Rows = np.empty((0, 0), dtype=np.float32)
 class RowWindow:
     """The hidden rows of one sequence for a draft model, and the part of the sequence that it sees."""
 
+    model: str  # its name in requests
     lag: int  # positions between a token and its row: 1 = the row before the token, 0 = its own row
-    n_cached: Callable[[TokenArray, int], int]  # (tokens, first that the model sees): how many it has cached
     is_asleep: bool = False  # the model may never process the prompt, so only its last rows are wanted
     begin: int = field(init=False)  # the first token that the model sees
     rows: RecentRows = field(init=False, default_factory=RecentRows)
@@ -35,10 +35,16 @@ class RowWindow:
     def __post_init__(self) -> None:
         self.begin = self.lag
 
-    def first_row(self, prompt: TokenArray) -> int:
-        """Return the first position whose row the model needs."""
-        needed = max(self.n_cached(prompt, self.begin) - self.lag, 0)
-        return max(needed, len(prompt) - 1 - KEPT_ROWS) if self.is_asleep else needed
+    def first_row(self, prompt: TokenArray) -> FindingRow:
+        """Return the first position whose row the model needs: after the tokens that it has cached."""
+        n_cached = len(prompt) - 1
+        if n_cached > self.begin:
+            try:
+                yield ForwardRequest(self.model, prompt[:-1], 0, hidden=self.input())
+            except RowsMissingError as error:
+                n_cached = error.n_cached
+        first = max(n_cached - self.lag, 0)
+        return max(first, len(prompt) - 1 - KEPT_ROWS) if self.is_asleep else first
 
     def reaches(self, context: TokenArray) -> bool:
         """Whether the row before the last token is known."""
@@ -53,12 +59,14 @@ class RowWindow:
         self.begin = self.rows.first + self.lag
 
 
-def asking(window: RowWindow, request: Callable[[], ForwardRequest]) -> Asking:
-    """Make a request; if rows are missing, again for the tokens whose rows are kept."""
+def asking(window: RowWindow, n_text: int, request: Callable[[], ForwardRequest]) -> Asking:
+    """Make a request for `n_text` tokens and drafted ones; if rows are missing, begin behind them."""
     try:
         return (yield request())
     except RowsMissingError:
         window.start_behind()
+        if window.begin >= n_text:  # until there are more rows
+            raise
         return (yield request())
 
 
@@ -74,9 +82,13 @@ class HiddenDrafter(ModelDrafter):
         """Whether the model is still used."""
         return self.fault is None
 
-    def first_row(self, prompt: TokenArray) -> int:
+    def first_row(self, prompt: TokenArray) -> FindingRow:
         """Return the first position whose row the model needs."""
-        return self.row_window.first_row(prompt)
+        try:
+            return (yield from self.row_window.first_row(prompt))
+        except EVALUATION_FAULTS as error:
+            self.note_fault(error)
+            return 0
 
     def committed(self, tokens: TokenArray, rows: Rows, position: int) -> None:
         """Keep rows for the model."""
@@ -113,7 +125,9 @@ class HiddenDrafter(ModelDrafter):
             yield from ModelDrafter._process(self, prefix)
 
     def _evaluated(self, tokens: TokenArray, n_logits: int) -> Asking:
-        window = self.row_window
-        return (yield from asking(
-            window, lambda: ForwardRequest(self.model, tokens, n_logits, hidden=window.input(self._own))
-        ))  # fmt: skip
+        window, own = self.row_window, self._own
+
+        def request() -> ForwardRequest:
+            return ForwardRequest(self.model, tokens, n_logits, hidden=window.input(own))
+
+        return (yield from asking(window, len(tokens) - len(own), request))

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from llamaspec.drafters.fallback import metered, preparing, reads_rows, report
+from llamaspec.drafters.fallback import first_row, metered, preparing, report
 from llamaspec.engine.completion import StopReason
 from llamaspec.engine.sequence import Generating
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.engine.text import Detokenizer, Piece
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError
-from llamaspec.protocols import Drafter, RowReader
+from llamaspec.protocols import Drafter
 from llamaspec.values import TARGET, Forward, ForwardRequest, Round, TokenArray
 
 PREFILL_PART = 512  # tokens of a prompt between two reports of progress
@@ -72,11 +72,11 @@ def generate(config: Speculation, text: Detokenizer) -> Generating[TextEvent]:
 def _prefill(config: Speculation) -> Generating[TextEvent]:
     """Process the prompt except its last token, with which decoding begins."""
     prompt, n_total = config.prompt, len(config.prompt) - 1
-    n_cached, seconds, reading = 0, 0.0, config.length.reading
-    first_row = _first_row(config)
+    n_cached, reading = 0, config.length.reading
+    first, seconds = yield from _first_row(config)
     for begin in range(0, n_total, PREFILL_PART):
         end = min(begin + PREFILL_PART, n_total)
-        rows_from = None if first_row is None or first_row >= end else max(begin, first_row)
+        rows_from = None if first >= end else max(begin, first)
         forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0, rows_from=rows_from)
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
@@ -91,17 +91,15 @@ def _prefill(config: Speculation) -> Generating[TextEvent]:
     yield Prefilled(n_total, n_total, n_cached, seconds)
 
 
-def _first_row(config: Speculation) -> int | None:
-    """Return the first position of the prompt whose hidden row is reported to the drafter; None = none.
+def _first_row(config: Speculation) -> Generator[ForwardRequest, Forward, tuple[int, float]]:
+    """Return the first position of the prompt whose hidden row is reported to the drafter, and the seconds.
 
     Rows that the drafter needs are computed again if the target has cached their tokens, but only the last
     ones: the draft does not see the tokens before them.
     """
-    if not reads_rows(config.drafter):
-        return None
-    assert isinstance(config.drafter, RowReader)
-    needed = config.drafter.first_row(config.prompt)
-    return max(needed, config.n_cached(config.prompt[:-1]) - REPEATED)
+    needed, spent = yield from metered(first_row(config.drafter, config.prompt))
+    first = max(needed, config.n_cached(config.prompt[:-1]) - REPEATED)
+    return first, sum(seconds for _, seconds in spent)
 
 
 def _prepare(drafter: Drafter, processed: TokenArray) -> Generator[ForwardRequest, Forward, float]:

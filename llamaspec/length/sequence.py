@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llamaspec.length.policy import AutoLength
 
 FREE = COPIES | {Source.GRAMMAR}  # sources that need no draft step
+AT_ONCE = frozenset({Source.BLOCK})  # sources that need one step for a draft of any length
 GIVEN = frozenset({Source.PREDICTION, Source.GRAMMAR})  # sources that come with a request
 REACH = 4  # maximum positions of an evaluation at first; later 1.5 times the widest that was timed
 SURE = 0.95  # acceptance: if even this would lose, drafts are not explored
@@ -77,7 +78,8 @@ class AutoSequence:
             plan.limits[source] = self._free_limit(plan, source, draft.ahead)
         if n >= plan.limits.get(source, 0):
             return False
-        return n == 0 or source in FREE or self._should_extend(plan, draft)
+        is_made = source in FREE or (source in AT_ONCE and self._drops)  # `n_verified` chooses its length
+        return n == 0 or is_made or self._should_extend(plan, draft)
 
     def longest_copy(self) -> int:
         """As many tokens as earlier copies allow, and as many as are priced."""
@@ -165,7 +167,7 @@ class AutoSequence:
         """Decide whether the draft model drafts up to `n` tokens, is explored, or stays out of the round."""
         policy, costs, drafting = self._policy, self._policy.costs, self._policy.drafting
         known = costs.widest_timed(DENSE)  # the cost of wider evaluations is a guess, until they are timed
-        spent = plan.prices[: n + 1] + plan.step * np.arange(n + 1)
+        spent = plan.prices[: n + 1] + plan.step * _n_steps(drafting, n)
         rates = (1.0 + expected_accepted(self._acceptance[drafting].probability(), n)) / (plan.plain + spent)
         if n_sequences == 1 < known and costs.next_untimed() is not None and not rates[:known].argmax():
             rates, spent = rates[:known], spent[:known]
@@ -232,7 +234,15 @@ class AutoSequence:
         prices = plan.prices[: plan.limits[source] + 1]
         expected = self._expected(source, draft.confidences)
         gains = expected - plan.rate * prices[: n + 1]
-        ahead = prices[n + 1 :] + plan.step * np.arange(1, len(prices) - n)
+        n_ahead = len(prices) - 1 - n
+        step = 0.0 if source in AT_ONCE else plan.step
+        ahead = prices[n + 1 :] + step * np.arange(1, n_ahead + 1)
         accepted = expected_accepted(self._acceptance[source].probability(), len(ahead))[1:]
         later = expected[n] + (expected[n] - expected[n - 1]) * accepted - plan.rate * ahead
         return bool((later > (gains.max() if self._drops else gains[n])).any())
+
+
+def _n_steps(source: Source, n: int) -> Array:
+    """Return the number of draft steps for 0, 1, ... `n` tokens: [1 + n]."""
+    steps: Array = np.arange(n + 1.0)
+    return np.minimum(steps, 1.0) if source in AT_ONCE else steps

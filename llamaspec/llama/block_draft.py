@@ -27,7 +27,7 @@ from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.llama.windows import window_keys
 from llamaspec.protocols import Unprepared
-from llamaspec.values import MTP, ForwardRequest, HiddenRows, Logits, Rows, Source, TokenArray
+from llamaspec.values import MTP, ForwardRequest, HiddenRows, Logits, Rows, Source
 
 
 class BlockDraft:
@@ -55,7 +55,7 @@ class BlockDraft:
         options: ModelOptions | None = None,
         on_load: LoadProgress | None = None,
     ) -> None:
-        self.file, self.path, self._check = file, file.path, target.check
+        self.file, self.path, self._target = file, file.path, target
         self.vocabulary_size, self.context_size = target.vocabulary_size, target.context_size
         self.longest = file.longest  # draft tokens in one round
         self.max_scored = min(BATCH, DRAFT_SCORED * file.block)
@@ -77,10 +77,6 @@ class BlockDraft:
             store = PrefixStore(limit_of=target.store)
             self.context = target.open_draft(weights, options, file, self._abort, store)
         self.batch_size = self.context.batch_size
-
-    def n_cached(self, tokens: TokenArray, begin: int = 0) -> int:
-        """Return how many tokens have keys and values, if the draft sees those from `begin` on."""
-        return begin + self.context.cache.n_known(window_keys(tokens, begin))
 
     def prepare(self, batch: Sequence[Prepared]) -> list[int | Unprepared]:
         """Make room for requests; return for each its number of cached tokens, or why it gets no draft.
@@ -177,7 +173,7 @@ class BlockDraft:
             self._latest[number] = HiddenRows(len(request.tokens) - 1, part)
 
     def _check_request(self, request: ForwardRequest) -> None:
-        self._check(replace(request, draft=request.draft[:0], n_logits=0))
+        self._target.check(replace(request, draft=request.draft[:0], n_logits=0))
         n = request.n_scored
         if request.hidden is None or len(request.hidden.own) or n not in (0, self.file.block):
             raise ValueError(f"a block needs hidden rows and {self.file.block} positions")
@@ -202,5 +198,5 @@ def _answer(request: ForwardRequest, n_cached: int) -> int | Unprepared:
     assert request.hidden is not None
     start, end, known = request.hidden.begin + n_cached, _n_known(request), request.hidden.target
     if start < end and not known.start <= start <= end <= known.end:
-        return RowsMissingError("the hidden rows of some tokens are not known")
+        return RowsMissingError(start)
     return start

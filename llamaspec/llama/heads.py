@@ -42,6 +42,7 @@ from llamaspec.values import (
     TokenArray,
 )
 
+MOST_SCORED = 32  # positions of a sequence that are scored at once although only the last one is wanted
 LAG = 1  # positions between a token and its hidden row
 
 
@@ -84,12 +85,10 @@ class HeadInput:
 class Head:
     """A head with its own KV cache."""
 
+    scores_all = False  # llama.cpp returns logits and rows of all positions of a batch, or of the first ones
+
     def __init__(self, context: Context) -> None:
         self.context = context
-
-    def n_cached(self, tokens: TokenArray, begin: int) -> int:
-        """Return how many of the first tokens need not be evaluated again."""
-        return begin + self.context.cache.n_known(window_keys(tokens, begin))
 
     def prepare(self, batch: Sequence[HeadInput]) -> list[int | Unprepared]:
         """Make room; return for each input its number of cached tokens, or why it cannot be evaluated."""
@@ -103,7 +102,7 @@ class Head:
             elif each.has_rows(each.hidden.begin + n_cached):
                 answers.append(each.hidden.begin + n_cached)
             else:
-                answers.append(_missing())
+                answers.append(RowsMissingError(each.hidden.begin + n_cached))
         return answers
 
     def evaluate(self, batch: Sequence[HeadInput]) -> list[tuple[Logits, Rows]]:
@@ -112,8 +111,9 @@ class Head:
         for each in batch:
             held, begin = self.context.cache.running[each.number], each.hidden.begin
             start = begin + held.n
-            rows = self._rows(each, start)
-            segments.append(Segment(held.seq_id, held.n, each.tokens[start:], each.n_scored, rows))
+            tokens, rows = each.tokens[start:], self._rows(each, start)
+            n_outputs = len(tokens) if each.n_scored and self.scores_all else each.n_scored
+            segments.append(Segment(held.seq_id, held.n, tokens, n_outputs, rows))
             new.append((each.number, each.keys[held.n :]))
         self.context.decode(segments)
         self.context.cache.commit(new)
@@ -121,7 +121,10 @@ class Head:
         n_rows = n_scored if self.context.scored_only else [len(segment.tokens) for segment in segments]
         logits = parts(self.context.logits(sum(n_scored)), n_scored)
         hidden = parts(self.context.hidden_rows(sum(n_rows)), n_rows)
-        return [(part, rows[len(rows) - len(part) :]) for part, rows in zip(logits, hidden, strict=True)]
+        return [
+            (scores[len(scores) - each.n_scored :], rows[len(rows) - each.n_scored :])
+            for each, scores, rows in zip(batch, logits, hidden, strict=True)
+        ]
 
     def lacks(self, wanted: HeadInput) -> bool:
         """Whether a prepared input must be evaluated."""
@@ -143,6 +146,19 @@ class Eagle3Head(Head):
     """EAGLE-3: its own layer, which reads what goes into three layers of the target."""
 
     context: DraftContext
+    scores_all = True
+
+    def evaluate(self, batch: Sequence[HeadInput]) -> list[tuple[Logits, Rows]]:
+        """Evaluate prepared inputs; if they are long, first without logits."""
+        held = self.context.cache.running
+        long = [
+            replace(each, tokens=each.tokens[:-1], hidden=each.hidden.prefill(1), n_scored=0)
+            for each in batch
+            if each.n_scored and len(each.keys) - held[each.number].n > MOST_SCORED
+        ]
+        if long:
+            super().evaluate(long)
+        return super().evaluate(batch)
 
     def _rows(self, wanted: HeadInput, start: int) -> Rows:
         return wanted.rows(start, self.context.encode)
@@ -163,10 +179,6 @@ class SharedHead:
             )
         self.context = target.open_shared_head(weights, abort)
         self._target = target
-
-    def n_cached(self, tokens: TokenArray, begin: int) -> int:
-        """Return the number of all tokens but the last: only the last one is evaluated."""
-        return len(tokens) - 1
 
     def prepare(self, batch: Sequence[HeadInput]) -> list[int | Unprepared]:
         """Remove rejected draft tokens from the target's cache. All tokens but the last count as cached."""
@@ -203,7 +215,7 @@ class SharedHead:
         if not n_evaluated or list(self._target.prepare([(wanted.number, request, 0)])) != [n_evaluated]:
             return ContextFullError("the target has not cached this sequence")
         last = len(wanted.tokens) - 1
-        return last if wanted.has_rows(last) else _missing()
+        return last if wanted.has_rows(last) else RowsMissingError(last)
 
 
 class PredictionHeads:
@@ -243,7 +255,7 @@ class PredictionHeads:
             max_scored=DRAFT_SCORED,
             heads=True,
         )
-        self._check, self.path = target.check, path or target.path
+        self._target, self.path = target, path or target.path
         self.vocabulary_size, self.context_size = target.vocabulary_size, target.context_size
         self.source = Source.MTP if draft is None else Source.EAGLE3
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
@@ -270,10 +282,6 @@ class PredictionHeads:
             self.close()
             raise
         self.batch_size = self._heads[0].context.batch_size
-
-    def n_cached(self, tokens: TokenArray, begin: int = LAG) -> int:
-        """Return how many tokens need not be evaluated again by heads that see those from `begin` on."""
-        return min(head.n_cached(tokens, begin) for head in self._heads)
 
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | Unprepared]:
         """Make room for requests; return for each its number of cached tokens, or why it gets no draft.
@@ -344,7 +352,7 @@ class PredictionHeads:
         return not wanted.n_scored or i == (0 if self.longest is None else len(wanted.hidden.own))
 
     def _input(self, number: int, request: ForwardRequest) -> HeadInput:
-        self._check(request)
+        self._target.check(request)
         hidden = request.hidden
         if request.n_scored > 1 or len(request.draft):
             raise ValueError("a prediction head scores the last token only")
@@ -357,9 +365,7 @@ def _combine(answers: Sequence[int | Unprepared]) -> int | Unprepared:
     """Combine the answers of several heads to one request."""
     if not answers:
         return ContextFullError("no head drafts so far ahead")
-    faults = [answer for answer in answers if not isinstance(answer, int)]
-    return faults[0] if faults else min(answer for answer in answers if isinstance(answer, int))
-
-
-def _missing() -> RowsMissingError:
-    return RowsMissingError("the hidden rows before some tokens are not known")
+    missing = [answer for answer in answers if isinstance(answer, RowsMissingError)]
+    others = [answer for answer in answers if isinstance(answer, ContextFullError)]
+    known = [answer for answer in answers if isinstance(answer, int)]
+    return next(iter(others), min(missing, key=lambda each: each.n_cached, default=min(known, default=0)))

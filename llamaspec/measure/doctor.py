@@ -79,7 +79,10 @@ def examine(plan: DraftPlan, working: Working) -> Iterator[Finding]:
     machine = look_at_machine()
     yield from machine_findings(machine)
     if plan.heads is not None and not plan.has_own_heads:  # it cannot be loaded without its target
-        text = f"{plan.heads.path.name} is a prediction head that reads the target's KV cache"
+        what = "a prediction head that reads the target's KV cache"
+        if plan.hidden_draft is not None:
+            what = f"a {plan.hidden_draft.name} draft that reads the target's hidden rows"
+        text = f"{plan.heads.path.name} is {what}"
         yield Finding(OK, "draft", text)
     wanted = [*zip(("target", "draft"), plan.models, strict=False)]
     examined: list[Examined] = []

@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from llamaspec.drafters.fallback import drafting, preparing, report
+from llamaspec.drafters.fallback import drafting, first_row, preparing, reads_rows, report
 from llamaspec.engine.generation import REPEATED
 from llamaspec.errors import MemoryFullError
 from llamaspec.length.costs import DENSE, CostCurve
@@ -24,11 +24,12 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.compare import Progress, Spread, take_turns
 from llamaspec.pair import Pair
-from llamaspec.protocols import RowReader, Vocabulary
+from llamaspec.protocols import Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, Source, TokenArray
 
 Result = TypeVar("Result")
 Measurement: TypeAlias = Generator[ForwardRequest, Forward, Result]
+STEPPING = {Source.MODEL, Source.MTP, Source.EAGLE3, Source.BLOCK}  # sources whose tokens need draft steps
 STEP = 0  # stands for a draft step among the widths
 DRAFT_STEPS = 4  # draft tokens in a row, as in a round
 COMPARING = 0.3  # fraction of the time for comparing logits
@@ -201,7 +202,7 @@ def measure(pair: Pair, effort: Effort, report: Progress = lambda fraction: None
         compared = compare_widths(tokens[: depth + effort.n_compared], depth, widths, comparing)
         differences.append(pair.run(compared))
         ways = {width: partial(_evaluation_seconds, pair, tokens, depth, width) for width in differences[-1]}
-        if len(depths) == 1 and pair.sources & {Source.MODEL, Source.MTP}:
+        if len(depths) == 1 and pair.sources & STEPPING:
             ways[STEP] = partial(_draft_seconds, pair, tokens[:depth])
         timings.append(
             take_turns(ways, effort.most_turns, at_this_depth, used_time(pair.clock, seconds_left()))
@@ -254,15 +255,14 @@ def draft_step(pair: Pair, context: TokenArray, n_steps: int) -> Measurement[flo
     """Return the seconds of one of `n_steps` draft tokens in a row, with all the drafter's work."""
     length = FixedLength(n_steps)
     drafter = pair.model_drafter(context, length)
-    if isinstance(drafter, RowReader) and drafter.reads_rows:
-        n_processed = len(context) - 1
-        rows_from = max(drafter.first_row(context), n_processed - REPEATED)
+    if reads_rows(drafter):
+        rows_from = max((yield from first_row(drafter, context)), len(context) - 1 - REPEATED)
         forward = yield ForwardRequest(TARGET, context[:-1], 0, rows_from=rows_from)
         report(drafter, context[:-1], forward.hidden)
     yield from preparing(drafter, context)
     start = pair.clock()
     yield from drafting(drafter, context, length)
-    return (pair.clock() - start) / n_steps
+    return (pair.clock() - start) / (1 if Source.BLOCK in pair.sources else n_steps)
 
 
 def time_draft_step(pair: Pair) -> float:

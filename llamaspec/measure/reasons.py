@@ -37,6 +37,8 @@ EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 _ORIGINS = {
     Source.MODEL: "from the draft model",
     Source.MTP: "from the prediction heads",
+    Source.EAGLE3: "from the EAGLE-3 draft",
+    Source.BLOCK: "from the draft's blocks",
     Source.NGRAM: "copied from earlier text",
     Source.PREDICTION: "copied from the prediction",
     Source.EARLIER: "copied from earlier answers",

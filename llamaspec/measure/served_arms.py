@@ -66,6 +66,11 @@ def own_arms(
         yield ServerCommand(name, (*command, *fixed, *more), environment)
 
 
+PEER_TYPES = {  # llama-server's speculation type for each kind of draft with hidden rows
+    "eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark", "dflash2": "draft-dflash",
+}  # fmt: skip
+
+
 def peer_arms(
     program: str, plan: DraftPlan, types: Sequence[str] = (), n_parallel: int = 1
 ) -> Iterator[ServerCommand]:
@@ -76,7 +81,10 @@ def peer_arms(
     """
     heads = None if plan.has_own_heads else plan.heads
     draft = [part for file in (plan.draft, heads) if file is not None for part in ("-md", str(file.path))]
-    drafting = ["draft-mtp"] if plan.heads is not None else ["draft-simple"] if draft else []
+    if plan.hidden_draft is not None:
+        drafting = [PEER_TYPES[plan.hidden_draft.kind]]
+    else:
+        drafting = ["draft-mtp"] if plan.heads is not None else ["draft-simple"] if draft else []
     options = plan.target.options
     settings = {
         "-c": options.n_ctx,

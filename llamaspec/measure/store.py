@@ -134,8 +134,8 @@ def _folder() -> Path:
 
 def _path(pair: Models, kind: type[object]) -> Path:
     """Return the file of a measurement. Its name depends on everything that changes costs."""
-    models = pair.models
-    key = [FORMAT, *map(_model_key, models), models[0].options.heads]
+    heads = None if pair.heads is None else file_identity(pair.heads.path)
+    key: list[object] = [FORMAT, *map(_model_key, pair.models), heads]
     key += [runtime.backend_description(), platform.node()]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     return _folder() / f"{name}{_SUFFIXES[kind]}.json"

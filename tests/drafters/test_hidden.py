@@ -59,8 +59,9 @@ class Asked:
         assert hidden is not None
         first = max(self.n_cached, hidden.begin) - 1
         n_text = len(request.tokens) - len(hidden.own)
-        if not hidden.target.start <= first or hidden.target.end < n_text - 1:
-            return RowsMissingError("missing")
+        is_cached = self.n_cached >= len(request.tokens) - request.n_logits and not request.n_scored
+        if not is_cached and (hidden.target.start > first or hidden.target.end < n_text - 1):
+            return RowsMissingError(first + 1)
         self.requests.append(request)
         logits = np.full((request.n_scored, V), -9.0, dtype=np.float32)
         logits[:, len(request.tokens) % V] = 9.0
@@ -82,9 +83,9 @@ class Asked:
             return end.value
 
 
-def drafter_of(constraint: SequenceConstraint | None = None, n_cached: int = 1) -> HiddenDrafter:
+def drafter_of(constraint: SequenceConstraint | None = None) -> HiddenDrafter:
     sampler = Sampler(Sampling(temperature=0), 2, constraint)
-    window = RowWindow(1, lambda tokens, begin: n_cached)
+    window = RowWindow(MTP, 1)
     return HiddenDrafter(
         SameTokens(V, V), 64, sampler, Coupled(), SeededStreams(0), model=MTP, row_window=window
     )
@@ -158,11 +159,13 @@ def test_after_a_fault_no_more_rows_are_wanted() -> None:
     assert not drafter.reads_rows
 
 
-@pytest.mark.parametrize(("n_cached", "first"), [(1, 0), (2, 1), (9, 8)])
+@pytest.mark.parametrize(("n_cached", "first"), [(1, 0), (2, 1), (4, 3), (9, 3)])
 def test_the_first_row_is_the_one_before_the_first_token_that_is_not_cached(
     n_cached: int, first: int
 ) -> None:
-    assert drafter_of(n_cached=n_cached).first_row(tokens(1, 2, 3)) == first
+    """The model has been asked, so it holds what it has cached."""
+    prompt = tokens(1, 2, 3, 1, 0)
+    assert Asked(n_cached).run(drafter_of().first_row(prompt)) == first
 
 
 class Asleep:
@@ -184,17 +187,18 @@ class Asleep:
 
 
 def test_a_sleeping_model_sees_only_the_end_of_the_prompt() -> None:
-    """It costs nothing while it sleeps: no request, and no rows but the last ones that are kept."""
-    prompt, reading, asked = tokens(*[1, 2, 3] * 500), Asleep(), Asked()
+    """While it sleeps, it processes nothing, and wants no rows but the last ones, which are kept."""
+    prompt, reading, asked = tokens(*[1, 2, 3] * 500), Asleep(), Asked(1)
     first = len(prompt) - 1 - KEPT_ROWS
     drafter = replace(
         drafter_of(),
         context_size=2000,
         sampler=Sampler(Sampling(temperature=0), len(prompt)),
         deferred=DeferredPrompt(reading, lambda tokens: len(prompt) - KEPT_ROWS),
-        row_window=RowWindow(1, lambda tokens, begin: 1, is_asleep=True),
+        row_window=RowWindow(MTP, 1, is_asleep=True),
     )
-    assert drafter.first_row(prompt) == first
+    assert asked.run(drafter.first_row(prompt)) == first
+    asked = Asked()
     for n in (700, len(prompt)):
         asked.run(drafter.prepare(prompt[:n]))
     drafter.committed(prompt[first:-1], rows_at(first, KEPT_ROWS), first)

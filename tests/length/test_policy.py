@@ -476,3 +476,18 @@ def test_prompt_chunks_show_the_cost_of_wide_evaluations() -> None:
     assert policy.costs.widest_timed() == 512
     assert policy.costs.seconds(512) == pytest.approx(8.0, rel=0.1)
     assert policy.costs.seconds(64) == pytest.approx(0.1 + 63 / 511 * 7.9, rel=0.1)
+
+
+def test_a_block_costs_one_step_however_many_of_its_tokens_are_verified() -> None:
+    """A draft step takes nearly as long as a plain token, and more positions cost next to nothing."""
+    curve = CostCurve((1, 2, 4, 8, 16), (1.0, 1.01, 1.02, 1.03, 1.05), 0.9)
+    n_verified = {}
+    for source in (Source.MODEL, Source.BLOCK):
+        policy = AutoLength(LearnedPrior(curve, log_odds=(2.0,) * 10), sources={source})
+        sequence, draft = policy.start_sequence(drops=True), Draft(source=source)
+        sequence.n_written = 5
+        while sequence.wants_more(draft):
+            draft = draft.plus(1, None, 0.9)
+        n_verified[source] = sequence.n_verified(draft)
+    assert n_verified[Source.MODEL] == 0
+    assert n_verified[Source.BLOCK] > 6

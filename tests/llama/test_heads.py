@@ -1,7 +1,7 @@
 """Prediction heads on the real llama.cpp: a used KV cache gives the answers of a fresh one.
 
-Tiny models of each kind: one head over a hybrid (qwen35), one over keys and values, three in turn (step35),
-and one that reads what goes into some layers (EAGLE-3).
+Tiny models of each kind: one head over a hybrid (qwen35), one over keys and values, and three in turn
+(step35).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 import tiny_models as tiny
 from fakes import tokens
 from forward_requests import Count, assert_same, text
-from head_requests import Asking, drafting, evaluating, joined, opened, reading
+from head_requests import Asking, drafting, evaluating, joined, n_known, opened, reading
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
 from llamaspec.drafters.hidden import NO_ROWS
 from llamaspec.errors import ContextFullError, PairError, RowsMissingError
@@ -134,10 +134,9 @@ def test_a_sequence_that_continues_another_starts_from_there(
         pair.run(accepting())
         evaluated.taken()
         longer = text(76)
-        assert pair.heads is not None
-        n_known = pair.heads.n_cached(longer)
-        assert n_known == (60 if n_heads == 1 else 59)  # without the draft token
-        answers = pair.run(reading(longer, tokens(7), n_known - 1))
+        n_cached = pair.run(n_known(longer))
+        assert n_cached == (60 if n_heads == 1 else 59)  # without the draft token
+        answers = pair.run(reading(longer, tokens(7), n_cached - 1))
         n_read = evaluated.taken()
         assert_fresh(other, longer, tokens(7), answers)
     assert n_read <= 18 + n_heads * 18  # the target's, and those of each head with draft tokens
@@ -153,10 +152,9 @@ def test_a_sequence_with_the_beginning_of_another_shares_its_cells_in_the_heads(
     with opened_pair(store, kind) as pair:
         pair.run(reading(begin, tokens(5)))
         evaluated.taken()
-        assert pair.heads is not None
-        n_known = pair.heads.n_cached(other_end)
-        assert n_known == 100
-        answers = pair.run(reading(other_end, tokens(7), n_known - 1))
+        n_cached = pair.run(n_known(other_end))
+        assert n_cached == 100
+        answers = pair.run(reading(other_end, tokens(7), n_cached - 1))
         assert evaluated.taken() < 125
         with opened_pair(store, kind) as other:
             assert_fresh(other, other_end, tokens(7), answers)
@@ -187,7 +185,6 @@ def test_heads_without_rows_begin_behind_them(store: ModelStore, kind: str) -> N
         return (yield from drafting(path, tokens(5), rows, begin=first + 1))
 
     with opened_pair(store, kind) as pair:
-        assert pair.heads is not None
         whole = pair.run(reading(read, tokens(5)))
         pair.forget()
         behind = pair.run(asking(pair, 30, NO_TOKENS))
@@ -196,8 +193,8 @@ def test_heads_without_rows_begin_behind_them(store: ModelStore, kind: str) -> N
         assert all(distance(a, b) > 0.01 for a, b in zip(whole, behind, strict=True))
         longer = np.concatenate([tokens(7, 8), read])
         if kind != "step35":  # the others of its heads were not asked
-            assert pair.heads.n_cached(read, 31) == 40
-        assert pair.heads.n_cached(longer, 33) == 33, "the same tokens after other ones"
+            assert pair.run(n_known(read, 31)) == 40
+        assert pair.run(n_known(longer, 33)) == 33, "the same tokens after other ones"
 
 
 def test_several_heads_draft_one_token_each(store: ModelStore) -> None:
