@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -65,6 +66,7 @@ class Served:
     stop: Callable[[], None] = field(repr=False)
     n_connections: Callable[[], int] = field(repr=False)
     in_loop: Callable[[Callable[[], object]], object] = field(repr=False)  # calls it in the event loop
+    loop: asyncio.AbstractEventLoop = field(repr=False)
 
     @property
     def service(self) -> Service:
@@ -167,7 +169,8 @@ def serve(models: Models, opened: socket.socket, log: list[str]) -> Iterator[Ser
             assert is_ready.wait(PATIENCE)
             with httpx.Client(base_url=url, timeout=PATIENCE) as client:
                 n_connections = lambda: len(server.server_state.connections)  # noqa: E731
-                yield Served(url, models, log, client, stop, n_connections, server.loop.call_soon_threadsafe)
+                in_loop = server.loop.call_soon_threadsafe
+                yield Served(url, models, log, client, stop, n_connections, in_loop, server.loop)
         finally:
             stop()
 

@@ -28,7 +28,7 @@ from llamaspec.serve.metrics import Metrics, ModelMetrics
 from llamaspec.serve.model_names import matching
 from llamaspec.serve.scheduling import RequestQueue, server_stopping
 from llamaspec.serve.served_model import FOREVER, ModelSource, ServedModel, Status
-from llamaspec.serve.service import OpenModel, Service
+from llamaspec.serve.service import Service
 
 T = TypeVar("T")
 OnPull = Callable[[str, int, int], object]  # receives a file, its bytes that have arrived, and all of them
@@ -166,7 +166,7 @@ class Models:
             model.expiry = loop.call_later(model.idle_seconds, self._expire, model)
 
     def _expire(self, model: ServedModel) -> None:
-        task = asyncio.ensure_future(self.unload(model))
+        task = asyncio.ensure_future(self._unload_idle(model))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -191,9 +191,12 @@ class Models:
 
     async def unload(self, model: ServedModel) -> bool:
         """Unload a model, after the requests that use it; return whether it is unloaded now."""
+        if model.n_users:
+            model.idle_seconds = 0.0  # as soon as they have ended
+        return await self._unload_idle(model)
+
+    async def _unload_idle(self, model: ServedModel) -> bool:
         async with self._lock:
-            if model.n_users:
-                model.idle_seconds = 0.0  # as soon as they have ended
             if model.n_users or model.source.stays:
                 return False
             await self._close(model)
@@ -203,8 +206,7 @@ class Models:
         try:
             async with self._lock:
                 begin = time.monotonic()
-                opened = await self._open(model)
-                model.service = self._serve(model, opened)
+                model.service = await self._open(model)
                 self.log.line(f"loaded {model.name} in {time.monotonic() - begin:.1f} s")
                 return model.service
         except LlamaspecError as error:
@@ -215,7 +217,7 @@ class Models:
             if model.loading is asyncio.current_task():
                 model.loading = None
 
-    async def _open(self, model: ServedModel) -> OpenModel:
+    async def _open(self, model: ServedModel) -> Service:
         """Make room for a model and open it; raises what opening it raises."""
         model.n_bytes = await self._in_thread(model.source.needed_bytes)
         await self._make_room(model)
@@ -228,7 +230,7 @@ class Models:
                     raise
                 await self._close(oldest)
 
-    async def _opened(self, model: ServedModel) -> OpenModel:
+    async def _opened(self, model: ServedModel) -> Service:
         """Open a model in the thread. If this coroutine is cancelled, end the loading and free its memory."""
         is_cancelled = threading.Event()
 
@@ -236,9 +238,7 @@ class Models:
             if is_cancelled.is_set():
                 raise LoadCancelledError
 
-        opening = asyncio.ensure_future(
-            self._in_thread(lambda: model.resources.enter_context(model.source.open(on_load)))
-        )
+        opening = asyncio.ensure_future(self._in_thread(lambda: self._open_here(model, on_load)))
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
@@ -283,9 +283,14 @@ class Models:
             self.log.fault(error)
         self.log.line(f"unloaded {model.name}")
 
-    def _serve(self, model: ServedModel, opened: OpenModel) -> Service:
+    def _open_here(self, model: ServedModel, on_load: LoadProgress) -> Service:
+        """Open a model in the current thread."""
         metrics = ModelMetrics(self.metrics, model.name)
-        return Service(model.name, opened, self.queue, metrics, self.settings, self.log)
+        with ExitStack() as resources:
+            opened = resources.enter_context(model.source.open(on_load))
+            service = Service(model.name, opened, self.queue, metrics, self.settings, self.log)
+            model.resources = resources.pop_all()
+        return service
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
@@ -295,9 +300,8 @@ class Models:
     def open_now(self, on_load: LoadProgress = lambda _: None) -> Service:
         """Open the only model before the server starts, in this thread; raises what opening it raises."""
         (model,) = self._models.values()
-        opened = model.resources.enter_context(model.source.open(on_load))
         model.last_used = time.monotonic()
-        model.service = self._serve(model, opened)
+        model.service = self._open_here(model, on_load)
         return model.service
 
     def stop(self) -> None:

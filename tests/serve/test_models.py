@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 
 from llamaspec import open_pair
 from llamaspec.errors import MemoryFullError, ModelFileError
-from patience import until
+from patience import PATIENCE, until
 from serving import Gate, Served, said
 from shelf import NAMES, OPTIONS, Shelf, several
 
@@ -157,6 +158,21 @@ def test_an_idle_model_is_unloaded(shelf: Shelf) -> None:
         assert text(ask(server, "beta")) == alone(shelf, "beta")
         until(lambda: shelf.closed == ["beta"])
         assert text(ask(server, "beta")) == alone(shelf, "beta")
+
+
+def test_a_model_that_is_used_again_in_time_stays(shelf: Shelf) -> None:
+    """Its time may end just before a new request: that must not end the time after the request, too."""
+    with several(shelf) as server:
+        ask(server, "beta")
+        (model,) = server.models.loaded
+
+        async def expire_while_used() -> float:
+            with server.models.using(model):
+                assert not await server.models._unload_idle(model)
+            return model.idle_seconds
+
+        assert asyncio.run_coroutine_threadsafe(expire_while_used(), server.loop).result(PATIENCE) == 600
+        assert [each.name for each in server.models.loaded] == ["beta"]
 
 
 def test_a_model_that_cannot_be_loaded_fails_only_its_own_requests(shelf: Shelf) -> None:
