@@ -33,7 +33,7 @@ from serve_soak import CHAT, MESSAGES, RESPONSES, TEXT, Client, Tally, rows_left
 
 HONEST = (
     "canary", "chat", "text", "shaped", "calling", "thinking", "anthropic", "response", "ollama", "native",
-    "infill", "forging",
+    "forging",
 )  # fmt: skip
 FINE = {"200", "429"}  # of an honest request: the queue may be full
 EDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # seconds, of the histogram

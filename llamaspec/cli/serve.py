@@ -19,6 +19,7 @@ from llamaspec.cli import options as shared
 from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, refusing_values, section
 from llamaspec.cli.model_options import ModelChoices, device_names, served_model_options
 from llamaspec.cli.output import say
+from llamaspec.cli.signals import signals_wait
 from llamaspec.errors import LlamaspecError, WorkerError
 from llamaspec.files import cache_folder
 from llamaspec.llama.devices import PORT, find_devices, serve_worker
@@ -178,6 +179,8 @@ def serve(
                 say(line)
 
         Server(make_app(served), served, ready).run(sockets=[opened])
+        with signals_wait():
+            served.close()
     say("stopped")
 
 

@@ -147,7 +147,8 @@ def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
         pair.call(lambda: folder.load(models, say))
     yield
     if folder is not None:
-        pair.call(lambda: folder.save(models, say))
+        with SlowProgress("saving prefixes"):
+            pair.call(lambda: folder.save(models, say))
 
 
 def _template(pair: Pair, source: str | None) -> ChatTemplate | None:

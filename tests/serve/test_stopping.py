@@ -217,6 +217,41 @@ def test_the_next_server_knows_the_prompt(demo_files: tuple[Path, Path], tmp_pat
     assert any("tokens of prefixes" in line for line in lines)
 
 
+SAVING = """
+import sys, time
+from pathlib import Path
+from llamaspec.__main__ import main
+from llamaspec.llama import prefix_folder
+
+write = prefix_folder._write_nodes
+
+def held(path, *args):
+    print("saving", file=sys.stderr, flush=True)
+    while not (path.parent / "go").exists():
+        time.sleep(.01)
+    return write(path, *args)
+
+prefix_folder._write_nodes = held
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_cut_the_saving_off(
+    demo_files: tuple[Path, Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "prefixes"
+    with process("--cache-dir", str(folder), entry=[sys.executable, "-c", SAVING]) as server:
+        assert httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=PATIENCE).status_code == 200
+        server.popen.send_signal(signal.SIGTERM)
+        until(lambda: "saving" in server.lines)
+        server.popen.send_signal(number)
+        (folder / "go").touch()
+        assert server.ended() == 0
+        until(lambda: server.lines[-1] == "llamaspec: stopped")
+    assert len(list(folder.glob("*.prefixes"))) == 2
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="what happens depends on the system")
 def test_a_model_file_that_is_shortened_leaves_a_line(store: ModelStore, tmp_path: Path) -> None:
     """It ended the server without a word. The file is mapped, so nothing can be done about the end."""
