@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, hypot, log, log2, sqrt
 
 import numpy as np
@@ -93,12 +93,21 @@ class CostCurve:
         if not 0 <= self.attention_share <= 1:
             raise ValueError("the share of attention must be from 0 to 1")
 
-    def seconds_at(self, depth: float) -> tuple[float, ...]:
-        """Return the seconds of each width for one sequence with this many cached tokens."""
-        cell = self.verify_seconds[0] * self.attention * depth
-        return tuple(
-            seconds + cell * (1 + self.attention_share * (width - 1))
-            for width, seconds in zip(self.widths, self.verify_seconds, strict=True)
+    def at(self, depth: float) -> CostCurve:
+        """Return the costs of one sequence behind this many cached tokens."""
+        cached = self.verify_seconds[0] * self.attention * depth
+        seconds = tuple(
+            each + cached * (1 + self.attention_share * (width - 1))
+            for width, each in zip(self.widths, self.verify_seconds, strict=True)
+        )
+        step = self.draft_step_seconds * (1 + self.draft_attention * depth)
+        return replace(
+            self,
+            verify_seconds=seconds,
+            draft_step_seconds=step,
+            attention=0.0,
+            attention_share=0.0,
+            draft_attention=0.0,
         )
 
 

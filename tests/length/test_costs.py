@@ -198,7 +198,7 @@ def test_what_is_learnt_at_one_depth_holds_at_another() -> None:
             assert costs.seconds(width, Attention().plus(depth, width)) == pytest.approx(expected, rel=0.08)
     again = Costs(costs.learned())
     assert again.seconds(8, Attention().plus(16_000, 8)) == pytest.approx(82.8, rel=0.08)
-    assert costs.learned().seconds_at(16_000)[-1] == pytest.approx(82.8, rel=0.08)
+    assert costs.learned().at(16_000).verify_seconds[-1] == pytest.approx(82.8, rel=0.08)
 
 
 def test_chunks_of_a_prompt_show_what_cached_tokens_cost() -> None:
