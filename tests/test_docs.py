@@ -35,7 +35,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
-TARGETS = ("big.gguf", "big-instruct.gguf", "coder-1.5b-F16.gguf", "qwen3.5-27b.gguf")
+TARGETS = ("big.gguf", "a.gguf", "b.gguf", "big-instruct.gguf", "coder-1.5b-F16.gguf", "qwen3.5-27b.gguf")
 DRAFTS = ("small.gguf", "middle.gguf", "other-family.gguf", "small-instruct.gguf", "coder-0.5b-Q4_0.gguf")
 TEXTS = ("prompt.txt", "task.txt", "code.py", "notes.md", "main.py", "corpus.txt")
 SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
@@ -48,13 +48,14 @@ ONLY_PARSED = {  # part of a command: why it is not run
     "llamaspec run": "the hub",
     "models pull": "the hub",
     "--draft mtp": "a target with prediction heads",
+    "eagle3": "a draft that reads hidden states",
     "draft distil": "torch",
     "--llama-server": "llama-server",
     "--against": "another checkout",
 }
 OTHER_PROGRAMS = {
     *("aider", "claude", "cmake", "docker", "eval", "export", "git", "make", "mini", "pip", "pipx", "python"),
-    *("uv", "CMAKE_ARGS", "_LLAMASPEC_COMPLETE"),
+    *("uv", "CMAKE_ARGS", "_LLAMASPEC_COMPLETE", "systemctl", "launchctl"),
 }  # fmt: skip
 SHORTER = {  # options that make a command end soon
     "generate": "-n 24",
@@ -67,6 +68,7 @@ SHORTER = {  # options that make a command end soon
 ADAPTED = {
     "--keep 32768": "--keep 4096",  # of the 8,192 tokens that the embedded pair has
     "curl ": "curl --fail ",
+    "~/models": "models",
 }
 
 
@@ -90,6 +92,8 @@ class Reader:
         for names, file in zip((TARGETS, DRAFTS), demo_files, strict=True):
             for name in names:
                 (folder / name).symlink_to(file)
+        (folder / "models").mkdir()
+        (folder / "models" / "some.gguf").symlink_to(demo_files[0])
         for name in TEXTS:
             (folder / name).write_text("def f(a, b):\n    return a\n" * 20)
         (folder / "person.json").write_text(SCHEMA)
@@ -144,7 +148,8 @@ class Reader:
     @contextmanager
     def serving(self, words: list[str]) -> Iterator[None]:
         server = subprocess.Popen(
-            [self.folder / "bin" / "llamaspec", *words[1:], "--port", self.port],
+            [self.folder / "bin" / "llamaspec", *(ADAPTED.get(word, word) for word in words[1:]),
+             "--port", self.port],
             cwd=self.folder, env=self.env, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert server.stderr is not None
@@ -152,7 +157,7 @@ class Reader:
             said = []
             for line in server.stderr:
                 said.append(line)
-                if "is served at" in line:
+                if "served at" in line:
                     break
             else:
                 raise AssertionError("".join(said))

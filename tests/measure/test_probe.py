@@ -49,6 +49,7 @@ class SlowModel:
     now: float = 0.0
     description: str = "slow"
     keeps_states: bool = False
+    is_disturbed: bool = False
     vocabulary_size: int = 256
     vocabulary: Letters = field(default_factory=Letters)
     options: ModelOptions = field(default_factory=ModelOptions)
@@ -64,6 +65,9 @@ class SlowModel:
 
     def seconds(self, width: int) -> float:
         return (self.first + self.more * (width - 1)) * (0.8 if width % 4 == 0 else 1.0)
+
+    def attended(self, n_tokens: int) -> float:
+        return n_tokens
 
     def forget(self) -> None:
         self.held = NO_TOKENS
