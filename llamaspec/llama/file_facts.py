@@ -22,6 +22,7 @@ class FileFacts:
     """Metadata of a model; a text is empty and a number 0 if the file lacks it."""
 
     architecture: str
+    basename: str  # name of the family, such as "Qwen2.5-Coder"
     size: str  # of its parameters, such as "1.5B"
     quantization: str  # such as "Q4_K_M"
     n_bytes: int  # of all parts of the file
@@ -42,6 +43,7 @@ def _facts(path: Path, _changed: int, _n_bytes: int) -> FileFacts:
     found = read_gguf(path)
     return FileFacts(
         architecture=found.architecture,
+        basename=found.text("general.basename"),
         size=found.text("general.size_label"),
         quantization=_FILE_TYPES.get(found.number("general.file_type", -1), ""),
         n_bytes=sum(part.stat().st_size for part in file_parts(path)),

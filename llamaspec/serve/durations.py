@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import re
 
+_LONGEST = 2**63 * 1e-9  # of a duration in Go, in seconds
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"([0-9]{1,12}(?:\.[0-9]{0,9})?)(ns|us|µs|ms|s|m|h)")
 _WHOLE = re.compile(rf"(-?)((?:{_PART.pattern})+|[0-9]{{1,12}}(?:\.[0-9]{{0,9}})?)")
 
 
 def seconds_of(given: float | str) -> float:
-    """Return the seconds of a duration; infinity if it is below zero. ValueError if it is none.
+    """Return the seconds of a duration; infinity if it is below zero or above Go's 292 years.
+
+    Raises ValueError if it is none.
 
     Examples
     --------
@@ -24,4 +27,4 @@ def seconds_of(given: float | str) -> float:
     sign, amount = found[1], found[2]
     parts = _PART.findall(amount)
     seconds = sum(float(n) * _UNITS[unit] for n, unit in parts) if parts else float(amount)
-    return math.inf if sign and seconds else seconds
+    return math.inf if (sign and seconds) or seconds > _LONGEST else seconds

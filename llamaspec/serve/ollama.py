@@ -42,9 +42,10 @@ from llamaspec.serve.messages import (
     system_message,
     tool_use,
 )
-from llamaspec.serve.requests import ChatRequest
+from llamaspec.serve.requests import ChatRequest, RequestBuilder
 from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Endpoint, Service
+from llamaspec.values import TokenArray
 
 NoImages = Annotated[list[str], refused("images are not supported")]
 
@@ -203,10 +204,13 @@ async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -
     if not (body.raw or body.suffix or builder.template is None):
         prompt = await service.chat(await run_in_threadpool(body.chat_request))
     else:
-        text, suffix = body.prompt, body.suffix
-        tokens = builder.infill_tokens(text, suffix) if suffix else builder.tokenized(text)
+        tokens = await run_in_threadpool(_tokenized, builder, body.prompt, body.suffix)
         (prompt,) = await builder.continued([tokens], body.wanted_format())
     return await _respond(service, http, body, prompt, form)
+
+
+def _tokenized(builder: RequestBuilder, text: str, suffix: str | None) -> TokenArray:
+    return builder.infill_tokens(text, suffix) if suffix else builder.tokenized(text)
 
 
 async def _respond(

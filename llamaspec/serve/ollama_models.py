@@ -78,6 +78,7 @@ async def _show(models: Models, _: Request, body: NameBody) -> Response:
     facts = _facts(model)
     architecture = facts.architecture
     info: Data = {"general.architecture": architecture}
+    info["general.basename"] = facts.basename or model.name  # VS Code shows it as the name
     info[f"{architecture}.context_length"] = facts.context_length
     for name in ("embedding_length", "block_count"):
         if value := getattr(facts, name):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from time import thread_time
 from typing import Any
 
 import pytest
 
 from llamaspec import Pair
+from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.app import ENDPOINTS
 from patience import until
 from serving import Served, served
@@ -74,6 +76,40 @@ def _seconds(server: Served) -> float:
     server.in_loop(lambda: found.append(thread_time()))
     until(lambda: found)
     return found[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "one", "logit_bias": {"two": 1}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "one"}]}),
+        ("/v1/responses", {"input": "one"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "one"}]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "one"}]}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "one"}], "stream": False}),
+        ("/api/generate", {"prompt": "one", "stream": False}),
+        ("/api/generate", {"prompt": "one", "stream": False, "raw": True}),
+        ("/completion", {"prompt": "one"}),
+        ("/tokenize", {"content": "one"}),
+    ],
+)
+def test_text_is_tokenized_outside_of_the_event_loop(
+    server: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    seen = set[int]()
+    tokenize = LlamaVocabulary.tokenize
+
+    def noted(*arguments: Any, **more: Any) -> Any:
+        seen.add(threading.get_ident())
+        return tokenize(*arguments, **more)
+
+    monkeypatch.setattr(LlamaVocabulary, "tokenize", noted)
+    loop: list[int] = []
+    server.in_loop(lambda: loop.append(threading.get_ident()))
+    server.post(path, {"max_tokens": 1, "options": {"num_predict": 1}, **body})
+    until(lambda: loop)
+    assert seen
+    assert loop[0] not in seen
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from llamaspec import open_pair
 from llamaspec.errors import MemoryFullError, ModelFileError
+from llamaspec.serve.ollama_models import NEVER
 from patience import PATIENCE, until
 from serving import Gate, Served, said
 from shelf import NAMES, OPTIONS, Shelf, several
@@ -279,8 +280,8 @@ def test_ollama_loads_and_unloads(shelf: Shelf) -> None:
             assert (answer["done_reason"], loaded()) == ("unload", [])
         names = [each["name"] for each in server.client.get("/api/tags").json()["models"]]
         assert names == list(NAMES)
-        about = server.post("/api/show", {"model": "gamma"}).json()
-        assert about["model_info"]["llama.context_length"] == 512
+        info = server.post("/api/show", {"model": "gamma"}).json()["model_info"]
+        assert (info["llama.context_length"], info["general.basename"]) == (512, "gamma")
         assert shelf.opened == ["beta", "beta"]
         assert server.client.request("DELETE", "/api/delete", json={"model": "beta"}).status_code == 403
         assert server.post("/api/pull", {"model": "beta"}).json() == {"status": "success"}
@@ -299,6 +300,15 @@ def test_keep_alive_after_an_answer(shelf: Shelf, keep_alive: int | str, stays: 
             assert [model.name for model in server.models.loaded] == ["beta"]
         else:
             until(lambda: shelf.closed == ["beta"])
+
+
+def test_a_keep_alive_longer_than_the_calendar(shelf: Shelf) -> None:
+    """`/api/ps` was an internal error as long as the model was loaded: the year had five digits."""
+    with several(shelf) as server:
+        body = {"model": "beta", "messages": HI, "stream": False, "options": {"num_predict": 1}}
+        assert server.post("/api/chat", {**body, "keep_alive": 999_999_999_999}).status_code == 200
+        (about,) = server.client.get("/api/ps").json()["models"]
+        assert about["expires_at"] == NEVER
 
 
 def test_a_keep_alive_that_is_no_duration(shelf: Shelf) -> None:

@@ -140,12 +140,17 @@ def test_the_description_of_the_model(client: ollama.Client, server: Served) -> 
     assert model.digest
     assert model.details.format == "gguf"
     about = client.show(model.model or "")
-    assert "completion" in (about.capabilities or [])
     lengths = [value for key, value in (about.modelinfo or {}).items() if key.endswith(".context_length")]
     assert lengths == [server.service.pair.target.context_size]
     info = about.modelinfo or {}
     assert info["general.parameter_count"] > 0
     assert {"embedding_length", "block_count"} <= {key.rpartition(".")[2] for key in info}
+    assert info["general.basename"]  # the name that VS Code shows
+    assert (info["general.architecture"], about.details and about.details.family) == ("llama", "llama")
+    assert about.details is not None
+    assert (about.details.parameter_size, about.details.quantization_level) == ("8.52M", "Q8_0")
+    assert about.capabilities == ["completion"]
+    assert {"license", "modelfile", "parameters", "template"} <= about.model_dump(by_alias=True).keys()
     assert [each.model for each in client.ps().models] == [model.model]
     assert server.client.get("/api/version").json()["version"]
 
