@@ -274,14 +274,6 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Closing(Protocol):
-    """A drafter that needs to know when the sequence ends."""
-
-    def close(self) -> None:
-        """End the sequence. May be called more than once."""
-
-
-@runtime_checkable
 class RowReader(Protocol):
     """A drafter that reads the target's hidden rows. It gets them from the loop, never from the target."""
 

@@ -48,11 +48,6 @@ class SameTokens:
 
     translate_each = translate
 
-    @property
-    def n_drawable(self) -> int:
-        """All token ids that can be drawn are below this."""
-        return min(self._n_draft, self._n_target)
-
     def scores(self, logits: Scores) -> Scores:
         """Return the scores of the target's tokens, -inf if the draft lacks one: float32 [V of target]."""
         if self._n_target <= self._n_draft:
@@ -104,11 +99,6 @@ class CommonTokens:
                 f"the draft's vocabulary has only {self.of_text:.0%} of the target's tokens in typical "
                 "text; choose a draft of the target's family"
             )
-
-    @property
-    def n_drawable(self) -> int:
-        """All token ids that can be drawn are below this."""
-        return len(self.to_draft)
 
     def translate_each(self, tokens: TokenArray) -> TokenArray:
         """Translate tokens of the target, each by itself: int32 [m]."""

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from llamaspec.errors import EVALUATION_FAULTS
 from llamaspec.protocols import (
-    Closing,
     Drafter,
     Drafting,
     Failing,
@@ -167,9 +166,3 @@ class FallbackDrafter:
             if len(draft):
                 return draft
         return NO_DRAFT
-
-    def close(self) -> None:
-        """End the sequence."""
-        for drafter in self.drafters:
-            if isinstance(drafter, Closing):
-                drafter.close()

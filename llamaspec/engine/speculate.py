@@ -19,7 +19,6 @@ from llamaspec.drafters.fallback import NoDrafter, drafting, reads_rows, report
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import FixedLength, SequenceAtMost
 from llamaspec.protocols import (
-    Closing,
     Drafter,
     RandomStreams,
     Rule,
@@ -81,8 +80,6 @@ class Speculation:
     def close(self) -> None:
         """End the sequence. May be called more than once."""
         self.length.close()
-        if isinstance(self.drafter, Closing):
-            self.drafter.close()
 
 
 def speculate(config: Speculation) -> Speculating:

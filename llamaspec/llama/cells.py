@@ -146,12 +146,6 @@ class CellTable:
         self.top += n
         return taken
 
-    def drop(self, cells: TokenArray, n_top: int) -> None:
-        """Record that no sequence holds some cells: the last `n_top` are empty, the others garbage."""
-        self._n_owners[cells] = 0
-        self.top -= n_top
-        self.n_garbage += len(cells) - n_top
-
     def cut(self, sequence: CachedSequence, n: int) -> None:
         """Remove the tokens from `n` on from a sequence."""
         n_held = sequence.n
@@ -192,7 +186,8 @@ class CellTable:
         parts = (self.garbage, start, n), (sequence.seq_id, n, n + len(tokens))
         if not self.cells.copy_in(content, parts):
             return False
-        self.drop(self.take(n - start), 0)
+        self._n_owners[self.take(n - start)] = 0
+        self.n_garbage += n - start
         sequence.append(tokens, self.take(len(tokens)))
         return True
 

@@ -21,7 +21,6 @@ class Sampler:
     sampling: Sampling
     n_prompt: int = 0  # tokens before the first that was generated
     constraint: SequenceConstraint | None = None
-    n_tokens: int | None = None  # only token ids below this are drawn
 
     @property
     def looks_back(self) -> bool:
@@ -32,8 +31,7 @@ class Sampler:
         """Return the tokens that may follow `tokens`: int32 [A], ascending; None = any."""
         if self.constraint is None:
             return None
-        allowed = self.constraint.allowed(tokens[self.n_prompt :])
-        return allowed if self.n_tokens is None else allowed[: np.searchsorted(allowed, self.n_tokens)]
+        return self.constraint.allowed(tokens[self.n_prompt :])
 
     def distribution(
         self, scores: Scores, tokens: TokenArray, allowed: TokenArray | None = None

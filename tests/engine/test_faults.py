@@ -285,13 +285,10 @@ RAISED = [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.Cancelled
 
 
 class Sometimes(CountingUp):
-    """A drafter with a `close` method that drafts in about every second round."""
+    """A drafter that drafts in about every second round."""
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
         return super().propose(context, length) if len(context) % 2 else Draft()
-
-    def close(self) -> None:
-        pass
 
 
 class Injector:
@@ -356,7 +353,7 @@ def all_read(of: TextStream) -> BaseException | None:
 
 NOTHING = Injector("", 0, SystemExit())
 SEAMS = [
-    "drafter.prepare", "drafter.propose", "drafter.close",
+    "drafter.prepare", "drafter.propose",
     "length.begin_round", "length.wants_more", "length.n_verified", "length.timed_width", "length.observe",
     "length.close",
     "rule.draw", "rule.verify", "streams.choose",
