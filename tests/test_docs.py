@@ -55,7 +55,7 @@ ONLY_PARSED = {  # part of a command: why it is not run
 }
 OTHER_PROGRAMS = {
     *("aider", "claude", "cmake", "docker", "eval", "export", "git", "make", "mini", "pip", "pipx", "python"),
-    *("uv", "CMAKE_ARGS", "_LLAMASPEC_COMPLETE", "systemctl", "launchctl"),
+    *("uv", "CMAKE_ARGS", "_LLAMASPEC_COMPLETE", "systemctl", "journalctl", "launchctl"),
 }  # fmt: skip
 SHORTER = {  # options that make a command end soon
     "generate": "-n 24",
