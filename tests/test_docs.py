@@ -116,6 +116,9 @@ class Reader:
         with self.servers:
             for line in commands(page):
                 self.type(line)
+            servers = [line for line in commands(page) if line.startswith("llamaspec serve --target big")]
+            if servers:  # the program is a client of the server with which the page begins
+                self.type(servers[0])
             self.run("python", "\n".join(blocks(page, "python")), sys.executable, "-c")
 
     def type(self, line: str) -> None:
