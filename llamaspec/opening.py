@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamaspec.errors import InexactError, LlamaspecError, MemoryFullError, PairError
+from llamaspec.length.automatic import AutoLength
 from llamaspec.length.fixed import FixedLength
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.weights import LoadProgress
@@ -134,11 +135,11 @@ def start_learning(pair: Pair, models: Models, notify: Notify = _ignore) -> Auto
     """
     prior = stored(models, LearnedPrior, notify)
     policy = pair.auto_length(prior)
-    if Source.MODEL in pair.sources and not policy.costs.is_step_certain:
+    if Source.MODEL in pair.sources and not policy.shared.costs.is_step_certain:
         with suppress(LlamaspecError):  # a draft that fails is reported when it is used
-            policy.costs.observe_first_step(time_draft_step(pair))
+            policy.shared.costs.observe_first_step(time_draft_step(pair))
     keeper = _Keeper(models, prior, policy, notify)
-    policy.on_work = keeper.count
+    policy.shared.on_work = keeper.count
     pair.owned.callback(keeper.keep)
     pair.length = policy
     return policy
@@ -164,7 +165,7 @@ class _Keeper:
     def keep(self) -> None:
         """Keep what was learnt, if the run was long enough, beside what other processes have kept."""
         self._seconds = 0.0
-        if self._policy.costs.n_timed < WORTH_KEEPING:
+        if self._policy.shared.costs.n_timed < WORTH_KEEPING:
             return
         start, learnt = self._latest, self._policy.experience()
 

@@ -26,8 +26,9 @@ from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.engine.text import Detokenizer
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import PromptError
+from llamaspec.length.automatic import AutoLength
 from llamaspec.length.fixed import FixedLength
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama.block_draft import BlockDraft
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel

@@ -20,8 +20,8 @@ from llamaspec.errors import (
     PairError,
     PromptError,
 )
+from llamaspec.length.automatic import AutoLength
 from llamaspec.length.fixed import FixedLength
-from llamaspec.length.policy import AutoLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.opening import open_pair

@@ -19,8 +19,9 @@ from llamaspec.catalog import Entry, add_own, own_list, read_catalog, remove_own
 from llamaspec.chat.conversation_files import load_conversation, save_conversation
 from llamaspec.chat.messages import Message
 from llamaspec.errors import LlamaspecError, printable
-from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.automatic import AutoLength
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import keep

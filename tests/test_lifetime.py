@@ -194,4 +194,4 @@ def test_a_refused_text_leaves_nothing_in_a_policy(refused: dict[str, Any], stor
         policy = AutoLength()
         with pytest.raises((PromptError, ValueError)):
             pair.stream(**{"prompt": "the end", "policy": policy, **refused})
-        assert policy.sequences == []
+        assert policy.shared.n_sequences == 0

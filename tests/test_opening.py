@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from llamaspec import AutoLength, FixedLength, ModelOptions, NoDrafter, Pair, open_pair
-from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import LearnedPrior
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import keep, keep_probe, stored

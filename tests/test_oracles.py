@@ -30,7 +30,7 @@ from llamaspec import (
     open_pair,
 )
 from llamaspec.errors import EvaluationError
-from llamaspec.length.policy import AutoLength
+from llamaspec.length.automatic import AutoLength
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution
 from llamaspec.sampling.random_streams import SeededStreams

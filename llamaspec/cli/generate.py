@@ -21,7 +21,7 @@ from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import LlamaspecError, printable
-from llamaspec.length.policy import AutoLength
+from llamaspec.length.automatic import AutoLength
 from llamaspec.measure.reasons import Reasons, explain, pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary

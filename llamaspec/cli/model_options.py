@@ -18,7 +18,8 @@ from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import RemoteFile
 from llamaspec.kernels import AUTO as AUTO_KERNELS
 from llamaspec.kernels import OFF, VARIABLE, parse_choice
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.automatic import AutoLength
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions

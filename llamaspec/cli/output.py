@@ -21,7 +21,7 @@ from rich.table import Table
 from llamaspec.chat.template import NoTemplateError, SystemPromptError, TemplateError
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError, PairError, printable
-from llamaspec.length.costs import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.reasons import ACCEPTANCES, best_length, in_words, round_seconds, verdict
 
 Detail = Literal["short", "full"]

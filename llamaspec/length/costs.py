@@ -16,16 +16,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from math import exp, hypot, log, log2, sqrt
 
 import numpy as np
 
 from llamaspec.length.belief import Array, Belief, Expected
+from llamaspec.length.cost_curve import LONGEST, PROBED, SHORTEST, WIDEST, CostCurve
 from llamaspec.values import NO_ATTENTION, Attention
 
-WIDEST = 1 << 16  # positions
-SHORTEST, LONGEST = 1e-12, 1e6  # seconds: other times cannot have been measured
 DENSE = 16  # up to this, each width has its own ratio; beyond, each power of two
 PLAIN_SECONDS = 0.03  # first guess of width 1
 STEP, POSITION = 0.12, 0.2  # first guesses of a draft step and one more position, relative to width 1
@@ -33,82 +31,18 @@ READING = 0.1  # first guess of a prompt token of the draft model, in draft step
 CACHED, SHARE = 5e-5, 0.4  # first guesses: 20,000 cached tokens take as long as the weights
 TIMED = 2  # timings of plain decoding before anything is drafted; of a width before it is known
 CALIBRATED = (2, 4, 8, 16)  # widths that are timed by padding plain rounds
-AGAIN = (
-    4.0  # a second timing, in case the first one also compiled kernels, waits for this many times its cost
-)
+AGAIN = 4.0  # multiple of its cost that a second timing waits for: the first one may have compiled kernels
 LAG = 2  # tokens that a draft model usually has to process before its next step
 PROMPT = 64  # minimum positions of a prompt chunk whose time is used for its width
 
 # Standard deviations of logarithms
 ANYTHING, GUESS = 3.0, 0.7  # of the scale, which may be anything; of other first guesses
-NOISE, FIRST, CHUNK = (
-    0.08,
-    0.1,
-    0.2,
-)  # of a timing; of the first of a width; of a prompt chunk or a first step
-BUSY = 0.3  # of a timing while other programs take cores
-PROBED, AGED = 0.05, 0.12  # of a probe's timing; what a kept one gains until the next run
+NOISE, FIRST = 0.08, 0.1  # of a timing; of the first one of a width
+CHUNK, BUSY = 0.2, 0.3  # of a prompt chunk, or a draft step before all; of a timing beside other programs
+AGED = 0.12  # what a kept timing gains until the next run
 DRIFT, WEAR = 0.01, 0.003  # what the scale, and each ratio, gains from one evaluation to the next
 STALE = 0.2  # a width that is less certain is timed again
 OUTLIER, LASTING = 0.25, 3  # larger surprises are clipped, unless as many of a width come in a row
-
-
-@dataclass(frozen=True, slots=True)
-class CostCurve:
-    """Costs of one pair on one machine without cached tokens, as a probe or earlier runs have measured them.
-
-    Raises
-    ------
-    ValueError
-        The widths do not ascend from 1 to at most `WIDEST`, or a number cannot have been measured.
-    """
-
-    widths: tuple[int, ...]  # positions in one evaluation of the target, ascending, the first is 1
-    verify_seconds: tuple[float, ...]  # one for each width
-    draft_step_seconds: float  # one draft token; 0 if draft tokens cost nothing
-    draft_reading_seconds: float = 0.0  # one prompt token of the draft model; 0 if unknown
-    deviations: tuple[float, ...] = ()  # of the logarithm of each time, relative to width 1; () = a probe's
-    attention: float = 0.0  # cost of a cached token, relative to width 1; 0 if unknown
-    attention_share: float = 0.0  # of that, for each position of a sequence but the first; 0 if unknown
-    draft_attention: float = 0.0  # of the draft model, relative to its step; 0 if unknown
-    draft_deviation: float = PROBED  # of the logarithm of a draft step
-
-    def __post_init__(self) -> None:
-        if len(self.widths) != len(self.verify_seconds) or self.widths[:1] != (1,):
-            raise ValueError("a cost curve needs one time for each width, from width 1 on")
-        if any(b <= a for a, b in zip(self.widths, self.widths[1:], strict=False)):
-            raise ValueError(f"widths must ascend, got {self.widths}")
-        if self.widths[-1] > WIDEST:
-            raise ValueError(f"widths must be <= {WIDEST}, got {self.widths[-1]}")
-        times = (
-            *self.verify_seconds, self.draft_step_seconds or LONGEST, self.draft_reading_seconds or LONGEST,
-        )  # fmt: skip
-        if not all(SHORTEST <= seconds <= LONGEST for seconds in times):
-            raise ValueError(f"seconds must be positive, from {SHORTEST:g} to {LONGEST:g}")
-        is_whole = len(self.deviations) in (0, len(self.widths))
-        if not is_whole or not all(0 <= each < 100 for each in (*self.deviations, self.draft_deviation)):
-            raise ValueError("deviations must be one for each width, from 0 to 100")
-        if not all(0 <= each < 1 for each in (self.attention, self.draft_attention)):
-            raise ValueError("a cached token must cost less than an evaluation")
-        if not 0 <= self.attention_share <= 1:
-            raise ValueError("the share of attention must be from 0 to 1")
-
-    def at(self, depth: float) -> CostCurve:
-        """Return the costs of one sequence behind this many cached tokens."""
-        cached = self.verify_seconds[0] * self.attention * depth
-        seconds = tuple(
-            each + cached * (1 + self.attention_share * (width - 1))
-            for width, each in zip(self.widths, self.verify_seconds, strict=True)
-        )
-        step = self.draft_step_seconds * (1 + self.draft_attention * depth)
-        return replace(
-            self,
-            verify_seconds=seconds,
-            draft_step_seconds=step,
-            attention=0.0,
-            attention_share=0.0,
-            draft_attention=0.0,
-        )
 
 
 class Costs:

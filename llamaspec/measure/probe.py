@@ -19,7 +19,8 @@ import numpy as np
 from llamaspec.drafters.fallback import drafting, first_row, preparing, reads_rows, report
 from llamaspec.engine.generation import REPEATED
 from llamaspec.errors import MemoryFullError
-from llamaspec.length.costs import DENSE, CostCurve
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.costs import DENSE
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.compare import Progress, Spread, take_turns

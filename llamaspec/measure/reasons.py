@@ -17,8 +17,9 @@ import numpy as np
 
 from llamaspec.engine.completion import MIN_PLAIN_SECONDS, Completion
 from llamaspec.length.acceptance import Acceptance, verified_tokens
-from llamaspec.length.costs import CALIBRATED, DENSE, CostCurve, Costs
-from llamaspec.length.policy import Gain, LearnedPrior
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.costs import CALIBRATED, DENSE, Costs
+from llamaspec.length.prior import Gain, LearnedPrior
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.store import BenchGains, Models, stored
 from llamaspec.plan import DraftPlan, ModelFile

@@ -21,8 +21,8 @@ from typing import Any
 import llamaspec
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.files import file_hash, parse_json, read_file
-from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import LearnedPrior
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama import resources
 from llamaspec.llama.gguf_file import file_parts, read_gguf
 from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION

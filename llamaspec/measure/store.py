@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from filelock import FileLock
 
 from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
-from llamaspec.length.policy import Gain, LearnedPrior
+from llamaspec.length.prior import Gain, LearnedPrior
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.probe import Probe

@@ -10,7 +10,7 @@ import pytest
 from command import generate, invoke, naming, run
 from hub_server import Hub
 from llamaspec import LlamaModel, Pair
-from llamaspec.length.costs import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.llama import runtime
 from llamaspec.measure.probe import Effort, measure
 from llamaspec.measure.reasons import saturation_width, verdict

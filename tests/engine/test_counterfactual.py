@@ -23,7 +23,7 @@ from exact_law import (
 )
 from fakes import CountingUp, Length, Partly, all_but_last, every_second, nothing, sure
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.length.policy import AutoLength
+from llamaspec.length.automatic import AutoLength
 from llamaspec.protocols import RandomStreams, SequenceLength
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.random_streams import SeededStreams

@@ -15,7 +15,7 @@ from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.sequence import MAX_UNREAD, RunningSequence
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ContextFullError
-from llamaspec.length.policy import AutoLength
+from llamaspec.length.automatic import AutoLength
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
 from stepped import Stepped
@@ -247,9 +247,9 @@ def test_a_prompt_in_several_evaluations_does_not_show_the_cost_of_a_wide_one() 
     next(talker)
     length = Length(reading=policy.start_sequence().reading)
     stream(scheduler, models, prompt, seed=2, length=length, drafter=NoDrafter(), max_tokens=3).run()
-    policy.costs.observe_verify(1, 1.0)  # what was learnt before waits for it
+    policy.shared.costs.observe_verify(1, 1.0)  # what was learnt before waits for it
     talker.run()
-    assert policy.costs.widest_timed() < 64
+    assert policy.shared.costs.widest_timed() < 64
 
 
 def test_the_time_to_prepare_a_batch_is_shared() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.automatic import AutoLength
+from llamaspec.length.prior import LearnedPrior
 from simulator import Machine, Passage, passage, play, play_together, table
 
 F16 = {1: 34.0, 2: 38.0, 4: 41.0, 8: 60.0, 16: 93.0, 512: 1900.0}  # milliseconds: docs/hardware.md

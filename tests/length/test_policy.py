@@ -13,10 +13,10 @@ from math import exp, log
 import numpy as np
 import pytest
 
-from llamaspec.length.costs import CostCurve
+from llamaspec.length.automatic import AutoLength, AutoSequence
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed import FixedLength
-from llamaspec.length.policy import AutoLength, LearnedPrior
-from llamaspec.length.sequence import AutoSequence
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.values import Draft, Evaluation, Round, Source
 from simulator import Array, Machine, Passage, Run, optimal_rate, passage, play, play_together, table
 
@@ -231,7 +231,7 @@ def test_several_sequences_share_every_evaluation(curve: str, n_sequences: int) 
 def test_sequences_that_come_and_go_leave_nothing() -> None:
     policy = AutoLength()
     play_together(policy, machine("flat"), [mixed(seed) for seed in range(7)], n_sequences=3)
-    assert policy.sequences == []
+    assert policy.shared.n_sequences == 0
 
 
 def one_round(sequence: AutoSequence, on: Machine, confidence: float, evaluation: int) -> tuple[int, int]:
@@ -405,13 +405,13 @@ def test_a_copy_does_not_keep_other_sequences_waiting(seconds: float, expected: 
 def test_completions_with_a_short_limit_do_not_change_the_usual_length() -> None:
     """An editor's short completions put the drafts of chats to sleep."""
     policy = AutoLength()
-    usual = policy.usual_length
+    usual = policy.shared.usual_length
     for n, max_tokens in ((30, 30), (5, 30), (400, None), (2, 4000)):
         sequence = policy.start_sequence(drops=True, max_tokens=max_tokens)
         for i in range(n):
             sequence.observe(Round(Draft(), 0, 0, Evaluation(1, 1, i), verify_seconds=0.1))
         sequence.close()
-        changed, usual = policy.usual_length != usual, policy.usual_length
+        changed, usual = policy.shared.usual_length != usual, policy.shared.usual_length
         assert changed == (max_tokens != 30)
 
 
@@ -473,9 +473,9 @@ def test_prompt_chunks_show_the_cost_of_wide_evaluations() -> None:
     sequence = policy.start_sequence(drops=True)
     sequence.reading.observe_prompt(Evaluation(512), 8.0)
     sequence.observe(Round(Draft(), 0, 0, Evaluation(1), verify_seconds=0.1))
-    assert policy.costs.widest_timed() == 512
-    assert policy.costs.seconds(512) == pytest.approx(8.0, rel=0.1)
-    assert policy.costs.seconds(64) == pytest.approx(0.1 + 63 / 511 * 7.9, rel=0.1)
+    assert policy.shared.costs.widest_timed() == 512
+    assert policy.shared.costs.seconds(512) == pytest.approx(8.0, rel=0.1)
+    assert policy.shared.costs.seconds(64) == pytest.approx(0.1 + 63 / 511 * 7.9, rel=0.1)
 
 
 def test_a_block_costs_one_step_however_many_of_its_tokens_are_verified() -> None:

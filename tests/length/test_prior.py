@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from llamaspec.length.acceptance import KEPT, Acceptance
-from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import RECENT, AutoLength, Gain, LearnedPrior
+from llamaspec.length.automatic import AutoLength
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import RECENT, Gain, LearnedPrior
 from llamaspec.values import NO_DRAFT, Draft, Evaluation, Round, Source
 
 CURVE = CostCurve((1, 4), (1.0, 1.5), 0.1)
@@ -19,7 +20,7 @@ def learnt(confidence: float, n: int, prior: LearnedPrior | None = None) -> Lear
     """Return what a run has learnt from `n` accepted draft tokens."""
     policy = AutoLength(prior or LearnedPrior(CURVE))
     for _ in range(n):
-        policy.acceptance[Source.MODEL].learn(1.0, confidence)
+        policy.shared.acceptance[Source.MODEL].learn(1.0, confidence)
     return policy.experience()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llamaspec.length.costs import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.reasons import (
     BestFixedLength,
     Reasons,

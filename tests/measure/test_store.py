@@ -19,8 +19,9 @@ from command import generate, invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.errors import printable
 from llamaspec.kernels import KernelLibrary, Kernels
-from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import AutoLength, LearnedPrior
+from llamaspec.length.automatic import AutoLength
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure import store
 from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming

@@ -8,8 +8,8 @@ import pytest
 
 from llamaspec import ModelOptions
 from llamaspec.length.acceptance import Acceptance
-from llamaspec.length.costs import CostCurve
-from llamaspec.length.policy import Gain, LearnedPrior
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import Gain, LearnedPrior
 from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import forget, keep, keep_gains
 from llamaspec.plan import DraftPlan, ModelFile

@@ -390,7 +390,7 @@ def test_costs_are_read_by_the_compute_thread_alone(demo: Pair, monkeypatch: pyt
     readers, seconds_of, policy = set[str](), Costs.seconds_of, AutoLength()
 
     def noted(costs: Costs, *widths: int) -> Any:
-        if costs is policy.costs:
+        if costs is policy.shared.costs:
             readers.add(threading.current_thread().name)
         return seconds_of(costs, *widths)
 

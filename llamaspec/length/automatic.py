@@ -1,30 +1,28 @@
-"""How many tokens one completion drafts, and how many of them are verified.
+"""Drafts as many tokens as speed generation up: how many each completion drafts, and how many are verified.
 
 A round is planned before anything is drawn. The plan finds the length with the most expected tokens per
 second, and that rate is the price of time in this round. Then confidences decide: drafting stops if the next
 tokens are worth less than their time, and as many draft tokens are verified as are worth theirs. The first
-one that is not verified still shows whether it would have been accepted. tests/simulator.py.
+one that is not verified still shows whether it would have been accepted. If drafts could win but lose at the
+moment, they are explored now and then. tests/simulator.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from llamaspec.length.acceptance import SequenceAcceptance, expected_accepted, verified_tokens
 from llamaspec.length.belief import Array
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import DENSE
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.length.reading import DraftPrompt
+from llamaspec.length.shared import FREE, RoundPlan, Shared
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import CHUNK, COPIES, LONGEST_COPY, WAIT_SECONDS, Attention, Draft, Round, Source
 
-if TYPE_CHECKING:
-    from llamaspec.length.policy import AutoLength
-
-FREE = COPIES | {Source.GRAMMAR}  # sources that need no draft step
 AT_ONCE = frozenset({Source.BLOCK})  # sources that need one step for a draft of any length
 GIVEN = frozenset({Source.PREDICTION, Source.GRAMMAR})  # sources that come with a request
 REACH = 4  # maximum positions of an evaluation at first; later 1.5 times the widest that was timed
@@ -33,30 +31,61 @@ FIRST = 16  # maximum tokens of a copy, until one of that length was accepted
 CAUTION = 0.5  # share of the usual length to count on: for a short answer, processing the prompt does not pay
 
 
-@dataclass(slots=True)
-class RoundPlan:
-    """Costs and purpose of a completion's next round."""
+class AutoLength:
+    """Drafts as many tokens as speed generation up, decided token by token; none if drafting is slower.
 
-    plain: float  # seconds per token without drafts
-    step: float  # seconds of a draft step
-    rate: float = 1.0  # expected tokens per second: the price of time
-    prices: Array = field(default_factory=lambda: np.zeros(1))  # [1 + n] seconds of 0, 1, ... verified tokens
-    limits: dict[Source, int] = field(default_factory=dict)  # maximum number of draft tokens
-    explored: Source | None = None  # the source that is tried although it is expected to lose
-    times_plain: bool = False  # nothing is drafted, because plain decoding is timed again
-    timed_width: int | None = None  # the evaluation is padded to this width, to time it
+    Parameters
+    ----------
+    prior : CostCurve or LearnedPrior, optional
+        Results of a probe or of earlier runs.
+    longest : int
+        Maximum draft tokens of a completion in one round.
+    sources : collection of Source
+        Where draft tokens come from.
+    pads : bool
+        Plain rounds may be padded to time a width.
+
+    Raises
+    ------
+    ValueError
+        `longest` is not positive.
+    """
+
+    def __init__(
+        self,
+        prior: CostCurve | LearnedPrior | None = None,
+        longest: int = 15,
+        sources: Collection[Source] = frozenset({Source.MODEL}),
+        *,
+        pads: bool = True,
+    ) -> None:
+        if longest < 1:
+            raise ValueError(f"the longest draft must be >= 1, got {longest}")
+        if not isinstance(prior, LearnedPrior):
+            prior = LearnedPrior(prior)
+        self.shared = Shared(prior, longest, frozenset(sources), pads=pads)
+
+    def start_sequence(self, *, drops: bool = False, max_tokens: int | None = None) -> AutoSequence:
+        """Start a completion."""
+        return AutoSequence(self.shared, drops=drops, max_tokens=max_tokens)
+
+    def experience(self) -> LearnedPrior:
+        """Return what the next run should start with."""
+        return self.shared.experience()
 
 
 class AutoSequence:
     """The length policy of one completion."""
 
-    def __init__(self, policy: AutoLength, *, drops: bool, max_tokens: int | None) -> None:
-        self._policy, self._drops, self.max_tokens = policy, drops, max_tokens
+    def __init__(self, shared: Shared, *, drops: bool, max_tokens: int | None) -> None:
+        self._shared, self._drops, self._max_tokens = shared, drops, max_tokens
+        shared.n_sequences += 1
+        self._is_open = True
         self._acceptance = {
-            source: SequenceAcceptance(shared, is_copied=source in COPIES)
-            for source, shared in policy.acceptance.items()
+            source: SequenceAcceptance(learnt, is_copied=source in COPIES)
+            for source, learnt in shared.acceptance.items()
         }
-        self.reading = DraftPrompt(policy.costs, is_winning=policy.is_winning)
+        self.reading = DraftPrompt(shared.costs, is_winning=shared.is_winning)
         self.is_drafting = False  # the latest round had draft steps
         self.n_written = 0  # tokens of the completion
         self.depth = 0.0  # cached tokens that a position attends to
@@ -72,7 +101,7 @@ class AutoSequence:
     def wants_more(self, draft: Draft) -> bool:
         """Whether the next tokens are worth their time, or should be explored."""
         plan, n, source = self._begun(), len(draft), draft.source
-        if self.reading.n_to_read and source is self._policy.drafting:
+        if self.reading.n_to_read and source is self._shared.drafting:
             return n == 0
         if source in FREE and source not in plan.limits:
             plan.limits[source] = self._free_limit(plan, source, draft.ahead)
@@ -110,7 +139,7 @@ class AutoSequence:
         for confidence, outcome in found:
             self._acceptance[round_.source].learn(outcome, confidence)
         paid = any(outcome > 0.5 for _, outcome in found)
-        self._policy.learn(round_, plan, paid=paid, n_unread=self.reading.n_unread, depth=self.depth)
+        self._shared.learn(round_, plan, paid=paid, n_unread=self.reading.n_unread, depth=self.depth)
         if round_.source in COPIES and len(round_.draft):
             n_right = self._longest_copy if round_.n_accepted == len(round_.draft) else round_.n_accepted
             self._longest_copy = min(max(FIRST, 2 * n_right), LONGEST_COPY)
@@ -121,7 +150,10 @@ class AutoSequence:
 
     def close(self) -> None:
         """End the completion."""
-        self._policy.end_sequence(self)
+        if self._is_open:
+            self._is_open = False
+            self._shared.n_sequences -= 1
+            self._shared.learn_length(self.n_written, self._max_tokens)
 
     def _begun(self) -> RoundPlan:
         """Return the plan of the round; make it if there is none."""
@@ -130,7 +162,7 @@ class AutoSequence:
         return self._plan
 
     def _planned(self) -> RoundPlan:
-        policy, costs = self._policy, self._policy.costs
+        shared, costs = self._shared, self._shared.costs
         others = self._others
         n_sequences, drafting = 1 + len(others), [self, *(each for each in others if each.is_drafting)]
         n_drafting = len(drafting)
@@ -138,17 +170,17 @@ class AutoSequence:
         n, n_copies = (
             min(longest, max((max(REACH, widest * 3 // 2) - n_sequences) // n_drafting, 1))
             for longest, widest in (
-                (policy.longest, costs.widest_timed(DENSE)),
+                (shared.longest, costs.widest_timed(DENSE)),
                 (LONGEST_COPY, costs.widest_timed()),
             )
         )
-        n_most = max(n, n_copies) if policy.sources & COPIES else n
+        n_most = max(n, n_copies) if shared.sources & COPIES else n
         seconds = costs.seconds_of(n_sequences, n_sequences + n_most * n_drafting, n_drafting)
         cached = Attention(self.depth + sum(each.depth for each in others))
         cached_for_each = Attention(0.0, sum(each.depth for each in drafting))  # draft token of all
         seconds = seconds + costs.attention_seconds(cached)
         seconds += costs.attention_seconds(cached_for_each) * np.arange(len(seconds))
-        if len(policy.sequences) > 1:  # others, also those whose prompt is processed, wait for a long copy
+        if shared.n_sequences > 1:  # others, also those whose prompt is processed, wait for a long copy
             n_short = int((seconds - seconds[0] <= WAIT_SECONDS).sum()) - 1
             seconds = seconds[: max(n_short, CHUNK) + 1]
         step = costs.drafting_seconds(1, 0, self.depth) / n_drafting
@@ -156,16 +188,16 @@ class AutoSequence:
         if not costs.knows_plain:
             return plan
         plan.prices, plan.rate = (seconds - seconds[0]) / n_drafting, 1.0 / plan.plain
-        wanted = costs.next_untimed() if policy.sources and n_sequences == 1 else None
-        if wanted is not None and wanted[1] <= policy.credit:
+        wanted = costs.next_untimed() if shared.sources and n_sequences == 1 else None
+        if wanted is not None and wanted[1] <= shared.credit:
             plan.timed_width = wanted[0]
-        elif policy.drafting in policy.sources and self.n_written:  # the target generates the first token
+        elif shared.drafting in shared.sources and self.n_written:  # the target generates the first token
             self._plan_draft(plan, min(n, len(seconds) - 1), n_sequences)
         return plan
 
     def _plan_draft(self, plan: RoundPlan, n: int, n_sequences: int) -> None:
         """Decide whether the draft model drafts up to `n` tokens, is explored, or stays out of the round."""
-        policy, costs, drafting = self._policy, self._policy.costs, self._policy.drafting
+        shared, costs, drafting = self._shared, self._shared.costs, self._shared.drafting
         known = costs.widest_timed(DENSE)  # the cost of wider evaluations is a guess, until they are timed
         spent = plan.prices[: n + 1] + plan.step * _n_steps(drafting, n)
         rates = (1.0 + expected_accepted(self._acceptance[drafting].probability(), n)) / (plan.plain + spent)
@@ -173,31 +205,31 @@ class AutoSequence:
             rates, spent = rates[:known], spent[:known]
             n = len(rates) - 1
         limit = n if costs.knows_step else 1
-        policy.is_winning = bool(rates.argmax())
-        if policy.is_winning:
-            policy.drafts.reset()
+        shared.is_winning = bool(rates.argmax())
+        if shared.is_winning:
+            shared.drafts.reset()
             plan.rate = float(rates.max())
             if self.reading.is_asleep and not self._wakes(plan):
                 plan.rate = 1.0 / plan.plain
-            elif policy.plain.is_due():
+            elif shared.plain.is_due():
                 plan.times_plain = True
             else:
                 plan.limits[drafting] = limit
                 self.reading.plan_chunk(plan.plain)
         elif (
-            policy.drafts.is_due()
+            shared.drafts.is_due()
             and bool((expected_accepted(SURE, n)[1:] > plan.rate * spent[1:]).any())
             and costs.drafting_seconds(1, self.reading.n_unread if self.reading.is_asleep else 0, self.depth)
-            <= policy.credit
+            <= shared.credit
         ):
-            policy.drafts.n_since = 0
+            shared.drafts.n_since = 0
             plan.explored, plan.limits[drafting] = drafting, limit if self._drops else 1
 
     def _wakes(self, plan: RoundPlan) -> bool:
         """Whether the draft model should process the prompt now."""
-        n_left = CAUTION * self._policy.usual_length  # however long this one is: completions end by chance
-        if self.max_tokens is not None:
-            n_left = min(n_left, self.max_tokens - self.n_written)
+        n_left = CAUTION * self._shared.usual_length  # however long this one is: completions end by chance
+        if self._max_tokens is not None:
+            n_left = min(n_left, self._max_tokens - self.n_written)
         return self.reading.wakes(plan.plain, plan.rate, self.n_written, n_left)
 
     def _free_limit(self, plan: RoundPlan, source: Source, ahead: Sequence[float]) -> int:
@@ -206,9 +238,9 @@ class AutoSequence:
         `ahead` are the confidences of the tokens that could be copied. If neither copies nor drafts win, one
         token is taken and not verified: it shows for free whether it would have been accepted.
         """
-        policy, prices = self._policy, plan.prices
+        shared, prices = self._shared, plan.prices
         n_most = len(prices) - 1
-        if not n_most or plan.times_plain or source not in policy.sources | GIVEN:
+        if not n_most or plan.times_plain or source not in shared.sources | GIVEN:
             return 0
         if plan.timed_width is not None:
             return plan.timed_width - 1  # the positions are evaluated anyway
@@ -220,7 +252,7 @@ class AutoSequence:
         n = int(rates.argmax())
         if rates[n] > plan.rate:
             return n
-        if not plan.limits.get(policy.drafting):
+        if not plan.limits.get(shared.drafting):
             plan.explored = source
         return int(plan.explored is source)
 

@@ -1,0 +1,164 @@
+"""What the automatic lengths of all completions of a pair share and learn.
+
+Each completion plans its rounds from this (`AutoSequence`), and reports them. Knows no model and no clock:
+the same rounds give the same decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from llamaspec.length.acceptance import Acceptance
+from llamaspec.length.belief import Array
+from llamaspec.length.costs import TIMED, Costs
+from llamaspec.length.prior import NEAREST, Gain, LearnedPrior
+from llamaspec.values import COPIES, Round, Source
+
+FREE = COPIES | {Source.GRAMMAR}  # sources that need no draft step
+SHARE, CREDIT = 0.015, 2.0  # budget for timing and exploring: share of all time; plain tokens at first
+CHANGED = 0.1  # relative change of plain decoding after which it is timed again soon
+USUAL = 256.0  # tokens of a completion, before any has ended
+REMEMBERED = 6  # completions in the average length: requests of a kind follow each other
+FARTHEST = 512  # maximum rounds between two explorations
+
+
+@dataclass(slots=True)
+class Exploration:
+    """When to try an alternative that is expected to lose: at distances that double while it loses."""
+
+    distance: int = NEAREST
+    n_since: int = 0  # rounds since the last try
+
+    def is_due(self) -> bool:
+        """Whether enough rounds have passed."""
+        return self.n_since >= self.distance
+
+    def reset(self) -> None:
+        """Explore often again: the alternative wins now."""
+        self.distance = NEAREST
+
+    def learn(self, *, paid: bool) -> None:
+        """Record the result of a try."""
+        self.distance = max(NEAREST, self.distance // 2) if paid else min(2 * self.distance, FARTHEST)
+        self.n_since = 0
+
+
+@dataclass(slots=True)
+class RoundPlan:
+    """Costs and purpose of a completion's next round."""
+
+    plain: float  # seconds per token without drafts
+    step: float  # seconds of a draft step
+    rate: float = 1.0  # expected tokens per second: the price of time
+    prices: Array = field(default_factory=lambda: np.zeros(1))  # [1 + n] seconds of 0, 1, ... verified tokens
+    limits: dict[Source, int] = field(default_factory=dict)  # maximum number of draft tokens
+    explored: Source | None = None  # the source that is tried although it is expected to lose
+    times_plain: bool = False  # nothing is drafted, because plain decoding is timed again
+    timed_width: int | None = None  # the evaluation is padded to this width, to time it
+
+
+class Shared:
+    """Costs, acceptance and gains, and the time that may be spent on learning more.
+
+    Parameters
+    ----------
+    prior : LearnedPrior
+        Results of a probe or of earlier runs.
+    longest : int
+        Maximum draft tokens of a completion in one round.
+    sources : frozenset of Source
+        Where draft tokens come from.
+    pads : bool
+        Plain rounds may be padded to time a width.
+    """
+
+    def __init__(
+        self, prior: LearnedPrior, longest: int, sources: frozenset[Source], *, pads: bool = True
+    ) -> None:
+        self.costs = Costs(prior.curve, pads=pads)
+        self.longest, self.sources = longest, sources
+        # The source whose tokens need draft steps
+        self.drafting = min(self.sources - FREE, key=list(Source).index, default=Source.MODEL)
+        self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
+        self.acceptance[self.drafting] = Acceptance(prior.log_odds, prior.counts)
+        self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, prior.copy_counts, is_copied=True)
+        self.drafts, self.plain = Exploration(prior.distance), Exploration()  # each while the other is used
+        self._earlier = prior.gain.faded()
+        self._n_tokens = self._seconds = self._plain_seconds = 0.0  # of this run; see `Gain`
+        self.credit = 0.0  # seconds that timing and exploring may cost now
+        self.n_sequences = 0  # open completions
+        self.is_winning = False  # drafts were faster in the latest decision
+        self.usual_length = USUAL  # tokens of a completion
+        self.on_work: Callable[[float], object] = _ignore  # receives the seconds of each round
+        self._latest = -1  # serial number of the latest evaluation
+
+    def learn_length(self, n_written: int, max_tokens: int | None) -> None:
+        """Learn the usual length from a completion that has ended, unless its limit was shorter."""
+        if n_written and (max_tokens is None or max_tokens >= self.usual_length):
+            self.usual_length += (n_written - self.usual_length) / REMEMBERED
+
+    def experience(self) -> LearnedPrior:
+        """Return what the next run should start with."""
+        drafts, copies = (self.acceptance[source] for source in (self.drafting, Source.NGRAM))
+        return LearnedPrior(
+            self.costs.learned(),
+            tuple(drafts.log_odds.tolist()),
+            self.drafts.distance,
+            tuple(copies.log_odds.tolist()),
+            counts=drafts.counts,
+            copy_counts=copies.counts,
+            gain=self._earlier.plus(Gain(self._n_tokens, self._seconds, self._plain_seconds)),
+        )
+
+    def learn(self, round_: Round, plan: RoundPlan, *, paid: bool, n_unread: int, depth: float) -> None:
+        """Learn from a round of a completion; an evaluation that several share is learnt once.
+
+        `paid`: a draft token was accepted. `n_unread`: tokens that the draft model also had to process.
+        `depth`: cached tokens that a position attended to.
+        """
+        n_made, n_steps = round_.n_accepted + 1, round_.n_priced_steps
+        if n_steps:
+            self.costs.observe_draft(n_steps, n_unread, round_.draft_seconds, depth)
+        seconds = round_.seconds / round_.n_sequences
+        self.credit += SHARE * seconds
+        if round_.evaluation != self._latest or round_.n_sequences == 1:
+            self._learn_costs(round_)
+        if plan.times_plain:
+            self.plain.n_since = 0
+        if plan.explored is self.drafting or plan.timed_width is not None:
+            self.credit -= max(seconds - n_made * plan.plain, 0.0)
+        if n_steps and plan.explored is self.drafting:
+            self.drafts.learn(paid=paid)
+        if self.costs.knows_plain and not round_.verified_in.n_prefill:
+            self._n_tokens += n_made
+            self._seconds += (
+                seconds - round_.overhead_seconds / round_.n_sequences
+            )  # plain rounds have it, too
+            self._plain_seconds += n_made * plan.plain
+        self.on_work(seconds)
+
+    def _learn_costs(self, round_: Round) -> None:
+        self._latest = round_.evaluation
+        self.drafts.n_since += 1
+        self.plain.n_since += 1
+        if round_.verified_in.n_prefill:  # the seconds without the prompt chunk are unknown
+            return
+        seen = round_.verified_in
+        before = self.costs.seconds(seen.width, seen.attention)
+        self.costs.observe_verify(
+            seen.width, round_.verify_seconds, seen.attention, is_disturbed=seen.is_disturbed
+        )
+        if self.costs.n_timed == TIMED:
+            self.credit = CREDIT * self.costs.seconds(1)
+        if round_.width == round_.n_sequences:
+            self.plain.learn(
+                paid=abs(self.costs.seconds(seen.width, seen.attention) / before - 1.0) > CHANGED
+            )
+        elif self.costs.is_surprised:  # does plain decoding take longer, too?
+            self.plain.n_since = FARTHEST
+
+
+def _ignore(_seconds: float) -> None: ...
