@@ -47,12 +47,18 @@ function unused({ draft_fault: fault, unused_draft: unusedDraft }) {
 // A time in milliseconds, shown in seconds.
 export const seconds = (ms) => `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
 
+// What plain decoding would have cost, at the depth of this answer.
+function price({ prompt_n: prompt, cache_n: cached, predicted_n: generated }, ms) {
+  const depth = Math.round(prompt + cached + generated / 2).toLocaleString("en");
+  return `Without a draft it would have taken about ${seconds(ms)}: ${(ms / generated).toFixed(0)} ms a token behind ${depth} others.`;
+}
+
 // How the time of an answer was spent.
 export function account(timings) {
   const cached = timings.cache_n ? `; ${timings.cache_n} more were cached` : "";
   const factor = gain(timings);
   const why = timings.draft_n ? unused(timings) : null;
-  const plain = factor ? ` Without a draft it would have taken about ${seconds(timings.predicted_ms * factor)}.` : "";
+  const plain = factor ? ` ${price(timings, timings.predicted_ms * factor)}` : "";
   return (
     `Processed ${timings.prompt_n} prompt ${timings.prompt_n === 1 ? "token" : "tokens"} in ${seconds(timings.prompt_ms)}${cached}. ` +
     `Generated ${timings.predicted_n} in ${seconds(timings.predicted_ms)}, ${rate(timings)}.${plain}` +
