@@ -3,10 +3,14 @@
 \b
     python scripts/serve_after.py --target big.gguf --draft small.gguf --after depth
     python scripts/serve_after.py --target big.gguf --draft small.gguf --after load
+    python scripts/serve_after.py --target big.gguf --draft small.gguf --after start --requests 6
 
 Two servers start with nothing learnt. One of them has a past: a conversation behind a long prompt (`depth`),
 or two minutes beside a process that keeps a core busy (`load`). Then both answer the same short requests, in
 turns. The ratio is the time of the other server to that of the one with a past: 1 = the past does not matter.
+
+After `start`, each request starts both servers anew; one of them has no drafts. The ratio is the time without
+drafts to that with them: what the first request pays, or gains, while nothing is known.
 
 A table goes to stderr, one JSON object to stdout.
 """
@@ -18,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -28,7 +33,7 @@ import click
 
 from llamaspec.cli.output import print_table, stderr_console
 from llamaspec.measure.compare import in_turn
-from llamaspec.measure.served_arms import Server, own_arms, serving
+from llamaspec.measure.served_arms import Server, ServerCommand, own_arms, serving
 from llamaspec.measure.tasks import read_task_file, read_tasks
 
 GROUP = "chat and code"  # of the tasks of `llamaspec bench`
@@ -36,12 +41,13 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 CHARACTERS = 4  # of a token, roughly
 BUSY = "while True: pass"
 PAST, FRESH = "with a past", "fresh"
+DRAFTS, NONE = "with drafts", "without"
 
 
 @click.command(epilog=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--target", type=FILE, required=True)
 @click.option("--draft", type=FILE)
-@click.option("--after", type=click.Choice(["depth", "load"]), required=True)
+@click.option("--after", type=click.Choice(["depth", "load", "start"]), required=True)
 @click.option("--tokens", type=int, default=8000, show_default=True, help="Tokens of the long prompt.")
 @click.option("--seconds", type=float, default=120.0, show_default=True, help="Time beside the busy process.")
 @click.option("--rounds", type=int, default=300, show_default=True, help="Tokens after it that do not count.")
@@ -60,34 +66,52 @@ def main(
     """Measure the servers and print how they compare."""
     given = ["--target", str(target), "--n-ctx", str(tokens + 4096), "--no-ngram"]
     given += [] if draft is None else ["--draft", str(draft)]
-    command = next(each for each in own_arms(given, (), None) if each.name == "auto")
+    arms = {each.name: each for each in own_arms(given, (), None)}
     fields = {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
     prompts = cycle(prompt for task in read_tasks(names=[GROUP]) for prompt in task.prompts)
+    rows = []
     with ExitStack() as stack:
-        commands = []
-        for name in (PAST, FRESH):
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            environment = {**command.environment, "LLAMASPEC_CACHE": folder}
-            commands.append(replace(command, name=name, environment=environment))
-        servers = stack.enter_context(serving(commands))
-        if after == "depth":
-            have_long_conversation(servers[PAST], tokens, fields)
+        if after == "start":
+            names = [DRAFTS, NONE]
+            for number, prompt in enumerate(islice(prompts, requests)):
+                took = {}
+                for name in in_turn(names, number):
+                    with starting(arms["auto" if name == DRAFTS else "plain"], name) as server:
+                        took[name] = ask(server, prompt, fields)
+                rows.append(reported(number, requests, names, took))
         else:
-            work_beside_another(servers[PAST], seconds, prompts, fields)
-            for server in servers.values():  # both have as many rounds before the requests that count
-                for prompt in islice(prompts, -(-rounds // max_tokens)):
-                    ask(server, prompt, fields)
-        rows = []
-        for number, prompt in enumerate(islice(prompts, requests)):
-            took = {name: ask(servers[name], prompt, fields) for name in in_turn([*servers], number)}
-            rows.append((took[PAST], took[FRESH]))
-            click.echo(
-                f"{number + 1}/{requests} {PAST} {took[PAST]:.2f} s, {FRESH} {took[FRESH]:.2f} s", err=True
-            )
-    ratio = sum(fresh for _, fresh in rows) / sum(past for past, _ in rows)
-    print_table([PAST, FRESH], ([f"{each:.2f}" for each in row] for row in rows), stderr_console())
+            names = [PAST, FRESH]
+            servers = {name: stack.enter_context(starting(arms["auto"], name)) for name in names}
+            if after == "depth":
+                have_long_conversation(servers[PAST], tokens, fields)
+            else:
+                work_beside_another(servers[PAST], seconds, prompts, fields)
+                for server in servers.values():  # both have as many rounds before the requests that count
+                    for prompt in islice(prompts, -(-rounds // max_tokens)):
+                        ask(server, prompt, fields)
+            for number, prompt in enumerate(islice(prompts, requests)):
+                took = {name: ask(servers[name], prompt, fields) for name in in_turn(names, number)}
+                rows.append(reported(number, requests, names, took))
+    ratio = sum(other for _, other in rows) / sum(first for first, _ in rows)
+    print_table(names, ([f"{each:.2f}" for each in row] for row in rows), stderr_console())
     click.echo(f"ratio {ratio:.3f}", err=True)
     click.echo(json.dumps({"target": target.name, "after": after, "seconds": rows, "ratio": ratio}))
+
+
+@contextmanager
+def starting(arm: ServerCommand, name: str) -> Iterator[Server]:
+    """Run a server that starts with nothing learnt."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**arm.environment, "LLAMASPEC_CACHE": folder}
+        with serving([replace(arm, name=name, environment=environment)]) as servers:
+            yield servers[name]
+
+
+def reported(number: int, n_all: int, names: list[str], took: dict[str, float]) -> tuple[float, float]:
+    """Say how long a request took, and return both times in the order of the names."""
+    first, second = (took[name] for name in names)
+    click.echo(f"{number + 1}/{n_all} {names[0]} {first:.2f} s, {names[1]} {second:.2f} s", err=True)
+    return first, second
 
 
 def ask(server: Server, prompt: str, fields: dict[str, Any]) -> float:

@@ -15,7 +15,7 @@ estimated together (`Belief`). docs/architecture.md has the constants. Knows no 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import exp, hypot, log, log2, sqrt
 
 import numpy as np
@@ -291,18 +291,25 @@ class Costs:
             uncertain = {self._ratios[knot]} if knot != 1 and self._deviation(knot) > STALE else set()
             self._belief.learn(expect, surprise, BUSY if uncertain else noise, only={self._scale, *uncertain})
         else:
-            self._learn_credible(knot, expect, surprise, noise, self._belief.spread(effects))
+            self._learn_credible(knot, expect, surprise, noise, effects)
         self._every = np.empty(0)
 
     def _learn_credible(
-        self, knot: int, expect: Callable[[Array], Expected], surprise: float, noise: float, spread: float
+        self,
+        knot: int,
+        expect: Callable[[Array], Expected],
+        surprise: float,
+        noise: float,
+        effects: Mapping[int, float],
     ) -> None:
         """Learn from an evaluation, but little from an outlier.
 
         A stall of the machine is clipped. Surprises of the same kind in a row show that something has
         changed, and nothing makes an evaluation faster by chance.
         """
-        limit = max(OUTLIER, 3 * hypot(spread, noise))
+        limit = OUTLIER
+        if abs(surprise) > OUTLIER:
+            limit = max(OUTLIER, 3 * hypot(self._belief.spread(effects), noise))
         sign = (surprise > limit) - (surprise < -limit)
         self.is_surprised = sign != 0
         n_in_row = self._n_outliers[knot] = sign * (max(sign * self._n_outliers[knot], 0) + 1)
