@@ -35,6 +35,7 @@ class DraftOptions:
     sampling: Sampling  # of the texts that the target writes
     texts: tuple[bytes, ...]
     output: Path | None
+    replaces: bool  # a file of this name
 
 
 def _options(
@@ -42,7 +43,7 @@ def _options(
 ) -> DraftOptions:
     how = ModelOptions(**models), Sampling(temperature=temperature)
     file = _file(output, force, text)
-    return DraftOptions(*how, _texts(text), file)
+    return DraftOptions(*how, _texts(text), file, force)
 
 
 def _draft_options(texts: str) -> Callable[[Command], Command]:
@@ -53,7 +54,7 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
             click.option("--text", "-f", metavar="FILE", multiple=True, help=texts),
             click.option("--output", "-o", metavar="FILE",
                          help="File of the draft; default: a file beside the target."),
-            click.option("--force", is_flag=True, help="Replace the file of --output."),
+            click.option("--force", is_flag=True, help="Replace a file of the same name."),
             click.option("--temperature", "-t", type=float, metavar="NUMBER", default=0.8, show_default=True,
                          help="Temperature of the texts that the target writes."),
             click.option("--n-ctx", "--ctx-size", "-c", type=int,
@@ -155,7 +156,7 @@ def distil(
     path = fetched_model(target)
     check_gguf(path)
     _refuse_input(options.output, file_parts(path))
-    output = options.output or made_path(path, "distilled")
+    output = options.output or _new(made_path(path, "distilled"), options.replaces)
     with SlowProgress("distilling") as progress:
         distil_draft(path, options.models, options.texts, wish, output, say, progress)
     with _opened(path, options) as model, SlowProgress("measuring the draft together with its target"):
@@ -193,7 +194,7 @@ Examples:
 @click.option(
     "--output", "-o", metavar="FILE", help="File of the trimmed draft; default: beside the target of --for."
 )
-@click.option("--force", is_flag=True, help="Replace the file of --output.")
+@click.option("--force", is_flag=True, help="Replace a file of the same name.")
 @JSON_OPTION
 def trim(
     draft: str,
@@ -216,7 +217,7 @@ def trim(
     if owner is not None:
         check_gguf(owner)
         label = f"trim-{keep}" if file_type == COPY else f"trim-{keep}-{file_type}"
-        file = file or made_path(owner, label)
+        file = file or _new(made_path(owner, label), force)
     assert file is not None
     _refuse_input(file, [path, *([] if owner is None else file_parts(owner))])
     if not texts:
@@ -246,9 +247,13 @@ def _file(output: str | None, force: bool, texts: Sequence[str]) -> Path | None:
     path = Path(output)
     if path.is_dir():
         raise LlamaspecError(f"{path} is a folder; name a file in it with --output")
+    _refuse_input(path, map(Path, texts))
+    return _new(path, force)
+
+
+def _new(path: Path, force: bool) -> Path:
     if path.exists() and not force:
         raise LlamaspecError(f"{path} exists; name another file with --output, or --force to replace it")
-    _refuse_input(path, map(Path, texts))
     return path
 
 

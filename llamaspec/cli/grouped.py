@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from llamaspec.hub import HUB
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 Decorator = Callable[[Any], Any]  # click.option(...) or click.argument(...)
 
@@ -22,6 +24,7 @@ _COMMON = frozenset((  # names of parameters
     "names", "repeats", "llama_server", "share", "quick", "show", "forget",
 ))  # fmt: skip
 _DETAILS = ("short", "full")  # of --stats
+_HUB_OPTIONS = {"-hf": "target", "-hfr": "target", "-hfd": "draft", "-hfrd": "draft"}  # llama.cpp's
 _SHOWS_ALL = "llamaspec.shows_all"  # key of a context's meta
 _SECTIONS: dict[click.Parameter, str] = {}  # where the help shows an option
 
@@ -38,9 +41,12 @@ class GroupedCommand(click.Command):
         return [*parameters, _HELP_ALL] if self._has_many else parameters
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as usual, but keep --stats from taking the prompt as its value."""
+        """Parse as usual, but keep --stats from taking the prompt as its value, and read llama.cpp's -hf."""
         end = args.index("--") if "--" in args else len(args)
+        names = {parameter.name for parameter in self.params}
         for i in range(end):
+            if (name := _HUB_OPTIONS.get(args[i])) in names and i + 1 < end:
+                args = [*args[:i], f"--{name}", f"{HUB}{args[i + 1].removeprefix(HUB)}", *args[i + 2 :]]
             if args[i] == "--stats" and args[i + 1 : i + 2] and args[i + 1] not in _DETAILS:
                 args = [*args[:i], f"--stats={_DETAILS[0]}", *args[i + 1 :]]
         try:

@@ -25,6 +25,7 @@ from llamaspec.cli.model_options import (
     open_models,
     reporting,
 )
+from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError, PairError
 from llamaspec.llama import runtime
 from llamaspec.measure import store
@@ -86,7 +87,10 @@ def compare(
     num_runs: int,
     as_json: bool,
 ) -> None:
-    """Compare the target alone, the draft alone and both together."""
+    """Compare the target alone, the draft alone and both together.
+
+    Ctrl-C stops the comparison and shows the results so far.
+    """
     text = prompt.read() if prompt.is_named else None
     plan = plan_with_draft(models, "compare")
     if text is None and models.is_embedded:
@@ -104,10 +108,13 @@ def compare(
     kept = pair_verdict(plan)
     if as_json:
         click.echo(json.dumps(_comparison_json(comparison, tasks[0], kept)))
-        return
-    _show_comparison(comparison, tasks[0])
-    if kept is not None:
-        out.say(f"so far, {kept}")
+    else:
+        _show_comparison(comparison, tasks[0])
+        if kept is not None:
+            out.say(f"so far, {kept}")
+    if comparison.is_interrupted:
+        out.say(f"stopped after {len(comparison.target.runs)} of {num_runs} runs")
+        sys.exit(EXIT_INTERRUPTED)
 
 
 def _ordinary_tasks(pair: Pair, decoding: shared.DecodingOptions, seed: int) -> list[Task]:
@@ -139,8 +146,8 @@ def _show_comparison(comparison: Comparison, task: Task) -> None:
     out.print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
     notes = out.stderr_console()
     notes.print(
-        "seconds: median ± half the interquartile range; speed-up: mean over the runs, each compared with "
-        "the target's run in the same turn (95 % prediction interval for the next measurement)"
+        "seconds: median ± half the interquartile range; speed-up: mean (19 of 20 repeats will be in this "
+        "range)"
     )
     rate = comparison.speculative.acceptance_rate
     if comparison.speculative.n_drafted == 0:
@@ -167,6 +174,7 @@ def _comparison_json(comparison: Comparison, task: Task, verdict: str | None) ->
         "drafted": comparison.speculative.n_drafted,
         "arms": [_arm_json(arm, comparison.speed_up(arm)) for arm in comparison.arms],
         "verdict": verdict,
+        "interrupted": comparison.is_interrupted,
     }
 
 

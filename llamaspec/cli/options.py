@@ -14,7 +14,7 @@ import click
 from llamaspec.chat.messages import Message
 from llamaspec.chat.template import ChatTemplate, check_template
 from llamaspec.cli.grouped import Command, Decorator, Integer, Number, option_group
-from llamaspec.cli.output import Detail
+from llamaspec.cli.output import Detail, say
 from llamaspec.errors import PromptError
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.opening import Drafting
@@ -25,6 +25,7 @@ from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
 UNLIMITED = 1 << 31  # tokens; every context ends sooner
+HOT = 2.0  # temperatures above this are probably meant as something else
 
 
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON on stdout.")
@@ -224,6 +225,10 @@ _SAMPLING = (
 
 def _decoding(**given: Any) -> DecodingOptions:
     sampling = Sampling(**{name: given.pop(name) for name in _SAMPLING})
+    if sampling.temperature > HOT:
+        say(
+            f"--temperature {sampling.temperature:g} makes the text almost random; for threads, use --threads"
+        )
     return DecodingOptions(sampling=sampling, **given)
 
 

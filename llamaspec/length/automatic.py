@@ -3,8 +3,8 @@
 A round is planned before anything is drawn. The plan finds the length with the most expected tokens per
 second, and that rate is the price of time in this round. Then confidences decide: drafting stops if the next
 tokens are expected to gain less than their time, and the number of tokens that maximizes the expected gain is
-verified. The first one that is not verified still shows whether it would have been accepted. If drafts could win but lose at the
-moment, they are explored now and then. tests/simulator.py.
+verified. The first one that is not verified still shows whether it would have been accepted. If drafts could
+win but lose at the moment, they are explored now and then. tests/simulator.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -59,6 +59,14 @@ def in_turn(arms: Sequence[T], turn: int) -> Sequence[T]:
     return [*arms[shift:], *arms[:shift]]
 
 
+class TurnsInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended the turns; `found` has the results of those that were complete, at least of one."""
+
+    def __init__(self, found: dict[Any, list[Any]]) -> None:
+        super().__init__()
+        self.found = found
+
+
 def take_turns(
     ways: Mapping[Name, Callable[[int], T]],
     n_turns: int,
@@ -69,6 +77,11 @@ def take_turns(
 
     Turn -1 warms up and does not count. `used` returns the fraction of the time limit that has passed. From
     turn 1 on, no turn begins that would exceed the limit if it took as long as the turn before it.
+
+    Raises
+    ------
+    TurnsInterrupted
+        Ctrl-C after at least one turn. Before that, it is a plain KeyboardInterrupt.
     """
     found: dict[Name, list[T]] = {name: [] for name in ways}
     latest = 0.0  # fraction of the time limit
@@ -76,11 +89,16 @@ def take_turns(
         begin = used()
         if turn > 0 and begin + latest > 1:
             break
-        for i, name in enumerate(in_turn([*ways], turn)):
-            result = ways[name](turn)
-            if turn >= 0:
-                found[name].append(result)
-            report(((turn + 1) * len(ways) + i + 1) / ((n_turns + 1) * len(ways)))
+        try:
+            for i, name in enumerate(in_turn([*ways], turn)):
+                result = ways[name](turn)
+                if turn >= 0:
+                    found[name].append(result)
+                report(((turn + 1) * len(ways) + i + 1) / ((n_turns + 1) * len(ways)))
+        except KeyboardInterrupt:
+            if turn < 1:
+                raise
+            raise TurnsInterrupted({name: results[:turn] for name, results in found.items()}) from None
         latest = used() - begin
     return found
 
@@ -213,6 +231,7 @@ class Comparison:
     arms: tuple[Arm, ...]  # the target alone, the draft alone if it is a model, and both together
     same_file: bool  # target and draft are the same model
     n_cases: int = 1  # run i continues the same prompt with the same seed as run i + n_cases
+    is_interrupted: bool = False  # Ctrl-C came before the last run
 
     @property
     def target(self) -> Arm:
@@ -252,7 +271,7 @@ def run_compare(
 
     Runs go through the tasks, and then through the tasks with the next seed. The second half repeats the
     first, which separates differences between prompts from differences between measurements. The KV caches
-    of both models are emptied.
+    of both models are emptied. After Ctrl-C, the runs of all complete turns count, if there is one.
     """
     n_cases = (n_runs + 1) // 2
 
@@ -271,6 +290,11 @@ def run_compare(
             alone = opened.enter_context(Pair(pair.draft))  # the model stays the pair's
             ways["draft alone"] = draft_alone
         ways["speculative"] = lambda task: task.run(pair, policy)
-        runs = take_turns({name: partial(run, way) for name, way in ways.items()}, n_runs, report)
+        is_interrupted = False
+        try:
+            runs = take_turns({name: partial(run, way) for name, way in ways.items()}, n_runs, report)
+        except TurnsInterrupted as interrupted:
+            runs, is_interrupted = interrupted.found, True
     same_file = pair.draft is not None and pair.target.path.samefile(pair.draft.path)
-    return Comparison(tuple(Arm(name, tuple(found)) for name, found in runs.items()), same_file, n_cases)
+    arms = tuple(Arm(name, tuple(found)) for name, found in runs.items())
+    return Comparison(arms, same_file, n_cases, is_interrupted)

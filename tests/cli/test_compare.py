@@ -41,6 +41,11 @@ def test_the_table(models: list[Path]) -> None:
     assert "the same file" not in answer.stderr
 
 
+def test_a_temperature_that_looks_like_threads(models: list[Path]) -> None:
+    assert "use --threads" in compare(models, "-t", "4", "-k", "1").stderr
+    assert "--threads" not in compare(models, "-t", "1.5", "-k", "1").stderr
+
+
 def test_the_json_line_has_the_raw_runs(models: list[Path]) -> None:
     found = compare(models, "-k", "4", "--json").json
     assert (found["seed"], found["rule"], found["same_file"], found["same_text"]) == (

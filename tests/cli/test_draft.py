@@ -152,6 +152,8 @@ def test_auto_finds_a_trimmed_draft(target: Path, draft_file: Path, tmp_path: Pa
     found = invoke(*trimming, "--json").json
     assert (found["path"], found["n_tokens"], found["n_tokens_before"]) == (str(output), 272, 288)
     assert set(target.parent.iterdir()) == {target, output}
+    assert "exists; name another file with --output, or --force" in invoke(*trimming).stderr
+    assert invoke(*trimming, "--force").code == 0
     wanted = (
         "generate",
         "--target",

@@ -33,9 +33,9 @@ main()
 """
 
 
-def interrupted(calls: int, *arguments: str | Path) -> Answer:
+def interrupted(calls: int, *arguments: str | Path, command: str = "generate") -> Answer:
     """Send Ctrl-C at the given evaluation."""
-    return python(INTERRUPTED_AFTER.format(calls=calls), "generate", *arguments)
+    return python(INTERRUPTED_AFTER.format(calls=calls), command, *arguments)
 
 
 def test_ctrl_c_keeps_the_text(store: ModelStore) -> None:
@@ -146,3 +146,16 @@ def test_signals_while_text_is_written(store: ModelStore, tmp_path: Path, number
         assert whole.startswith((text + rest).decode(errors="ignore").rstrip("\n"))
         assert not timeline.exists() or timeline.read_text().rstrip().endswith("</html>")
         assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_comparison_that_is_stopped_shows_its_complete_turns(models: list[Path]) -> None:
+    arguments = [*naming(models), PROMPT, "-n", "8", "-r", "50", "-k", "3"]
+    answer = interrupted(200, *arguments, "--json", command="compare")
+    assert answer.code == 130
+    n_runs = {len(arm["runs"]) for arm in answer.json["arms"]}
+    assert len(n_runs) == 1
+    assert n_runs <= {*range(1, 50)}
+    assert answer.json["interrupted"] is True
+    assert f"stopped after {n_runs.pop()} of 50 runs" in answer.stderr
+    early = interrupted(5, *arguments, command="compare")
+    assert (early.code, early.stdout) == (130, "")
