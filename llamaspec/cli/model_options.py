@@ -70,7 +70,7 @@ _A_MODEL = (
     "address of its page on the hub."
 )
 _TARGET = click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
-                       help=f"The large model: {_A_MODEL} -hf owner/repo:QUANTIZATION works, too.")  # fmt: skip
+                       help=f"The large model: {_A_MODEL} -hf owner/repo:TYPE works, too.")  # fmt: skip
 _TARGETS = click.option("--target", "--model", "-m", metavar="[NAME=]MODEL", envvar="LLAMASPEC_TARGET",
                         multiple=True, type=_ModelName(),
                         help=f"A model to serve, under a NAME of your choice: {_A_MODEL} May be repeated. "
