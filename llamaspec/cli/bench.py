@@ -50,6 +50,7 @@ from llamaspec.plan import DraftPlan
 from llamaspec.values import MTP, Copying
 
 _WIDTH = 140  # least columns of a table: a terminal may wrap its lines, but nothing is cut off
+QUICK_TYPE = "ngram-mod"  # llama-server's speculation type for a quick comparison
 _LEGEND = (
     "speed-ups over {0}, geometric means. whole: entire requests; decoding: after the first text; first: up "
     "to the first text; total: all requests together; spread: a factor; worst: the worst prompt; s, first s: "
@@ -74,7 +75,7 @@ _OPTIONS: tuple[Decorator, ...] = (
                  "relative to that server without a draft."),
     click.option("--spec-types", metavar="TYPE,...",
                  help="Speculation types of llama-server to measure besides none; default: draft-simple or "
-                 "draft-mtp if there is such a draft, ngram-simple and ngram-mod."),
+                 "draft-mtp if there is such a draft, ngram-simple and ngram-mod; with --quick: ngram-mod."),
     click.option("--against", type=click.Path(path_type=Path), metavar="DIR",
                  help="Also measure the checkout of llamaspec in this folder."),
     click.option("--also", multiple=True, metavar="OPTIONS",
@@ -132,7 +133,8 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
     plan, given = _plan_and_options(models, context_for(tasks, bench.max_tokens))
     arms = [*own_arms(given, bench.also, bench.against)]
     if bench.llama_server is not None:
-        arms += peer_arms(bench.llama_server, plan, bench.spec_types.split(",") if bench.spec_types else ())
+        types = bench.spec_types or (QUICK_TYPE if bench.quick else "")
+        arms += peer_arms(bench.llama_server, plan, types.split(",") if types else ())
     shown = [*given, *(["--quick"] if bench.quick else [])]
     if bench.tasks != TASKS:
         shown += ["--tasks", str(bench.tasks)]
