@@ -18,3 +18,8 @@ else:
         from importlib import import_module
 
         return getattr(import_module("llamaspec.public"), name)
+
+    def __dir__():
+        from llamaspec import public
+
+        return ["__version__", *public.__all__]

@@ -4,6 +4,7 @@
 without loading numpy and llama.cpp.
 """
 
+from llamaspec.chat.template import chat_prompt
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.engine.completion import Completion, StopReason, Summary
@@ -61,6 +62,7 @@ __all__ = [
     "StopReason",
     "Summary",
     "TextStream",
+    "chat_prompt",
     "demo_draft",
     "demo_target",
     "open_pair",

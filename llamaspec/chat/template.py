@@ -4,8 +4,8 @@ A template is a Jinja program in a model's file. It runs in a process of its own
 errors become one line. Only a template can write a control token, never a message: before rendering, text of
 users, tools and clients that spells a control token, or could complete one, is replaced letter by letter with
 private-use characters, which survive trimming, slicing and splitting. So all control tokens in the rendered
-text are the template's own; then the letters are put back. A template that joins parts of a message itself is
-trusted. tests/chat/test_escaping.py attacks the escaping.
+text are the template's own; then the letters are put back. Text that a template assembles from parts of a
+message is not escaped. tests/chat/test_escaping.py attacks the escaping.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import numpy as np
 
 from llamaspec.chat.accepted import PROBE_TOOL, Accepted
 from llamaspec.chat.families import AnswerFormat, recognize
-from llamaspec.chat.messages import Json, Message
+from llamaspec.chat.messages import ROLES, Json, Message
 from llamaspec.chat.sandbox import PROCESS, RenderError, RenderTimeError
 from llamaspec.errors import ModelFileError, PromptError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.pair import Pair
 from llamaspec.values import NO_TOKENS, TokenArray
 
 KEY = "tokenizer.chat_template"
@@ -190,6 +191,44 @@ class ChatTemplate:
         except TemplateError as other:
             return str(other) == str(error)
         return False
+
+
+def chat_prompt(
+    pair: Pair,
+    messages: Iterable[Message | Mapping[str, str]],
+    *,
+    template: str | None = None,
+    parse_special: bool = False,
+) -> TokenArray:
+    """Return the prompt of a conversation in the target's chat template, for `Pair.stream`: int32 [n].
+
+    Parameters
+    ----------
+    messages : iterable of Message or of dict
+        A dict has a role (system, user or assistant) and a content, as in OpenAI's API.
+    template : str, optional
+        A Jinja template to use instead of the target's own.
+    parse_special : bool
+        Read control tokens in the messages as such, not as text.
+
+    Raises
+    ------
+    NoTemplateError
+        The target's file has no template.
+    PromptError
+        The template refuses the messages, or they are none.
+    """
+    given = [each if isinstance(each, Message) else _message(each) for each in messages]
+    vocabulary = pair.target.vocabulary
+    rendered = ChatTemplate.of(pair.target, template).render(given, parse_special=parse_special)
+    return vocabulary.begun(rendered.tokenize(vocabulary))
+
+
+def _message(given: Mapping[str, str]) -> Message:
+    role, content = given.get("role"), given.get("content")
+    if role not in ROLES or not isinstance(content, str):
+        raise PromptError(f"a message needs a role ({', '.join(ROLES)}) and a text as its content")
+    return Message(role, content)
 
 
 def check_template(source: str) -> None:

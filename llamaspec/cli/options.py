@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from llamaspec.chat.messages import Message
-from llamaspec.chat.template import ChatTemplate, check_template
+from llamaspec.chat.template import chat_prompt, check_template
 from llamaspec.cli.grouped import Command, Decorator, Integer, Number, option_group
 from llamaspec.cli.output import Detail, say
 from llamaspec.errors import PromptError
@@ -293,10 +293,7 @@ class ChatOptions:
         """
         message = Message("user", decoded(prompt, "the prompt"))
         messages = [Message("system", self.system), message] if self.system else [message]
-        template = ChatTemplate.of(pair.target, self.chat_template)
-        rendered = template.render(messages, parse_special=parse_special)
-        vocabulary = pair.target.vocabulary
-        return vocabulary.begun(rendered.tokenize(vocabulary))
+        return chat_prompt(pair, messages, template=self.chat_template, parse_special=parse_special)
 
 
 _CHAT: tuple[Decorator, ...] = (

@@ -11,7 +11,7 @@ import pytest
 
 from chat_models import TEMPLATE, last, say, session
 from command import generate, invoke, naming
-from llamaspec import ModelOptions, Pair, PromptError, StopReason, open_pair
+from llamaspec import ModelOptions, Pair, PromptError, StopReason, chat_prompt, open_pair
 from llamaspec.chat.conversation_files import ConversationFiles, load_conversation
 from llamaspec.chat.messages import Message
 from llamaspec.chat.session import REGENERATION
@@ -39,6 +39,16 @@ def test_the_first_answer_is_that_of_generate(pair: Pair, talker: list[Path]) ->
     generated = generate("hello", *options, "--json", models=talker).json
     assert generated["text"] == answer
     assert generated["prompt_tokens"] == last(chat)[0]
+
+
+def test_a_prompt_of_messages_for_programs(pair: Pair) -> None:
+    chat = session(pair, seed=3, system="Be brief.")
+    say(chat, "hello")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    assert len(chat_prompt(pair, messages, template=TEMPLATE)) == last(chat)[0]
+    for wrong in ({"role": "user"}, {"role": "nobody", "content": "x"}, {"role": "user", "content": 3}):
+        with pytest.raises(PromptError):
+            chat_prompt(pair, [wrong], template=TEMPLATE)
 
 
 def test_regenerate(pair: Pair) -> None:

@@ -124,5 +124,6 @@ def test_a_shell_completes_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_package_has_the_names_that_it_promises() -> None:
     for name in public.__all__:
         assert getattr(llamaspec, name) is not None
+    assert {*public.__all__} < {*dir(llamaspec)}
     with pytest.raises(AttributeError):
         llamaspec.no_such_name  # type: ignore[attr-defined] # noqa: B018
