@@ -287,11 +287,8 @@ def _show_probe(found: Probe) -> None:
     console.print(f"computed with {runtime.kernels().describe()}")
     for depth in found.left_out_depths:
         console.print(f"a context of {depth} tokens was left out: processing it would take too long here")
-    if found.identical_widths == {1}:
-        console.print(
-            "no batch size above 1 is known to be bit-identical to batch size 1 here; on a CPU, "
-            "--cache-type-v bf16 avoids the kernel that differs in long contexts"
-        )
+    if not found.left_out_depths and found.identical_widths == {1}:
+        console.print("no batch size above 1 gives the bits of batch size 1; llamaspec doctor says why")
     single = found.widths[0].timings[0]
     if single.half > _NOISY * single.median:
         console.print("the machine was busy: single tokens varied too much to trust these costs; probe again")
