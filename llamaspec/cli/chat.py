@@ -19,7 +19,6 @@ from llamaspec.chat.session import ChatSettings, Reply, Session
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli import options as shared
 from llamaspec.cli.chat_input import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
-from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, refusing_values, section
 from llamaspec.cli.model_options import (
     ModelChoice,
     fetched_model,
@@ -27,6 +26,7 @@ from llamaspec.cli.model_options import (
     model_or_plain_options,
     reporting,
 )
+from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, refusing_values, section
 from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
 from llamaspec.cli.signals import signals_reach_input
 from llamaspec.engine.completion import StopReason

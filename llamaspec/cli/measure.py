@@ -16,7 +16,6 @@ from rich.console import Console
 from llamaspec.chat.template import NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
-from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.model_options import (
     ModelChoice,
     find_plan,
@@ -25,6 +24,7 @@ from llamaspec.cli.model_options import (
     open_models,
     reporting,
 )
+from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError, PairError
 from llamaspec.llama import runtime

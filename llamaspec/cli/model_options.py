@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from llamaspec.catalog import locate_model, resolve_model
-from llamaspec.cli.grouped import Decorator, option_group
+from llamaspec.cli.option_groups import Decorator, option_group
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import RemoteFile
 from llamaspec.kernels import AUTO as AUTO_KERNELS
