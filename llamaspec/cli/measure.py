@@ -32,8 +32,8 @@ from llamaspec.measure import store
 from llamaspec.measure.audit import AUDITED, Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread, Task, run_compare
 from llamaspec.measure.probe import FULL, QUICK, Probe, compare_attention, measure
-from llamaspec.measure.reasons import attention_verdicts, conclusions, pair_verdict
 from llamaspec.measure.tasks import read_tasks
+from llamaspec.measure.verdict import attention_verdicts, conclusions, pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan
 

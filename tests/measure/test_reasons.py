@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llamaspec.length.cost_curve import CostCurve
-from llamaspec.measure.reasons import (
+from llamaspec.measure.verdict import (
     BestFixedLength,
     Reasons,
     best_length,

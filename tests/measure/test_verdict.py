@@ -10,8 +10,8 @@ from llamaspec import ModelOptions
 from llamaspec.length.acceptance import Acceptance
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import Gain, LearnedPrior
-from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import forget, keep, keep_gains
+from llamaspec.measure.verdict import pair_verdict
 from llamaspec.plan import DraftPlan, ModelFile
 
 CHEAP = CostCurve((1, 4, 9), (1.0, 1.3, 1.8), 0.1)
