@@ -22,7 +22,8 @@ from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.automatic import AutoLength
-from llamaspec.measure.verdict import Reasons, explain, pair_verdict
+from llamaspec.measure.explain import Reasons, explain
+from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import COPIES, MTP, Round, TokenArray

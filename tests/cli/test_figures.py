@@ -19,9 +19,9 @@ from llamaspec.cli.generate import completion_json, print_reasons, write_timelin
 from llamaspec.cli.output import statistics_lines
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.compare import Arm, Comparison, Spread
+from llamaspec.measure.explain import Reasons
 from llamaspec.measure.probe import AttentionTiming, Probe, WidthTiming
 from llamaspec.measure.store import keep_probe
-from llamaspec.measure.verdict import Reasons
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import ForwardRequest, Logits, Source, UnusedDraft
 from rounds import a_round, a_text, taking
