@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 from llamaspec.drafters.common_vocabulary import CommonTokens
 from llamaspec.drafters.earlier import EarlierAnswers
 from llamaspec.drafters.fallback import NoDrafter
+from llamaspec.engine.detokenizer import Detokenizer
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import Progress, TextStream
-from llamaspec.engine.text import Detokenizer
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import PromptError
 from llamaspec.length.automatic import AutoLength

@@ -108,6 +108,9 @@ class Model(Protocol):
     def forget(self) -> None:
         """Empty the KV cache, as if nothing had been evaluated."""
 
+    def recover(self) -> str | None:
+        """Check the cache while no sequence runs. If it contradicts itself, empty it and return how."""
+
     def abort(self) -> None:
         """Abort a running evaluation; may be called from any thread."""
 

@@ -8,8 +8,8 @@ from llamaspec.chat.template import chat_prompt
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.engine.completion import Completion, StopReason, Summary
+from llamaspec.engine.detokenizer import Piece
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.text import Piece
 from llamaspec.errors import (
     ClosedError,
     ConstraintError,

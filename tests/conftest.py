@@ -20,6 +20,7 @@ from forward_requests import Count
 from hub_server import BIG, LARGE, OWN_LIST, SMALL, Hub, serving
 from llamaspec import LlamaModel, ModelOptions, Pair, open_pair
 from llamaspec.cli import output
+from llamaspec.engine import scheduler
 from llamaspec.kernels import VARIABLE
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import CachedSequence, CellTable
@@ -63,6 +64,26 @@ def _no_caches_of_the_person(tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for kind in ("CACHE", "CONFIG", "STATE"):
             patch.setenv(f"XDG_{kind}_HOME", str(tmp_path_factory.mktemp("person")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_broken_caches() -> Iterator[None]:
+    """Raise what is only logged otherwise: a broken cache is an error of the completion that ends then."""
+
+    def fail(message: str, *values: object) -> None:
+        raise AssertionError(message % values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler.logger, "error", fail)
+        yield
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The broken caches that are logged during a test, which need not fail because of them."""
+    lines: list[str] = []
+    monkeypatch.setattr(scheduler.logger, "error", lambda message, *values: lines.append(message % values))
+    return lines
 
 
 @pytest.fixture(scope="session")

@@ -182,6 +182,9 @@ class FakeModel:
     def forget(self) -> None:
         self._cached.clear()
 
+    def recover(self) -> str | None:
+        return None
+
     def abort(self) -> None:
         self.aborted.set()
 

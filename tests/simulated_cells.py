@@ -84,6 +84,9 @@ class SimulatedCells(Cells):
         if freed:
             self.head = min(self.head, freed[0])
 
+    def n_positions(self, sequence: int) -> int:
+        return len(self.of(sequence))
+
     def share(self, source: int, sequence: int, start: int, end: int) -> None:
         for cell in self.cells:
             if source in cell.owners and start <= cell.position < end:
@@ -197,3 +200,4 @@ class Checked:
         assert all(self.garbage not in cell.owners or cell.owners == {self.garbage} for cell in full)
         n_reserved = sum(held.n_reserved for held in self.cache.running.values())
         assert self.cache.n_used + n_reserved <= self.size
+        assert self.cache.fault() is None

@@ -111,6 +111,18 @@ def test_a_pair_closes_only_models_of_its_own(freed: list[str], tiny: Pair) -> N
     assert freed == ALL * 2
 
 
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_a_broken_cache_is_emptied_and_the_next_text_is_right(opened: OpenModel, kind: str) -> None:
+    with Pair(opened(kind, n_ctx=256)) as pair:
+        expected = stream(pair, 1).run().tokens
+        (context,) = pair.target._contexts
+        assert pair.call(pair.target.recover) is None
+        pair.call(lambda: lib.llama_memory_clear(lib.llama_get_memory(context.pointer), True))
+        assert "other" in str(pair.call(pair.target.recover))
+        assert context.cache.n_used == pair.target.store.n_bytes == 0
+        assert stream(pair, 1).run().tokens == expected
+
+
 def test_a_forgotten_model_is_freed_at_once(target_file: Path, freed: list[str]) -> None:
     """No reference cycle keeps it: the garbage collector is off."""
     gc.disable()

@@ -10,9 +10,9 @@ import numpy as np
 from fakes import CountingUp, FakeModel, Length, tokens
 from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.model import ModelDrafter
+from llamaspec.engine.detokenizer import Detokenizer
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.text import Detokenizer
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.protocols import Drafter
 from llamaspec.sampling.acceptance_rules import RULES

@@ -17,8 +17,8 @@ import numpy as np
 from llamaspec.chat.messages import ArgumentsDelta, ContentDelta, Delta, ReasoningDelta, TokenLogprobs
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.engine.completion import Completion, StopReason, summarize
+from llamaspec.engine.detokenizer import Piece, Span, take_characters
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.text import Piece, Span, take_characters
 from llamaspec.errors import PromptError
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.values import Round, TokenArray

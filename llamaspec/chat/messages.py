@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from pydantic_core import from_json
 
-from llamaspec.engine.text import Span
+from llamaspec.engine.detokenizer import Span
 from llamaspec.values import Logprobs
 
 Json = Any  # a result of json.loads

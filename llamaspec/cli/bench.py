@@ -18,8 +18,8 @@ from click.core import ParameterSource
 from rich.bar import Bar
 from rich.console import Console
 
-from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, option_group
 from llamaspec.cli.model_options import ModelChoice, check_files, find_plan, model_options
+from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, Number, option_group
 from llamaspec.cli.options import JSON_OPTION, drafting_options
 from llamaspec.cli.output import SlowProgress, check_writable, print_table, say
 from llamaspec.cli.serve import check_installed, serve

@@ -1,6 +1,6 @@
 """`llamaspec chat`: a conversation at the terminal, or one message per line from a pipe.
 
-`chat/session.py` keeps the conversation, `typed.py` reads the input. Only answers go to stdout.
+`chat/session.py` keeps the conversation, `chat_input.py` reads the input. Only answers go to stdout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llamaspec.chat.conversation_files import ConversationFiles, keep_last, load
 from llamaspec.chat.session import ChatSettings, Reply, Session
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli import options as shared
-from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, refusing_values, section
+from llamaspec.cli.chat_input import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
 from llamaspec.cli.model_options import (
     ModelChoice,
     fetched_model,
@@ -26,9 +26,9 @@ from llamaspec.cli.model_options import (
     model_or_plain_options,
     reporting,
 )
+from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, refusing_values, section
 from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
 from llamaspec.cli.signals import signals_reach_input
-from llamaspec.cli.typed import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
 from llamaspec.engine.completion import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
-from llamaspec.cli.grouped import GroupedCommand
 from llamaspec.cli.model_options import ModelChoice, find_plan, model_options
+from llamaspec.cli.option_groups import GroupedCommand
 from llamaspec.errors import printable
 from llamaspec.measure.doctor import OK, PROBLEM, WARNING, Finding, examine
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from llamaspec.cli.grouped import Command, Group, Integer, option_group, refusing_values
 from llamaspec.cli.model_options import KERNELS_OPTION, fetched_model
+from llamaspec.cli.option_groups import Command, Group, Integer, option_group, refusing_values
 from llamaspec.cli.options import JSON_OPTION, read_input
 from llamaspec.cli.output import SlowProgress, print_table, say
 from llamaspec.draft_making.measuring import Trial, TrialSettings

@@ -15,14 +15,15 @@ from rich.console import Console
 
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
-from llamaspec.cli.grouped import Decorator, GroupedCommand, option_group
 from llamaspec.cli.model_options import ModelChoice, find_plan, model_or_plain_options, reporting
+from llamaspec.cli.option_groups import Decorator, GroupedCommand, option_group
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.automatic import AutoLength
-from llamaspec.measure.reasons import Reasons, explain, pair_verdict
+from llamaspec.measure.explain import Reasons, explain
+from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import COPIES, MTP, Round, TokenArray

@@ -16,7 +16,6 @@ from rich.console import Console
 from llamaspec.chat.template import NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
-from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.model_options import (
     ModelChoice,
     find_plan,
@@ -25,6 +24,7 @@ from llamaspec.cli.model_options import (
     open_models,
     reporting,
 )
+from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError, PairError
 from llamaspec.llama import runtime
@@ -32,8 +32,8 @@ from llamaspec.measure import store
 from llamaspec.measure.audit import AUDITED, Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread, Task, run_compare
 from llamaspec.measure.probe import FULL, QUICK, Probe, compare_attention, measure
-from llamaspec.measure.reasons import attention_verdicts, conclusions, pair_verdict
 from llamaspec.measure.tasks import read_tasks
+from llamaspec.measure.verdict import attention_verdicts, conclusions, pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan
 

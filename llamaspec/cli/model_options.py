@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from llamaspec.catalog import locate_model, resolve_model
-from llamaspec.cli.grouped import Decorator, option_group
+from llamaspec.cli.option_groups import Decorator, option_group
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import RemoteFile
 from llamaspec.kernels import AUTO as AUTO_KERNELS
@@ -25,8 +25,8 @@ from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.measure.doctor import OK, option_findings
-from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import stored
+from llamaspec.measure.verdict import pair_verdict
 from llamaspec.opening import Drafting, open_plan
 from llamaspec.pair import Pair, demo_draft, demo_target
 from llamaspec.plan import AUTO, NGRAM, NONE, DraftPlan, Find, known_draft, make_plan

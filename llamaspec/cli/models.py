@@ -30,8 +30,8 @@ from llamaspec.catalog import (
     read_catalog,
     remove_own,
 )  # fmt: skip
-from llamaspec.cli.grouped import Group
 from llamaspec.cli.model_options import fetched_model
+from llamaspec.cli.option_groups import Group
 from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import say, table_of
 from llamaspec.errors import ModelFileError, printable

@@ -13,7 +13,7 @@ import click
 
 from llamaspec.chat.messages import Message
 from llamaspec.chat.template import chat_prompt, check_template
-from llamaspec.cli.grouped import Command, Decorator, Integer, Number, option_group
+from llamaspec.cli.option_groups import Command, Decorator, Integer, Number, option_group
 from llamaspec.cli.output import Detail, say
 from llamaspec.errors import PromptError
 from llamaspec.llama.options import MAX_DRAFT

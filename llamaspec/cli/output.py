@@ -22,7 +22,7 @@ from llamaspec.chat.template import NoTemplateError, SystemPromptError, Template
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError, PairError, printable
 from llamaspec.length.cost_curve import CostCurve
-from llamaspec.measure.reasons import ACCEPTANCES, best_length, in_words, round_seconds, verdict
+from llamaspec.measure.verdict import ACCEPTANCES, best_length, in_words, round_seconds, verdict
 
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # before progress is shown

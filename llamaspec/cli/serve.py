@@ -16,8 +16,8 @@ import click
 from click.core import ParameterSource
 
 from llamaspec.cli import options as shared
-from llamaspec.cli.grouped import Decorator, GroupedCommand, Integer, Number, refusing_values, section
 from llamaspec.cli.model_options import ModelChoices, device_names, served_model_options
+from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, Number, refusing_values, section
 from llamaspec.cli.output import say
 from llamaspec.cli.signals import signals_wait
 from llamaspec.errors import LlamaspecError, WorkerError

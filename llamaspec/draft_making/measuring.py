@@ -19,7 +19,7 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.measure.compare import Spread, Task, take_turns
 from llamaspec.measure.probe import QUICK, STEPS, TEXT, measure
-from llamaspec.measure.reasons import round_seconds
+from llamaspec.measure.verdict import round_seconds
 from llamaspec.pair import Pair
 from llamaspec.protocols import Stream
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE

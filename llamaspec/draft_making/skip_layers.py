@@ -21,7 +21,7 @@ from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.quantize import COPY, layer_influence, write_copy
 from llamaspec.measure.compare import Spread
-from llamaspec.measure.reasons import best_length
+from llamaspec.measure.verdict import best_length
 from llamaspec.pair import Pair
 from llamaspec.plan import DRAFT_FOR, made_path
 

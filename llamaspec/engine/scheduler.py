@@ -10,6 +10,7 @@ nothing else may use a model or the clock. tests/engine/test_scheduler.py, tests
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from llamaspec.values import TARGET, Attention, Evaluation, Forward, ForwardRequ
 
 MARGIN = 64  # KV cells that a sequence may need for draft tokens and padding
 HEADROOM = 256  # tokens that a sequence must have room to generate before it is swapped in
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -41,7 +44,7 @@ class Scheduler:
         self._batching = Batching(self._models)
         self._evaluating: Sequence[Slot] = ()
         self._serials = itertools.count(1)  # of evaluations
-        self._n_steps = 0
+        self._n_steps = self._n_checked = 0  # steps, and those before the latest check of the caches
 
     def add(self, sequence: RunningSequence[Any]) -> None:
         """Start a sequence: run its coroutine to the first request."""
@@ -242,13 +245,24 @@ class Scheduler:
             return
         if slot in self._slots:
             self._slots.remove(slot)
-        for model in self._models.values():
+        is_idle = not self._slots and self._n_checked < self._n_steps
+        for name, model in self._models.items():
             try:
                 model.release(slot.sequence.number)
+                if is_idle:
+                    self._n_checked = self._n_steps
+                    _recover(name, model)
             except BaseException as raised:  # noqa: BLE001, PERF203  # raised to the reader
                 error = error or raised
         slot.request = None
         slot.sequence.end(error)
+
+
+def _recover(name: str, model: Model) -> None:
+    """Check the cache of an idle model, so that later sequences do not begin with a broken one."""
+    fault = model.recover()
+    if fault is not None:
+        logger.error("the KV cache of the %s was emptied: %s; please report this", name, fault)
 
 
 def _attention(model: Model, slots: Sequence[Slot]) -> Attention:

@@ -12,10 +12,10 @@ from contextlib import suppress
 
 from llamaspec.drafters.fallback import fault_of
 from llamaspec.engine.completion import Completion, StopReason, summarize
-from llamaspec.engine.generation import Ended, Prefilled, TextEvent, Written, generate
+from llamaspec.engine.detokenizer import Detokenizer, Piece
+from llamaspec.engine.prefill_decode import Ended, Prefilled, TextEvent, Written, generate
 from llamaspec.engine.sequence import RunningSequence
 from llamaspec.engine.speculate import Speculation
-from llamaspec.engine.text import Detokenizer, Piece
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.sampling.constraint import TimedConstraint
 from llamaspec.values import Round

@@ -132,6 +132,10 @@ class BlockDraft:
         """Empty the KV cache."""
         self.context.clear()
 
+    def recover(self) -> str | None:
+        """Check the KV cache while no sequence runs. If it contradicts itself, empty it and return how."""
+        return self.context.recover()
+
     @property
     def is_disturbed(self) -> bool:
         """False: only the target is asked."""

@@ -74,6 +74,10 @@ class Cells:
         """Remove a sequence's positions from `start` on."""
         lib.llama_memory_seq_rm(self._memory, seq_id, start, -1)
 
+    def n_positions(self, seq_id: int) -> int:
+        """Return how many positions llama.cpp holds of a sequence that has all of them, from 0."""
+        return int(lib.llama_memory_seq_pos_max(self._memory, seq_id)) + 1
+
     def share(self, source: int, seq_id: int, start: int, end: int) -> None:
         """Let `seq_id` also hold the cells of some positions of `source`."""
         lib.llama_memory_seq_cp(self._memory, source, seq_id, start, end)
@@ -132,6 +136,20 @@ class CellTable:
     def n_live(self) -> int:
         """Number of full cells that are not garbage."""
         return self.top - self.n_garbage
+
+    def fault(self, sequences: Sequence[CachedSequence]) -> str | None:
+        """Return which invariant does not hold if these sequences are all there are; None if all hold."""
+        held = np.concatenate([each.cells[: each.n] for each in sequences])
+        n_owners = np.bincount(held, minlength=self.size)
+        if not np.array_equal(n_owners, self._n_owners):
+            return "cells have other owners than recorded"
+        n_used, n_free = np.count_nonzero(n_owners), self.size - self.top
+        if n_used + self.n_garbage + n_free != self.size:
+            return f"{n_used} used cells, {self.n_garbage} of garbage and {n_free} free ones of {self.size}"
+        for each in sequences:
+            if self.cells.n_positions(each.seq_id) != each.n:
+                return f"llama.cpp holds other positions of sequence {each.seq_id} than the recorded {each.n}"
+        return None
 
     def clear(self) -> None:
         """Empty all cells; the caller empties the sequences."""

@@ -223,6 +223,16 @@ class Context:
         _ = self.pointer  # raises ClosedError if the context is closed
         self.cache.clear()
 
+    def recover(self) -> str | None:
+        """Check cache and store while no sequence runs. If one contradicts itself, empty both; return how."""
+        if self._handle is None:
+            return None
+        left = [number for number in self.cache.running if number >= 0]  # -1 is of `LlamaModel.forward`
+        fault = f"it still holds the ended sequences {left}" if left else self.cache.fault()
+        if fault is not None:
+            self.cache.reset()
+        return fault
+
     def close(self) -> None:
         """Free the context as soon as no view of its logits is left. Later calls do nothing."""
         self._handle = None

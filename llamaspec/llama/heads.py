@@ -138,6 +138,10 @@ class Head:
         """Empty the KV cache."""
         self.context.clear()
 
+    def recover(self) -> str | None:
+        """Check the KV cache while no sequence runs. If it contradicts itself, empty it and return how."""
+        return self.context.recover()
+
     def _rows(self, wanted: HeadInput, start: int) -> Rows:
         return wanted.rows(start)
 
@@ -208,6 +212,10 @@ class SharedHead:
 
     def forget(self) -> None:
         """Do nothing: the target's KV cache is not this head's."""
+
+    def recover(self) -> str | None:
+        """Return None: the target's KV cache is not this head's."""
+        return None
 
     def _prepare(self, wanted: HeadInput) -> int | Unprepared:
         n_evaluated = wanted.n_text - 1
@@ -328,6 +336,11 @@ class PredictionHeads:
         """Empty the KV caches."""
         for head in self._heads:
             head.forget()
+
+    def recover(self) -> str | None:
+        """Check the KV caches while no sequence runs. Empty those that contradict themselves; return how."""
+        faults = [head.recover() for head in self._heads]
+        return next((fault for fault in faults if fault is not None), None)
 
     @property
     def is_disturbed(self) -> bool:

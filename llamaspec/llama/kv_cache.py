@@ -213,6 +213,22 @@ class KVCache:
         self.forget()
         self._store.clear()
 
+    def fault(self) -> str | None:
+        """Return how the records of cells and store contradict each other or llama.cpp; None if they do not.
+
+        None, too, after an interrupted change, because the next change empties all cells.
+        """
+        if self._is_changing or self._is_evaluating:
+            return None
+        return self._table.fault(self._sequences) or self._store.fault()
+
+    def reset(self) -> None:
+        """End all sequences, and empty all cells and the store."""
+        self._is_changing = True
+        self._start_change()
+        self._is_changing = False
+        self._store.clear()
+
     def compact(self) -> None:
         """Move full cells down over the garbage; drop what cannot be moved."""
         self.n_compactions += 1

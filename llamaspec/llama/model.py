@@ -229,6 +229,11 @@ class LlamaModel:
         for context in self._contexts:
             context.clear()
 
+    def recover(self) -> str | None:
+        """Check the cache while no sequence runs. If it contradicts itself, empty it and return how."""
+        faults = [context.recover() for context in self._contexts]
+        return next((fault for fault in faults if fault is not None), None)
+
     def store_finished(self) -> None:
         """Move or copy all finished sequences to the store."""
         for context in self._contexts:

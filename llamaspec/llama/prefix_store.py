@@ -79,6 +79,10 @@ class _Room:
     roots: list[Node] = field(default_factory=list)
     clock: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
+    def counted_bytes(self) -> int:
+        """Return the bytes of all nodes."""
+        return sum(node.n_bytes for root in self.roots for node in root.below())
+
 
 class PrefixStore:
     """The stored sequences of one model, in at most `limit` bytes; 0 = nothing is stored.
@@ -197,8 +201,13 @@ class PrefixStore:
 
     def clear(self) -> None:
         """Drop everything."""
-        self._room.n_bytes -= sum(node.n_bytes for node in self.root.below())
         self.root.children.clear()
+        self._room.n_bytes = self._room.counted_bytes()
+
+    def fault(self) -> str | None:
+        """Return how the recorded size of the stores that share the limit is wrong; None if it is right."""
+        n_bytes = self._room.counted_bytes()
+        return None if n_bytes == self.n_bytes else f"{n_bytes} bytes in the store, {self.n_bytes} recorded"
 
     def _remove(self, leaf: Node) -> None:
         assert leaf.parent is not None

@@ -3,60 +3,42 @@
 Some damaged files make llama.cpp abort, hang or take all memory, and checks of the metadata cannot find them
 all. So a child process with limited memory and time uses the file first; if that fails, an error says why.
 The child evaluates some tokens. Of a large file it reads only metadata and vocabulary, so that the weights
-are read only once. Files that passed are recorded by size, time and beginning, and not tried again. This
-module contains both sides: `ensure_tried` starts the child, which runs `main`. tests/llama/test_trial.py.
+are read only once. Files that passed are recorded by size, time and beginning, and not tried again. The child
+runs `trial_child.py`, by name: it opens the model, and opening a model needs this module.
+tests/llama/test_trial.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
-
-from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError, PromptError, ScoresError
+from llamaspec.errors import MemoryFullError, ModelFileError
 from llamaspec.files import cache_folder, file_identity, write_file
 from llamaspec.kernels import AUTO, OFF, VARIABLE, library
-from llamaspec.llama.child import (
-    Outcome,
-    end_with_answer,
-    end_with_parent,
-    limit_cpu,
-    limit_memory,
-    run_child,
-)
-from llamaspec.llama.gguf_file import check_metadata, file_parts, read_gguf
-from llamaspec.llama.nextn import PARTS, heads_in_file
-from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions
+from llamaspec.llama.child import Outcome, run_child
+from llamaspec.llama.gguf_file import check_metadata, file_parts
+from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.resources import available_bytes
-from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.values import MTP, TARGET, ForwardRequest, HiddenInput, TokenArray
 
+CHILD = "llamaspec.llama.trial_child"
 TRUST = "LLAMASPEC_TRUST_FILES"  # environment variable: open every file without a trial
 
 LARGE_BYTES = 2 << 30  # larger files are tried without their weights: a SATA SSD reads this in four seconds
-SMALL_BYTES = 1 << 30  # with fewer bytes of weights, more than one token is evaluated
 CPU_SECONDS = 15  # limit for a small file
 BYTES_PER_CPU_SECOND = 100_000_000  # one thread evaluates a token faster than this
 WALL_SECONDS = 120.0  # limit for a small file on a busy machine
 BYTES_PER_SECOND = 10e6  # of a slow disk
 SPARE_BYTES = 2 << 30  # limit of memory for contexts and buffers, besides the size of the file
-_LONGEST_MESSAGE = 4000  # characters, so that the JSON is not cut off
 _REMEDY = f"download or convert it again, or set {TRUST}=1 if you trust it"
 _SUPPLIED = Path(__file__).resolve().parent.parent / "demo"  # models that come with llamaspec
-_CODES = (*range(0x800), *range(0x800, 0xD800, 0x400), 0xE000, 0xF000, *range(0x10000, 0x110000, 0x30000))
-_SAMPLE = "The 1st line " + "".join(map(chr, _CODES))  # contains every byte of UTF-8
 
 OnWait = Callable[[float], None]  # called with 0.0 repeatedly
 
@@ -117,7 +99,7 @@ def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
     wait = None if on_wait is None else partial(on_wait, 0.0)
     seconds = WALL_SECONDS + n_bytes / BYTES_PER_SECOND
     try:
-        outcome = run_child(__name__, [*map(str, settings)], wait, seconds, environment)
+        outcome = run_child(CHILD, [*map(str, settings)], wait, seconds, environment)
     except (OSError, ValueError) as error:
         raise ModelFileError(
             f"cannot try {path} in a child process: {error}; set {TRUST}=1 if you trust it"
@@ -143,76 +125,3 @@ def check_outcome(path: Path, outcome: Outcome | None) -> None:
         raise ModelFileError(f"{path} needs more memory than a file of its size should; {_REMEDY}")
     if kind:
         raise MemoryFullError(message) if kind == "MemoryFullError" else ModelFileError(message)
-
-
-# In the child
-
-
-def main() -> None:
-    """Set limits and use the file; answer with the name and message of an error, or two empty strings.
-
-    Arguments: seconds, bytes of memory, context size (0 = default), whether to read the weights, path.
-    """
-    seconds, n_bytes, n_ctx, reads_weights = map(int, sys.argv[1:5])
-    end_with_parent()
-    limit_memory(n_bytes)
-    limit_cpu(seconds)
-    kind, message = "", ""
-    try:
-        use_file(Path(sys.argv[5]), n_ctx, reads_weights=bool(reads_weights))
-    except MemoryError:
-        kind = "memory"
-    except LlamaspecError as error:
-        kind, message = type(error).__name__, str(error)
-        if isinstance(error, MemoryFullError) and available_bytes() > n_bytes:
-            kind = "memory"  # the limit was reached, not the end of the machine's memory
-    end_with_answer(json.dumps([kind, message[:_LONGEST_MESSAGE]]))
-
-
-def use_file(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
-    """Open the file and use its whole vocabulary; if `reads_weights`, evaluate some tokens."""
-    from llamaspec.llama.heads import PredictionHeads  # these modules import this one
-    from llamaspec.llama.model import LlamaModel
-    from llamaspec.llama.weights import Weights
-
-    found = read_gguf(path)
-    n_ctx = max(2, n_ctx or min(DEFAULT_CONTEXT, found.number("context_length", DEFAULT_CONTEXT)))
-    options = ModelOptions(n_ctx=n_ctx, gpu_layers=0, threads=1, repack=False)  # repacking would copy weights
-    if found.architecture in PARTS or not reads_weights:  # parts cannot be evaluated without their target
-        _use_vocabulary(Weights(path, options, vocabulary_only=not reads_weights).vocabulary)
-        return
-    has_heads = heads_in_file(path).fault is None
-    with LlamaModel(path, replace(options, heads=has_heads)) as model:
-        tokens = _use_vocabulary(model.vocabulary)
-        n_bytes = model.facts().weights_bytes
-        # Evaluations of some damaged files never end: allow a few times the time of opening the file.
-        limit_cpu(math.ceil(2 + 5 * time.process_time() + n_bytes / BYTES_PER_CPU_SECOND))
-        _ = model.description, model.metadata("tokenizer.chat_template")
-        is_small = n_bytes < SMALL_BYTES
-        tokens = tokens[: min(model.context_size, 64 if is_small else 1)]
-        with suppress(ScoresError):  # harmless: it is raised again when the model is used
-            model.forward(ForwardRequest(TARGET, tokens))
-            if is_small and model.context_size > 32:
-                model.try_memory()
-            if has_heads and len(tokens) > 1:
-                model.forward(ForwardRequest(TARGET, tokens, rows_from=0))
-                with closing(PredictionHeads(model)) as heads:
-                    hidden = model.hidden(-1)
-                    assert hidden is not None
-                    own = np.empty((0, 0), dtype=np.float32)
-                    request = ForwardRequest(MTP, tokens, hidden=HiddenInput(1, hidden, own))
-                    if isinstance(heads.prepare([(-1, request, 0)])[0], int):
-                        heads.evaluate([(-1, request)])
-
-
-def _use_vocabulary(vocabulary: LlamaVocabulary) -> TokenArray:
-    """Read every token and tokenize a sample; return at least one token."""
-    for token in range(vocabulary.size):
-        vocabulary.piece(token)
-        vocabulary.is_end(token)
-    _ = vocabulary.controls
-    tokens = np.zeros(1, dtype=np.int32)
-    with suppress(PromptError):  # the sample's fault, not the file's
-        vocabulary.tokenize(_SAMPLE.encode(), parse_special=True)
-        tokens = np.concatenate([vocabulary.tokenize(_SAMPLE.encode()), tokens])
-    return tokens

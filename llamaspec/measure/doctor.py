@@ -24,7 +24,7 @@ from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.machine import CROWDED, MachineFacts, look_at_machine
 from llamaspec.measure.probe import STEPS, Probe, measure, sample_tokens
-from llamaspec.measure.reasons import pair_verdict
+from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair, open_heads
 from llamaspec.plan import DraftPlan, ModelFile, weights_bytes
 from llamaspec.protocols import Drafter

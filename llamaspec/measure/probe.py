@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from llamaspec.drafters.fallback import drafting, first_row, preparing, reads_rows, report
-from llamaspec.engine.generation import REPEATED
+from llamaspec.engine.prefill_decode import REPEATED
 from llamaspec.errors import MemoryFullError
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import DENSE

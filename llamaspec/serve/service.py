@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.measure.reasons import pair_verdict
+from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.serve import ServeSettings

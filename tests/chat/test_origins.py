@@ -16,8 +16,8 @@ from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.messages import ContentDelta
 from llamaspec.chat.parse import AnswerParser
+from llamaspec.engine.detokenizer import Span
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.text import Span
 from llamaspec.values import TARGET, TokenArray
 from stepped import Stepped
 from texts import Alphabet, Letters, stream

@@ -21,7 +21,7 @@ from llamaspec.chat.conversation_files import (
     save_conversation,
 )
 from llamaspec.chat.messages import Message
-from llamaspec.cli.typed import Typed, history_path, line_editing, read_typed
+from llamaspec.cli.chat_input import Typed, history_path, line_editing, read_typed
 from patience import PATIENCE, until_it_waits
 
 HELLO = Message("user", "hello")

@@ -14,8 +14,8 @@ from chat_models import TEMPLATE, with_template
 from command import ENTRY, Answer, environment, generate, invoke, naming, run
 from llamaspec.cli.main import main
 from llamaspec.cli.output import write_text
+from llamaspec.engine.detokenizer import Piece, Span
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.text import Piece, Span
 from llamaspec.errors import LlamaspecError, printable
 from patience import PATIENCE
 

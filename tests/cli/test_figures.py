@@ -19,8 +19,8 @@ from llamaspec.cli.generate import completion_json, print_reasons, write_timelin
 from llamaspec.cli.output import statistics_lines
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.compare import Arm, Comparison, Spread
+from llamaspec.measure.explain import Reasons
 from llamaspec.measure.probe import AttentionTiming, Probe, WidthTiming
-from llamaspec.measure.reasons import Reasons
 from llamaspec.measure.store import keep_probe
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import ForwardRequest, Logits, Source, UnusedDraft

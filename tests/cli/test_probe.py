@@ -13,7 +13,7 @@ from llamaspec import LlamaModel, Pair
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.llama import runtime
 from llamaspec.measure.probe import Effort, measure
-from llamaspec.measure.reasons import saturation_width, verdict
+from llamaspec.measure.verdict import saturation_width, verdict
 
 STEEP = CostCurve((1, 2, 4), (1.0, 2.1, 4.2), 0.05)
 FLAT = CostCurve((1, 2, 4), (1.0, 1.05, 1.1), 0.05)

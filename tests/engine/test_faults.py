@@ -13,10 +13,10 @@ from fake_constraint import Steps
 from fakes import CountingUp, FakeModel, Length, tokens
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter, NoDrafter
 from llamaspec.engine.completion import StopReason
+from llamaspec.engine.detokenizer import Detokenizer
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import TextStream
-from llamaspec.engine.text import Detokenizer
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import EvaluationAbortedError, EvaluationError, MemoryFullError, ScoresError
 from llamaspec.protocols import SequenceLength

@@ -9,7 +9,7 @@ import pytest
 
 from fakes import CountingUp, FakeModel, Length, hidden_rows, tokens
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
-from llamaspec.engine import generation
+from llamaspec.engine import prefill_decode
 from llamaspec.errors import EvaluationError
 from llamaspec.values import TARGET, Rows, TokenArray
 from stepped import Stepped
@@ -56,7 +56,7 @@ def path_of(prompt: tuple[int, ...], made: tuple[int, ...]) -> TokenArray:
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 22, 64])
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_chunks_of_every_size(batch_size: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "PREFILL_PART", 9)
+    monkeypatch.setattr(prefill_decode, "PREFILL_PART", 9)
     models, drafter = {TARGET: target(batch_size=max(batch_size, k + 1))}, Following()
     both = FallbackDrafter([NoDrafter(), drafter])
     made = stream(Stepped(models), models, PROMPT, length=Length(k), drafter=both).run().tokens
@@ -95,8 +95,8 @@ def test_a_sequence_that_is_swapped_out(is_lost: bool) -> None:
 @pytest.mark.parametrize("repeated", [5, 512])
 def test_behind_a_cached_prefix(first: int, repeated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are needed are computed again, but not for more than `REPEATED` cached tokens."""
-    monkeypatch.setattr(generation, "REPEATED", repeated)
-    monkeypatch.setattr(generation, "PREFILL_PART", 8)
+    monkeypatch.setattr(prefill_decode, "REPEATED", repeated)
+    monkeypatch.setattr(prefill_decode, "PREFILL_PART", 8)
     models = {TARGET: target()}
     scheduler, n_known = Stepped(models), 20
     stream(scheduler, models, PROMPT[:n_known], drafter=NoDrafter(), max_tokens=1).run()

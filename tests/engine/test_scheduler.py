@@ -38,6 +38,24 @@ def scored(model: FakeModel) -> list[Evaluated]:
     return [evaluated for evaluated in model.evaluated if evaluated.requests[0].n_scored]
 
 
+def test_caches_are_checked_whenever_no_sequence_runs(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    models, expected, released_before = {TARGET: target()}, alone(seed=1), list[int]()
+
+    def recover(self: FakeModel) -> str:
+        released_before.append(len(self.released))
+        return "a cell is missing"
+
+    monkeypatch.setattr(FakeModel, "recover", recover)
+    scheduler = Stepped(models)
+    run_together([stream(scheduler, models, seed=i, drafter=NoDrafter()) for i in range(3)])
+    scheduler.call(lambda: None)  # evaluates nothing, so nothing is checked
+    assert stream(scheduler, models, seed=1, drafter=NoDrafter()).run().tokens == expected
+    assert released_before == [3, 5]
+    assert logged == ["the KV cache of the target was emptied: a cell is missing; please report this"] * 2
+
+
 @pytest.mark.parametrize("drafter", [None, NoDrafter(), CountingUp(V)])
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("n_sequences", [1, 3, 9])

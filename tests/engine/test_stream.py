@@ -8,7 +8,7 @@ import pytest
 from fakes import CountingUp, FakeModel, Length, OverDelivers
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import StopReason
-from llamaspec.engine.generation import PREFILL_PART
+from llamaspec.engine.prefill_decode import PREFILL_PART
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError
 from llamaspec.protocols import SequenceLength

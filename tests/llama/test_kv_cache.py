@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -44,6 +45,43 @@ def test_rejected_tokens_below_another_sequence_are_garbage() -> None:
     assert len(checked.cells.of(checked.garbage)) == 4
     assert checked.cache.n_used == 25
     assert checked.held(0).cells[:11].tolist() == [*range(10), 24]
+
+
+def _lose_a_cell(checked: Checked) -> None:
+    checked.cache._table._n_owners[3] -= 1
+
+
+def _miscount_garbage(checked: Checked) -> None:
+    checked.cache._table.n_garbage += 1
+
+
+def _miscount_bytes(checked: Checked) -> None:
+    checked.store._room.n_bytes += 1
+
+
+def _lose_a_position_of_llama(checked: Checked) -> None:
+    checked.cells.remove(checked.held(0).seq_id, 19)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (_lose_a_cell, "other owners"),
+        (_miscount_garbage, "20 used cells, 1 of garbage and 44 free ones of 64"),
+        (_miscount_bytes, "bytes in the store"),
+        (_lose_a_position_of_llama, "other positions of sequence 0 than the recorded 20"),
+    ],
+)
+def test_a_record_that_is_wrong_is_noticed_and_the_cache_works_again_after_a_reset(
+    harm: Callable[[Checked], None], says: str
+) -> None:
+    checked = Checked()
+    checked.run(7, request(20))
+    harm(checked)
+    assert says in str(checked.cache.fault())
+    checked.cache.reset()
+    assert checked.cache.n_used == checked.store.n_bytes == 0
+    assert checked.run(8, request(20)) == 0
 
 
 def test_a_prefix_is_shared_with_a_running_sequence() -> None:

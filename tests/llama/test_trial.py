@@ -302,9 +302,9 @@ def test_ctrl_c_ends_a_trial_at_once(store: ModelStore, trials: list[subprocess.
 ENDLESS = """
 import sys, time
 sys.path[:] = sys.argv.pop().split("\\n")
-from llamaspec.llama import trial
-trial.use_file = lambda *_, **_options: time.sleep(600)
-trial.main()
+from llamaspec.llama import trial_child
+trial_child.use_file = lambda *_, **_options: time.sleep(600)
+trial_child.main()
 """
 
 

@@ -78,6 +78,9 @@ class SlowModel:
     def abort(self) -> None:
         pass
 
+    def recover(self) -> str | None:
+        return None
+
     def prepare(self, batch: Sequence[tuple[int, ForwardRequest, int]]) -> list[int]:
         ((_, request, _),) = batch
         most = len(request.tokens) - request.n_logits

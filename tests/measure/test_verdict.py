@@ -1,4 +1,4 @@
-"""The verdict on a pair, from its kept measurements on this machine."""
+"""The verdict on costs and on a pair, from its kept measurements on this machine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from llamaspec import ModelOptions
 from llamaspec.length.acceptance import Acceptance
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import Gain, LearnedPrior
-from llamaspec.measure.reasons import pair_verdict
 from llamaspec.measure.store import forget, keep, keep_gains
+from llamaspec.measure.verdict import (
+    BestFixedLength,
+    best_length,
+    break_even,
+    pair_verdict,
+    round_seconds,
+    saturation_width,
+    verdict,
+)
 from llamaspec.plan import DraftPlan, ModelFile
 
 CHEAP = CostCurve((1, 4, 9), (1.0, 1.3, 1.8), 0.1)
@@ -104,3 +112,74 @@ def test_another_quantization_is_named_if_it_was_measured_and_wins(
     assert pair_verdict(pairs["Q4_K_M"]) == (
         f"{alone}; big-q8_0.gguf with drafts is 1.7 times as fast at 80% acceptance"
     )
+
+
+# Curves
+
+DIP = CostCurve((1, 2, 3, 4), (1.0, 2.0, 3.0, 1.5), 0.1)  # width 4 is cheaper than 2 and 3
+
+
+def test_rounds_interpolate() -> None:
+    assert round_seconds(DIP) == pytest.approx([1.0, 2.1, 3.2, 1.8])
+    assert round_seconds(CostCurve((1, 3), (1.0, 2.0), 0.0)) == pytest.approx([1.0, 1.5, 2.0])
+
+
+def test_prompt_chunks_do_not_count_as_drafts() -> None:
+    """With them, drafts seemed to win at an acceptance of 97 %; by the probe, they never did."""
+    narrow = CostCurve((1, 16), (1.0, 16.0), 0.1)
+    with_chunk = CostCurve((1, 16, 512), (1.0, 16.0, 20.0), 0.1)
+    assert (
+        verdict(with_chunk)
+        == verdict(narrow)
+        == "on this machine, drafting with this pair is slower at any acceptance, so plain decoding and "
+        "copies are used"
+    )
+    assert "unknown" in verdict(CostCurve((1, 512), (1.0, 20.0), 0.1))
+
+
+@pytest.mark.parametrize(
+    ("curve", "acceptance", "n_guesses", "speed_up"),
+    [
+        (DIP, 0.8, 3, 2.952 / 1.8),  # two guesses: 2.44 / 3.2
+        (DIP, 0.0, 0, 1.0),
+        (CostCurve((1, 2), (1.0, 1.5), 0.1), 0.5, 0, 1.0),  # one guess: 1.5 / 1.6
+        (CostCurve((1, 2), (1.0, 1.5), 0.1), 0.8, 1, 1.8 / 1.6),
+        (CostCurve((1, 2, 3), (2.0, 2.0, 2.0), 1.0), 0.5, 0, 1.0),  # in a tie nothing is drafted
+        (CostCurve((1, 2, 3), (1.0, 1.0, 1.0), 0.0), 1.0, 2, 3.0),
+        (CostCurve((1,), (1.0,), 0.1), 0.9, 0, 1.0),  # nothing but width 1 was measured
+    ],
+)
+def test_the_best_fixed_length(curve: CostCurve, acceptance: float, n_guesses: int, speed_up: float) -> None:
+    best = best_length(round_seconds(curve), acceptance)
+    assert best == BestFixedLength(n_guesses, pytest.approx(speed_up))  # type: ignore[arg-type]
+
+
+def test_the_best_length_of_at_least_one() -> None:
+    assert best_length([1.0, 2.0, 2.5], 0.5, least=1) == BestFixedLength(1, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("curve", "acceptance"),
+    [
+        (CostCurve((1, 2), (1.0, 1.5), 0.1), 0.6),  # (1 + a) / 1.6 > 1
+        (CostCurve((1, 2), (1.0, 2.0), 0.1), None),  # 2 tokens in 2.1
+        (CostCurve((1, 2), (1.0, 1.2), 0.1), 0.3),  # (1 + a) / 1.3 > 1
+        (CostCurve((1, 2, 3), (1.0, 2.5, 1.55), 0.1), 0.5),  # two guesses: 1 + a + a² = 1.75
+        (CostCurve((1,), (1.0,), 0.0), None),
+    ],
+)
+def test_break_even_acceptance(curve: CostCurve, acceptance: float | None) -> None:
+    expected = None if acceptance is None else pytest.approx(acceptance, abs=1e-9)
+    assert break_even(round_seconds(curve)) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "widest"),
+    [
+        ((1.0, 1.4, 2.2), 4),  # less than 1.5 and 2.5
+        ((2.0, 2.1, 5.2), 2),
+        ((2.0, 3.2, 3.4), 1),
+    ],
+)
+def test_where_a_curve_saturates(seconds: tuple[float, ...], widest: int) -> None:
+    assert saturation_width(CostCurve((1, 2, 4), seconds, 0.0)) == widest

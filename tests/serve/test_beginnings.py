@@ -227,7 +227,7 @@ def test_reasoning_without_text_is_accepted(talker: Served) -> None:
 def test_the_first_event_has_the_number_of_cached_tokens(
     server: Served, n_part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llamaspec.engine.generation.PREFILL_PART", n_part)
+    monkeypatch.setattr("llamaspec.engine.prefill_decode.PREFILL_PART", n_part)
     content = f"{n_part}: {'a b ' * 60}"
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2, "seed": 1}
     told = []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llamaspec import FixedLength, Pair, Sampling
-from llamaspec.engine.text import Piece
+from llamaspec.engine.detokenizer import Piece
 from serving import Served
 
 N, SEED = 20, 4

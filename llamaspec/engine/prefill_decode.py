@@ -14,9 +14,9 @@ import numpy as np
 
 from llamaspec.drafters.fallback import first_row, metered, preparing, report
 from llamaspec.engine.completion import StopReason
+from llamaspec.engine.detokenizer import Detokenizer, Piece
 from llamaspec.engine.sequence import Generating
 from llamaspec.engine.speculate import Speculation, speculate
-from llamaspec.engine.text import Detokenizer, Piece
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError
 from llamaspec.protocols import Drafter
 from llamaspec.values import TARGET, Forward, ForwardRequest, Round, TokenArray

@@ -1,6 +1,6 @@
 """From tokens to text: whole UTF-8 characters, up to a stop string or an end-of-text token.
 
-Text is held back while it may be the beginning of a stop string. tests/engine/test_text.py.
+Text is held back while it may be the beginning of a stop string. tests/engine/test_detokenizer.py.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamaspec.engine.text import Span, TextAssembler
+from llamaspec.engine.detokenizer import Span, TextAssembler
 
 
 def pieces(parts: list[bytes], stops: tuple[str, ...] = ()) -> tuple[list[str], bool]:

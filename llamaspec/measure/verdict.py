@@ -1,4 +1,4 @@
-"""Say whether drafting is faster: by measured costs, for a pair on this machine, and in one completion.
+"""Whether drafting is faster: by measured costs, and for a pair on this machine.
 
 Costs are a `CostCurve`, from a probe or from a length policy. This module makes every sentence about a curve
 or a pair, so all commands say the same. It measures nothing.
@@ -7,23 +7,20 @@ or a pair, so all commands say the same. It measures nothing.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from llamaspec.engine.completion import MIN_PLAIN_SECONDS, Completion
-from llamaspec.length.acceptance import Acceptance, verified_tokens
+from llamaspec.engine.completion import MIN_PLAIN_SECONDS
+from llamaspec.length.acceptance import Acceptance
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import CALIBRATED, DENSE, Costs
 from llamaspec.length.prior import Gain, LearnedPrior
 from llamaspec.measure.probe import Probe
 from llamaspec.measure.store import BenchGains, Models, stored
 from llamaspec.plan import DraftPlan, ModelFile
-from llamaspec.values import COPIES, Source
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 # Kernels change at 2, 4, 5, 8 and 9, so a wide batch may be cheap even if narrow ones are not.
@@ -34,17 +31,6 @@ ENOUGH = 2000  # tokens of real requests from which their gain is mentioned
 NOISE = 0.07  # two measurements of costs relative to plain decoding differ by up to twice this
 SAME = 0.03  # smaller speed-ups are noise
 QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # wide batches are often cheap with these
-EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
-_ORIGINS = {
-    Source.MODEL: "from the draft model",
-    Source.MTP: "from the prediction heads",
-    Source.EAGLE3: "from the EAGLE-3 draft",
-    Source.BLOCK: "from the draft's blocks",
-    Source.NGRAM: "copied from earlier text",
-    Source.PREDICTION: "copied from the prediction",
-    Source.EARLIER: "copied from earlier answers",
-    Source.GRAMMAR: "forced by the grammar",
-}
 _QUANTIZATION = re.compile(r"(?<![a-z0-9])(i?q[1-8](_[a-z0-9]+)*|b?f16|f32)(?![a-z0-9])", re.IGNORECASE)
 
 
@@ -250,52 +236,3 @@ def conclusions(found: Probe) -> dict[str, Any]:
         "flash_attn_off_speed_up": {timing.depth: timing.off_speed_up for timing in found.attention},
         "flash_attn_off_pays": [timing.depth for timing in found.attention if timing.is_off_faster],
     }
-
-
-# One completion
-
-
-@dataclass(frozen=True, slots=True)
-class Reasons:
-    """How much was drafted in one completion, with what result, and at what costs."""
-
-    lengths: dict[int, int]  # verified draft tokens -> rounds, ascending
-    accepted: dict[str, tuple[int, int]]  # origin of draft tokens -> how many were accepted, and verified
-    bins: dict[tuple[float, float], list[bool]]  # confidence in (low, high] -> whether a token was accepted
-    curve: CostCurve | None  # the length policy's, this completion included; None if nothing was timed
-    gained_seconds: float | None  # estimate against plain decoding; negative if time was lost
-
-    @property
-    def outcome(self) -> str:
-        """Time that this completion gained or lost."""
-        if not self.accepted:
-            return "no draft token was verified, so nothing was gained"
-        if self.gained_seconds is None:
-            return "gain unknown: the completion is too short, or the estimate is too uncertain"
-        more = "less" if self.gained_seconds > 0 else "more"
-        return f"the completion took {abs(self.gained_seconds):.2f} s {more} than without drafts (estimate)"
-
-
-def explain(completion: Completion, curve: CostCurve | None) -> Reasons:
-    """Explain a completion that ran alone; `curve` is the length policy's.
-
-    Confidences are counted for draft models and prediction heads only, and up to the first rejected token of
-    a round: the target's answer to later tokens is unknown.
-    """
-    accepted: dict[str, tuple[int, int]] = {}
-    bins: dict[tuple[float, float], list[bool]] = {edges: [] for edges in pairwise(EDGES)}
-    for round_ in (each for each in completion.rounds if each.n_verified):
-        n_accepted, n_verified = accepted.get(origin := _ORIGINS[round_.source], (0, 0))
-        accepted[origin] = n_accepted + round_.n_accepted, n_verified + round_.n_verified
-        if round_.source not in {*COPIES, Source.GRAMMAR}:
-            for confidence, is_accepted in verified_tokens(round_):
-                bins[next(edges for edges in bins if confidence <= edges[1])].append(is_accepted)
-    summary = completion.summary
-    speed_up = summary.speed_up
-    return Reasons(
-        lengths=dict(sorted(Counter(each.n_verified for each in completion.rounds).items())),
-        accepted=accepted,
-        bins=bins,
-        curve=curve,
-        gained_seconds=None if speed_up is None else summary.decode_seconds * (speed_up - 1),
-    )

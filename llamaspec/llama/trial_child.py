@@ -1,0 +1,100 @@
+"""The child process of a trial: uses a model file that may be damaged, within limits of memory and time.
+
+`trial.py` starts it, and makes an error of its answer. tests/llama/test_trial.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from llamaspec.errors import LlamaspecError, MemoryFullError, PromptError, ScoresError
+from llamaspec.llama.child import end_with_answer, end_with_parent, limit_cpu, limit_memory
+from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.heads import PredictionHeads
+from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.nextn import PARTS, heads_in_file
+from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions
+from llamaspec.llama.resources import available_bytes
+from llamaspec.llama.trial import BYTES_PER_CPU_SECOND
+from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.llama.weights import Weights
+from llamaspec.values import MTP, TARGET, ForwardRequest, HiddenInput, TokenArray
+
+SMALL_BYTES = 1 << 30  # with fewer bytes of weights, more than one token is evaluated
+_LONGEST_MESSAGE = 4000  # characters, so that the JSON is not cut off
+_CODES = (*range(0x800), *range(0x800, 0xD800, 0x400), 0xE000, 0xF000, *range(0x10000, 0x110000, 0x30000))
+_SAMPLE = "The 1st line " + "".join(map(chr, _CODES))  # contains every byte of UTF-8
+
+
+def main() -> None:
+    """Set limits and use the file; answer with the name and message of an error, or two empty strings.
+
+    Arguments: seconds, bytes of memory, context size (0 = default), whether to read the weights, path.
+    """
+    seconds, n_bytes, n_ctx, reads_weights = map(int, sys.argv[1:5])
+    end_with_parent()
+    limit_memory(n_bytes)
+    limit_cpu(seconds)
+    kind, message = "", ""
+    try:
+        use_file(Path(sys.argv[5]), n_ctx, reads_weights=bool(reads_weights))
+    except MemoryError:
+        kind = "memory"
+    except LlamaspecError as error:
+        kind, message = type(error).__name__, str(error)
+        if isinstance(error, MemoryFullError) and available_bytes() > n_bytes:
+            kind = "memory"  # the limit was reached, not the end of the machine's memory
+    end_with_answer(json.dumps([kind, message[:_LONGEST_MESSAGE]]))
+
+
+def use_file(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
+    """Open the file and use its whole vocabulary; if `reads_weights`, evaluate some tokens."""
+    found = read_gguf(path)
+    n_ctx = max(2, n_ctx or min(DEFAULT_CONTEXT, found.number("context_length", DEFAULT_CONTEXT)))
+    options = ModelOptions(n_ctx=n_ctx, gpu_layers=0, threads=1, repack=False)  # repacking would copy weights
+    if found.architecture in PARTS or not reads_weights:  # parts cannot be evaluated without their target
+        _use_vocabulary(Weights(path, options, vocabulary_only=not reads_weights).vocabulary)
+        return
+    has_heads = heads_in_file(path).fault is None
+    with LlamaModel(path, replace(options, heads=has_heads)) as model:
+        tokens = _use_vocabulary(model.vocabulary)
+        n_bytes = model.facts().weights_bytes
+        # Evaluations of some damaged files never end: allow a few times the time of opening the file.
+        limit_cpu(math.ceil(2 + 5 * time.process_time() + n_bytes / BYTES_PER_CPU_SECOND))
+        _ = model.description, model.metadata("tokenizer.chat_template")
+        is_small = n_bytes < SMALL_BYTES
+        tokens = tokens[: min(model.context_size, 64 if is_small else 1)]
+        with suppress(ScoresError):  # harmless: it is raised again when the model is used
+            model.forward(ForwardRequest(TARGET, tokens))
+            if is_small and model.context_size > 32:
+                model.try_memory()
+            if has_heads and len(tokens) > 1:
+                model.forward(ForwardRequest(TARGET, tokens, rows_from=0))
+                with closing(PredictionHeads(model)) as heads:
+                    hidden = model.hidden(-1)
+                    assert hidden is not None
+                    own = np.empty((0, 0), dtype=np.float32)
+                    request = ForwardRequest(MTP, tokens, hidden=HiddenInput(1, hidden, own))
+                    if isinstance(heads.prepare([(-1, request, 0)])[0], int):
+                        heads.evaluate([(-1, request)])
+
+
+def _use_vocabulary(vocabulary: LlamaVocabulary) -> TokenArray:
+    """Read every token and tokenize a sample; return at least one token."""
+    for token in range(vocabulary.size):
+        vocabulary.piece(token)
+        vocabulary.is_end(token)
+    _ = vocabulary.controls
+    tokens = np.zeros(1, dtype=np.int32)
+    with suppress(PromptError):  # the sample's fault, not the file's
+        vocabulary.tokenize(_SAMPLE.encode(), parse_special=True)
+        tokens = np.concatenate([vocabulary.tokenize(_SAMPLE.encode()), tokens])
+    return tokens
