@@ -149,7 +149,7 @@ def test_signals_while_text_is_written(store: ModelStore, tmp_path: Path, number
 
 
 def test_a_comparison_that_is_stopped_shows_its_complete_turns(models: list[Path]) -> None:
-    arguments = [*naming(models), PROMPT, "-n", "8", "-r", "50", "-k", "3"]
+    arguments = [*naming(models), "-p", PROMPT, "-n", "8", "-r", "50", "-k", "3"]
     answer = interrupted(200, *arguments, "--json", command="compare")
     assert answer.code == 130
     n_runs = {len(arm["runs"]) for arm in answer.json["arms"]}
