@@ -19,7 +19,7 @@ from llamaspec.hub import RemoteFile
 from llamaspec.llama import resources
 from llamaspec.llama.nextn import ONE_HEAD
 from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE
-from llamaspec.measure.machine import Room, choices
+from llamaspec.measure.recommend import Room, choices
 
 QUANTIZATION = "big: {{repo: a/b, default: q, quantizations: {{q: {}}}}}"
 
