@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from llamaspec.drafters.fallback import drafting, first_row, preparing, reads_rows, report
+from llamaspec.drafters.running import drafting, first_row, preparing, reads_rows, report
 from llamaspec.engine.prefill_decode import REPEATED
 from llamaspec.errors import MemoryFullError
 from llamaspec.length.cost_curve import CostCurve
