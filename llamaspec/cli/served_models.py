@@ -24,8 +24,8 @@ from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError
 from llamaspec.files import model_stem, part_names
 from llamaspec.hub import fetched_models, find_here
 from llamaspec.llama.file_facts import file_facts
+from llamaspec.llama.heads_file import PARTS
 from llamaspec.llama.model import default_store_bytes
-from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.prefix_folder import PrefixFolder
 from llamaspec.llama.prefix_store import PrefixStore

@@ -17,8 +17,8 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import Device
 from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.heads_file import heads_in_file
 from llamaspec.llama.model import LlamaModel, MemoryFacts
-from llamaspec.llama.nextn import heads_in_file
 from llamaspec.llama.options import cache_bytes
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import LoadProgress
