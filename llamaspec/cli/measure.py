@@ -30,9 +30,10 @@ from llamaspec.errors import LlamaspecError, PairError
 from llamaspec.llama import runtime
 from llamaspec.measure import store
 from llamaspec.measure.audit import AUDITED, Audit, run_audit
-from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread, Task, run_compare
+from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Task, run_compare
 from llamaspec.measure.probe import FULL, QUICK, Probe, compare_attention, measure
 from llamaspec.measure.tasks import read_tasks
+from llamaspec.measure.turns import Spread
 from llamaspec.measure.verdict import attention_verdicts, conclusions, pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan

@@ -23,7 +23,7 @@ from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import DENSE
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama.model import LlamaModel
-from llamaspec.measure.compare import Progress, Spread, take_turns
+from llamaspec.measure.turns import Progress, Spread, take_turns
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, Source, TokenArray

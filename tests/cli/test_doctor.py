@@ -22,7 +22,6 @@ from llamaspec.llama.devices import Device, find_devices
 from llamaspec.llama.gguf_file import GgufFile, active_parameters
 from llamaspec.llama.model import MemoryFacts
 from llamaspec.llama.weights import ModelFacts
-from llamaspec.measure.compare import Spread
 from llamaspec.measure.doctor import (
     N_DRAFT,
     Examined,
@@ -38,6 +37,7 @@ from llamaspec.measure.doctor import (
 )
 from llamaspec.measure.machine import MachineFacts
 from llamaspec.measure.probe import Probe, WidthTiming
+from llamaspec.measure.turns import Spread
 from llamaspec.pair import Pair
 from model_store import ModelStore, OpenModel
 from tiny_models import WINDOW, Recipe, truncated
