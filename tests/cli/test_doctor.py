@@ -25,7 +25,6 @@ from llamaspec.llama.weights import ModelFacts
 from llamaspec.measure.doctor import (
     N_DRAFT,
     Examined,
-    Finding,
     acceptance_finding,
     as_size,
     machine_findings,
@@ -35,6 +34,7 @@ from llamaspec.measure.doctor import (
     room_finding,
     thread_finding,
 )
+from llamaspec.measure.findings import Finding
 from llamaspec.measure.machine import MachineFacts
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.turns import Spread
