@@ -13,7 +13,6 @@ import click
 from rich.bar import Bar
 from rich.console import Console
 
-from llamaspec.chat.template import NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
 from llamaspec.cli.model_options import (
@@ -26,7 +25,7 @@ from llamaspec.cli.model_options import (
 )
 from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.signals import EXIT_INTERRUPTED
-from llamaspec.errors import LlamaspecError, PairError
+from llamaspec.errors import LlamaspecError, NoTemplateError, PairError
 from llamaspec.llama import runtime
 from llamaspec.measure import store
 from llamaspec.measure.audit import AUDITED, Audit, run_audit

@@ -20,10 +20,11 @@ from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat
 from llamaspec.chat.infill import infill_prompt
 from llamaspec.chat.messages import Message
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.chat.template import RESERVED, ChatTemplate, TemplateError, texts_in
+from llamaspec.chat.template import RESERVED, ChatTemplate, texts_in
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
+from llamaspec.errors import TemplateError
 from llamaspec.length.fixed import AtMost
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
