@@ -258,7 +258,7 @@ class RequestBuilder:
 
     async def jobs(self, prompts: Sequence[Prompt], body: GenerationBody, scope: str = "") -> list[Job]:
         """Return one job for each prompt and choice; they copy only from answers of the same scope."""
-        options = body.answer_options()
+        options = body.chosen_options
         biases = await run_in_threadpool(body.biases, self.vocabulary)
         self.check_token_ids(list(biases), "logit_bias")
         sampling = body.sampling(biases)
