@@ -99,7 +99,7 @@ def _used(pair: DraftPlan, kind: type[Probe | LearnedPrior]) -> str | None:
     faults: list[str] = []
     kept = stored_of(pair, kind, faults.append)
     if isinstance(kept, LearnedPrior):
-        costs = AutoLength(kept).costs
+        costs = AutoLength(kept).shared.costs
         costs.observe_verify(1, 0.02)
         costs.learned()
     return faults[0] if faults else None

@@ -50,7 +50,7 @@ def test_a_pair_keeps_what_it_learns_and_the_next_one_starts_from_it(
     assert stored(plan, LearnedPrior) == learnt
     with open_plan(plan) as pair:
         assert length_of(pair).experience().log_odds == learnt.log_odds
-        assert length_of(pair).costs.seconds(1) == pytest.approx(
+        assert length_of(pair).shared.costs.seconds(1) == pytest.approx(
             learnt.curve and learnt.curve.verify_seconds[0]
         )
 
@@ -76,7 +76,7 @@ def test_pairs_of_two_processes_keep_what_both_have_learnt(plan: DraftPlan) -> N
     keep(plan, LearnedPrior(curve))
     with open_plan(plan) as first, open_plan(plan) as second:
         run(first)
-        length_of(first).acceptance[Source.MODEL].learn(1.0, 0.99)
+        length_of(first).shared.acceptance[Source.MODEL].learn(1.0, 0.99)
         first.close()
         alone = stored(plan, LearnedPrior)
         assert alone is not None
@@ -96,12 +96,12 @@ def test_before_the_first_run_a_pair_starts_from_the_probe(plan: DraftPlan) -> N
     widths = WidthTiming(1, (one,), 0.0), WidthTiming(4, (four,), 0.0)
     keep_probe(plan, Probe((64,), (), widths, step))
     with open_plan(plan) as pair:
-        costs = length_of(pair).costs
+        costs = length_of(pair).shared.costs
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([3.0, 4.5])
         assert costs.drafting_seconds(1) == pytest.approx(0.6)
     keep(plan, LearnedPrior(CostCurve((1, 4), (2.0, 2.5), 0.5)))
     with open_plan(plan) as pair:
-        costs = length_of(pair).costs
+        costs = length_of(pair).shared.costs
         assert [costs.seconds(1), costs.seconds(4)] == pytest.approx([2.0, 2.5])
 
 

@@ -183,7 +183,7 @@ class ChatTemplate:
 
 def chat_prompt(
     pair: Pair,
-    messages: Iterable[Message | Mapping[str, str]],
+    messages: Iterable[Message | Mapping[str, Any]],
     *,
     template: str | None = None,
     parse_special: bool = False,
@@ -212,7 +212,7 @@ def chat_prompt(
     return vocabulary.begun(rendered.tokenize(vocabulary))
 
 
-def _message(given: Mapping[str, str]) -> Message:
+def _message(given: Mapping[str, Any]) -> Message:
     role, content = given.get("role"), given.get("content")
     if role not in ROLES or not isinstance(content, str):
         raise PromptError(f"a message needs a role ({', '.join(ROLES)}) and a text as its content")

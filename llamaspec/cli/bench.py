@@ -31,7 +31,6 @@ from llamaspec.llama.resources import default_threads, n_hardware_threads
 from llamaspec.measure.bench import Sample, ask_all, speed_ups
 from llamaspec.measure.machine import LoadWatch, too_many_taken
 from llamaspec.measure.report import (
-    COLUMNS,
     Report,
     Settings,
     in_short,
@@ -40,7 +39,7 @@ from llamaspec.measure.report import (
     markdown,
     next_to_best_type,
     public_options,
-    rows,
+    tables,
 )
 from llamaspec.measure.served_arms import own_arms, peer_arms, program_version, serving
 from llamaspec.measure.store import keep_gains
@@ -53,8 +52,8 @@ _WIDTH = 140  # least columns of a table: a terminal may wrap its lines, but not
 QUICK_TYPE = "ngram-mod"  # llama-server's speculation type for a quick comparison
 _LEGEND = (
     "speed-ups over {0}, geometric means. whole: entire requests; decoding: after the first text; first: up "
-    "to the first text; total: all requests together; spread: a factor; worst: the worst prompt; s, first s: "
-    "medians; same: texts identical to those of {0}"
+    "to the first text; total: all requests together; spread: a factor; worst: the worst prompt. s, first s: "
+    "medians; same text: as {0}; accepted drafts: of those that were verified"
 )
 
 _OPTIONS: tuple[Decorator, ...] = (
@@ -264,6 +263,7 @@ def _show(report: Report, options: BenchOptions) -> None:
     is_aside = options.as_json and not options.markdown
     console = Console(stderr=is_aside, highlight=False, markup=False, soft_wrap=True)
     console.width = max(console.width, _WIDTH)
+    console.print(_LEGEND.format(report.baseline_name))
     if options.markdown:
         click.echo(markdown(report))
     else:
@@ -273,10 +273,10 @@ def _show(report: Report, options: BenchOptions) -> None:
         console.print(f"{report.title}; {settings}; {machine}")
         for group in report.groups:
             console.print(f"\n{group}")
-            print_table(COLUMNS, rows(report, group), console)
+            for columns, cells in tables(report, group):
+                print_table(columns, cells, console)
             if (line := next_to_best_type(report, group)) is not None:
                 console.print(line)
-    console.print(f"\n{_LEGEND.format(report.baseline_name)}\n")
     for arm, each in report.all_tasks.items():
         if each.forks and is_comparable(arm, report):
             where = ", ".join(f"{prompt} at character {at[0]}" for prompt, at in each.forks.items())

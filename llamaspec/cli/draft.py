@@ -247,8 +247,9 @@ def _file(output: str | None, force: bool, texts: Sequence[str]) -> Path | None:
     path = Path(output)
     if path.is_dir():
         raise LlamaspecError(f"{path} is a folder; name a file in it with --output")
+    _new(path, force)
     _refuse_input(path, map(Path, texts))
-    return _new(path, force)
+    return path
 
 
 def _new(path: Path, force: bool) -> Path:

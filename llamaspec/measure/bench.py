@@ -159,6 +159,8 @@ class Figures:
     total_seconds: float  # of all requests together, each as if it had the baseline's number of tokens
     forks: dict[str, tuple[int, ...]]  # prompt -> where answers first differ from the baseline's
     n_answers: int
+    n_drafted: int  # draft tokens that were verified
+    n_accepted: int
 
     @property
     def n_same(self) -> int:
@@ -228,6 +230,8 @@ def figures(pairs: AnswerPairs) -> Figures:
         total_seconds=total_seconds,
         forks={prompt: places for prompt, places in forks.items() if places},
         n_answers=len(answers),
+        n_drafted=sum(mine.n_drafted or 0 for mine, _ in answers),
+        n_accepted=sum(mine.n_accepted or 0 for mine, _ in answers),
     )
 
 

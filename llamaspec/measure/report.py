@@ -49,10 +49,8 @@ _UNSAFE = str.maketrans(dict.fromkeys('`|\\<>"', "?"))  # could end code or a ce
 _HIDDEN = "..."
 _PUBLIC = re.compile(r"-{1,2}[a-z][a-z-]*|[0-9.,]+")  # options and numbers
 _PUBLIC_WORDS = {*CACHE_TYPES, *FLASH_ATTENTION, "none", "mtp", "ngram"}
-COLUMNS = (
-    "<arm", "whole", "spread", "worst", "<prompt", "decoding", "first", "total", "s", "first s", "total s",
-    "same",
-)  # fmt: skip
+SPEED = ("<arm", "whole", "spread", "worst", "<prompt", "decoding", "first", "total")
+ANSWERS = ("<arm", "s", "first s", "total s", "same text", "accepted drafts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,19 +274,24 @@ def is_comparable(arm: str, report: Report) -> bool:
     return arm != report.baseline and (is_ours or report.settings.temperature == 0)
 
 
-def rows(report: Report, group: str) -> list[tuple[str, ...]]:
-    """Return the rows of a group's table, one for each arm; the columns are `COLUMNS`."""
-    return [_row(arm, each, report) for arm, each in report.groups[group].items()]
+def tables(report: Report, group: str) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """Return the columns and rows of a group's tables, with a row for each arm: speed, then answers."""
+    arms = report.groups[group]
+    return [
+        (SPEED, [_speed(arm, each, report) for arm, each in arms.items()]),
+        (ANSWERS, [_answers(arm, each, report) for arm, each in arms.items()]),
+    ]
 
 
-def _row(arm: str, each: Figures, report: Report) -> tuple[str, ...]:
-    seconds = [f"{number:.2f}" for number in (each.seconds, each.first_seconds, each.total_seconds)]
-    name = f"{arm} (best type)" if arm == report.best_type else arm
+def _shown(arm: str, report: Report) -> str:
+    return f"{arm} (best type)" if arm == report.best_type else arm
+
+
+def _speed(arm: str, each: Figures, report: Report) -> tuple[str, ...]:
     if arm == report.baseline:
-        return (name, "1.00", "", "", "", "1.00", "1.00", "1.00", *seconds, "")
-    same = f"{each.n_same}/{each.n_answers}" if is_comparable(arm, report) else ""
+        return (_shown(arm, report), "1.00", "", "", "", "1.00", "1.00", "1.00")
     return (
-        name,
+        _shown(arm, report),
         f"{each.whole:.2f}",
         f"{each.spread:.2f}",
         f"{each.worst:.2f}",
@@ -296,9 +299,14 @@ def _row(arm: str, each: Figures, report: Report) -> tuple[str, ...]:
         "" if each.decoding is None else f"{each.decoding:.2f}",
         f"{each.first:.2f}",
         f"{each.total:.2f}",
-        *seconds,
-        same,
     )
+
+
+def _answers(arm: str, each: Figures, report: Report) -> tuple[str, ...]:
+    seconds = [f"{number:.2f}" for number in (each.seconds, each.first_seconds, each.total_seconds)]
+    same = f"{each.n_same}/{each.n_answers}" if is_comparable(arm, report) else ""
+    accepted = f"{each.n_accepted}/{each.n_drafted}" if each.n_drafted else ""
+    return (_shown(arm, report), *seconds, same, accepted)
 
 
 def next_to_best_type(report: Report, group: str, quote: Callable[[str], str] = str) -> str | None:
@@ -339,7 +347,9 @@ def markdown(report: Report) -> str:
         lines += [_costs(report.curve), ""]
     lines += [f"{_code(report.settings.command)}. Ratios are to {report.baseline_name}.", ""]
     for group in report.groups:
-        lines += [f"**{_code(group)}**", "", _table(rows(report, group)), ""]
+        lines += [f"**{_code(group)}**", ""]
+        for columns, cells in tables(report, group):
+            lines += [_table(columns, cells), ""]
         line = next_to_best_type(report, group, _code)
         lines += [] if line is None else [line, ""]
     return "\n".join(lines)
@@ -353,9 +363,9 @@ def _costs(curve: CostCurve) -> str:
     return f"Batches of {widths} cost {times} times a single token{step}."
 
 
-def _table(cells: Sequence[tuple[str, ...]]) -> str:
-    titles = [title.lstrip("<") for title in COLUMNS]
-    left = [title.startswith("<") for title in COLUMNS]
+def _table(columns: Sequence[str], cells: Sequence[tuple[str, ...]]) -> str:
+    titles = [title.lstrip("<") for title in columns]
+    left = [title.startswith("<") for title in columns]
     rules = ["---" if is_left else "---:" for is_left in left]
     shown = [
         [_code(cell) if is_left else cell for cell, is_left in zip(row, left, strict=True)] for row in cells

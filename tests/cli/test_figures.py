@@ -372,7 +372,7 @@ def test_the_line_of_a_comparison(models: list[Path], monkeypatch: pytest.Monkey
     both = found.pop("arms")[2]
     assert found == {
         "seed": 3, "rule": "coupled", "same_file": False, "same_text": True,
-        "acceptance_rate": pytest.approx(1 / 3), "drafted": 9, "verdict": None,
+        "acceptance_rate": pytest.approx(1 / 3), "drafted": 9, "verdict": None, "interrupted": False,
     }  # fmt: skip
     assert both.pop("runs")[1] == {
         "tokens": 4, "seconds": 0.8, "prefill_seconds": 0.125, "acceptance_rate": pytest.approx(1 / 3),

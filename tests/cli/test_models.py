@@ -31,7 +31,7 @@ QUANTIZATION = "big: {{repo: a/b, default: q, quantizations: {{q: {}}}}}"
         (("generate", "--pair", "qwen3-14c", "x"), "did you mean qwen3-14b"),
         (("generate", "--pair", "small", "x"), "hf:acme/small-GGUF:small-Q8_0.gguf is not on this machine"),
         (("generate", "--target", "hf:acme", "x"), "write hf:owner/repo:file.gguf"),
-        (("generate", "-hf", "acme", "x"), "'hf:acme' is not an address"),
+        (("generate", "-hf", "acme", "x"), "write hf:owner/repo:file.gguf"),
         (("generate", "--target", "small:Q4_0", "x"), "small has no quantization Q4_0"),
         (("models", "show", "nobody"), "`llamaspec models list`"),
         (("models", "remove", "qwen3-14b"), "nothing of qwen3-14b is on this machine"),
