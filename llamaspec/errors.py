@@ -2,9 +2,12 @@
 
 LlamaspecError
 ├── ModelFileError            the file is missing, damaged or of a kind that cannot generate text
+│   └── NoTemplateError       the file has no chat template
 ├── PairError                 two models cannot work together
 ├── PromptError               the prompt is empty, too long or unreadable
-│   └── ConstraintError       the JSON schema or grammar cannot be used
+│   ├── ConstraintError       the JSON schema or grammar cannot be used
+│   └── TemplateError         the chat template is invalid, or refuses a conversation
+│       └── SystemPromptError   the chat template refuses the system prompt
 ├── DeviceError               llama.cpp cannot compute on the device
 ├── InexactError              bit-identical results were asked for and are impossible
 ├── ClosedError               the pair was closed, or belongs to the process before a fork
@@ -37,6 +40,10 @@ class ModelFileError(LlamaspecError):
     """A model file cannot be used."""
 
 
+class NoTemplateError(ModelFileError):
+    """The model's file has no chat template."""
+
+
 class PairError(LlamaspecError):
     """Two models cannot work together."""
 
@@ -47,6 +54,14 @@ class PromptError(LlamaspecError):
 
 class ConstraintError(PromptError):
     """A JSON schema or a grammar cannot be used."""
+
+
+class TemplateError(PromptError):
+    """The chat template is invalid, or refuses a conversation."""
+
+
+class SystemPromptError(TemplateError):
+    """The chat template refuses the system prompt."""
 
 
 class DeviceError(LlamaspecError):

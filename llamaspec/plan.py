@@ -17,8 +17,8 @@ from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
 from llamaspec.llama.devices import find_devices
 from llamaspec.llama.gguf_file import file_parts, kv_row_sizes, read_gguf
+from llamaspec.llama.heads_file import check_heads, heads_in_file, is_shared_head
 from llamaspec.llama.hidden_draft_file import HiddenDraftFile, check_target, hidden_draft
-from llamaspec.llama.nextn import check_heads, heads_in_file, is_shared_head
 from llamaspec.llama.options import DEFAULT_CONTEXT, DRAFT_SCORED, ModelOptions, cache_bytes
 from llamaspec.llama.resources import available_bytes
 from llamaspec.values import MTP, Copying

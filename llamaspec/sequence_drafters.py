@@ -14,10 +14,9 @@ from llamaspec.drafters.block import BlockDrafter, BlockShape
 from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
 from llamaspec.drafters.earlier import ScopedAnswers
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
-from llamaspec.drafters.hidden import HiddenDrafter, RowWindow
+from llamaspec.drafters.hidden import KEPT_ROWS, HiddenDrafter, RowWindow
 from llamaspec.drafters.model import DeferredPrompt, ModelDrafter
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
-from llamaspec.drafters.recent_rows import KEPT_ROWS
 from llamaspec.engine.speculate import Speculation
 from llamaspec.llama.block_draft import BlockDraft
 from llamaspec.llama.heads import PredictionHeads

@@ -32,9 +32,9 @@ from typing import Any
 import click
 
 from llamaspec.cli.output import print_table, stderr_console
-from llamaspec.measure.compare import in_turn
 from llamaspec.measure.served_arms import Server, ServerCommand, own_arms, serving
 from llamaspec.measure.tasks import read_task_file, read_tasks
+from llamaspec.measure.turns import in_turn
 
 GROUP = "chat and code"  # of the tasks of `llamaspec bench`
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -95,11 +95,6 @@ class Run:
         """Time of the whole run, relative to plain decoding."""
         return self.seconds[-1] / self.plain_seconds[-1]
 
-    def worst_to_plain(self, n_tokens: int) -> float:
-        """Return the largest time relative to plain decoding at any moment after a number of tokens."""
-        pairs = zip(self.n_tokens, self.seconds, self.plain_seconds, strict=True)
-        return max(seconds / plain for n, seconds, plain in pairs if n >= n_tokens)
-
     def seconds_from(self, n_tokens: int) -> float:
         """Return the time spent after a number of tokens."""
         return self.seconds[-1] - float(np.interp(n_tokens, self.n_tokens, self.seconds))

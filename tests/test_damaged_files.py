@@ -22,10 +22,10 @@ from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.automatic import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import LearnedPrior
-from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import keep
 from llamaspec.measure.store import stored as stored_of
+from llamaspec.measure.turns import Spread
 from llamaspec.plan import DraftPlan, ModelFile
 
 N = 100  # damaged copies of each file

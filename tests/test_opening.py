@@ -10,9 +10,9 @@ import pytest
 from llamaspec import AutoLength, FixedLength, ModelOptions, NoDrafter, Pair, open_pair
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import LearnedPrior
-from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import keep, keep_probe, stored
+from llamaspec.measure.turns import Spread
 from llamaspec.opening import WORTH_KEEPING, Drafting, open_plan
 from llamaspec.plan import DraftPlan, make_plan
 from llamaspec.values import Source

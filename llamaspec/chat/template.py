@@ -24,7 +24,7 @@ from llamaspec.chat.accepted import PROBE_TOOL, Accepted
 from llamaspec.chat.families import AnswerFormat, recognize
 from llamaspec.chat.messages import ROLES, Json, Message
 from llamaspec.chat.sandbox import PROCESS, RenderError, RenderTimeError
-from llamaspec.errors import ModelFileError, PromptError
+from llamaspec.errors import NoTemplateError, PromptError, SystemPromptError, TemplateError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.pair import Pair
@@ -39,18 +39,6 @@ _PRIVATE = range(0xF0000, 0xFFFFE)  # code points that Unicode leaves unassigned
 _NAMES = ("type", "required")  # keywords of JSON schemas; templates compare their values
 
 Span = tuple[int, int]  # [start, end) in bytes
-
-
-class NoTemplateError(ModelFileError):
-    """The model's file has no chat template."""
-
-
-class TemplateError(PromptError):
-    """The chat template is invalid, or refuses a conversation."""
-
-
-class SystemPromptError(TemplateError):
-    """The chat template refuses the system prompt."""
 
 
 class ChatTemplate:

@@ -15,7 +15,8 @@ from llamaspec.cli import output as out
 from llamaspec.cli.model_options import ModelChoice, find_plan, model_options
 from llamaspec.cli.option_groups import GroupedCommand
 from llamaspec.errors import printable
-from llamaspec.measure.doctor import OK, PROBLEM, WARNING, Finding, examine
+from llamaspec.measure.doctor import examine
+from llamaspec.measure.findings import OK, PROBLEM, WARNING, Finding
 
 STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "bold red"}
 

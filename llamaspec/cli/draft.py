@@ -22,7 +22,7 @@ from llamaspec.llama.gguf_file import check_gguf, file_parts
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.quantize import COPY, FILE_TYPES
-from llamaspec.measure.compare import Spread
+from llamaspec.measure.turns import Spread
 from llamaspec.plan import made_path
 from llamaspec.sampling.filters import Sampling
 

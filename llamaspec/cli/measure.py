@@ -13,7 +13,6 @@ import click
 from rich.bar import Bar
 from rich.console import Console
 
-from llamaspec.chat.template import NoTemplateError
 from llamaspec.cli import options as shared
 from llamaspec.cli import output as out
 from llamaspec.cli.model_options import (
@@ -26,13 +25,14 @@ from llamaspec.cli.model_options import (
 )
 from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, section
 from llamaspec.cli.signals import EXIT_INTERRUPTED
-from llamaspec.errors import LlamaspecError, PairError
+from llamaspec.errors import LlamaspecError, NoTemplateError, PairError
 from llamaspec.llama import runtime
 from llamaspec.measure import store
 from llamaspec.measure.audit import AUDITED, Audit, run_audit
-from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread, Task, run_compare
+from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Task, run_compare
 from llamaspec.measure.probe import FULL, QUICK, Probe, compare_attention, measure
 from llamaspec.measure.tasks import read_tasks
+from llamaspec.measure.turns import Spread
 from llamaspec.measure.verdict import attention_verdicts, conclusions, pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan

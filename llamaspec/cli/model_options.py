@@ -24,7 +24,7 @@ from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.measure.doctor import OK, option_findings
+from llamaspec.measure.findings import OK, option_findings
 from llamaspec.measure.store import stored
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.opening import Drafting, open_plan

@@ -11,8 +11,6 @@ from typing import Any
 
 import click
 
-from llamaspec.chat.messages import Message
-from llamaspec.chat.template import chat_prompt, check_template
 from llamaspec.cli.option_groups import Command, Decorator, Integer, Number, option_group
 from llamaspec.cli.output import Detail, say
 from llamaspec.errors import PromptError
@@ -109,8 +107,16 @@ JSON_SCHEMA = _TextFile("JSON schema", check_json_schema, lambda given: given.ls
 GRAMMAR = _TextFile(
     "grammar", check_grammar, lambda given: any(mark in given for mark in ("\n", "::=", ": "))
 )
+
+
+def _check_template(source: str) -> None:
+    from llamaspec.chat.template import check_template  # only chats need the modules of chats
+
+    check_template(source)
+
+
 CHAT_TEMPLATE_OPTION = click.option(
-    "--chat-template", type=_TextFile("chat template", check_template), metavar="FILE",
+    "--chat-template", type=_TextFile("chat template", _check_template), metavar="FILE",
     help="Jinja chat template to use instead of the target's own.",
 )  # fmt: skip
 
@@ -291,6 +297,9 @@ class ChatOptions:
 
         NoTemplateError if neither the options nor the target's file have a template.
         """
+        from llamaspec.chat.messages import Message
+        from llamaspec.chat.template import chat_prompt
+
         message = Message("user", decoded(prompt, "the prompt"))
         messages = [Message("system", self.system), message] if self.system else [message]
         return chat_prompt(pair, messages, template=self.chat_template, parse_special=parse_special)

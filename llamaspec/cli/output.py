@@ -18,9 +18,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from llamaspec.chat.template import NoTemplateError, SystemPromptError, TemplateError
 from llamaspec.engine.completion import Completion, StopReason
-from llamaspec.errors import ContextFullError, LlamaspecError, MemoryFullError, PairError, printable
+from llamaspec.errors import (
+    ContextFullError,
+    LlamaspecError,
+    MemoryFullError,
+    NoTemplateError,
+    PairError,
+    SystemPromptError,
+    TemplateError,
+    printable,
+)
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.verdict import ACCEPTANCES, best_length, in_words, round_seconds, verdict
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from llamaspec.catalog import Entry, locate_model, read_catalog
-from llamaspec.chat.template import ChatTemplate, NoTemplateError
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli.model_options import (
     ModelChoice,
     ModelChoices,
@@ -20,12 +20,12 @@ from llamaspec.cli.model_options import (
 )
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.engine.scheduler import MARGIN
-from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError
+from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError, NoTemplateError
 from llamaspec.files import model_stem, part_names
 from llamaspec.hub import fetched_models, find_here
 from llamaspec.llama.file_facts import file_facts
+from llamaspec.llama.heads_file import PARTS
 from llamaspec.llama.model import default_store_bytes
-from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.prefix_folder import PrefixFolder
 from llamaspec.llama.prefix_store import PrefixStore

@@ -17,8 +17,9 @@ from llamaspec.engine.completion import Completion
 from llamaspec.errors import PromptError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
-from llamaspec.measure.compare import Spread, Task, take_turns
+from llamaspec.measure.compare import Task
 from llamaspec.measure.probe import QUICK, STEPS, TEXT, measure
+from llamaspec.measure.turns import Spread, take_turns
 from llamaspec.measure.verdict import round_seconds
 from llamaspec.pair import Pair
 from llamaspec.protocols import Stream

@@ -18,9 +18,10 @@ from llamaspec.draft_making.measuring import Machine, Trial, TrialSettings
 from llamaspec.errors import EvaluationError, LlamaspecError, MemoryFullError, ModelFileError
 from llamaspec.files import file_identity
 from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.layer_influence import layer_influence
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.quantize import COPY, layer_influence, write_copy
-from llamaspec.measure.compare import Spread
+from llamaspec.llama.quantize import COPY, write_copy
+from llamaspec.measure.turns import Spread
 from llamaspec.measure.verdict import best_length
 from llamaspec.pair import Pair
 from llamaspec.plan import DRAFT_FOR, made_path

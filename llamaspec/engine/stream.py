@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 
-from llamaspec.drafters.fallback import fault_of
+from llamaspec.drafters.running import fault_of
 from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.engine.detokenizer import Detokenizer, Piece
 from llamaspec.engine.prefill_decode import Ended, Prefilled, TextEvent, Written, generate

@@ -18,6 +18,7 @@ from llamaspec.errors import ContextFullError, PairError, RowsMissingError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.context import parts
 from llamaspec.llama.hidden_draft_file import HiddenDraftFile
+from llamaspec.llama.hidden_rows import window_keys
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import BATCH, DRAFT_SCORED, ModelOptions
@@ -25,7 +26,6 @@ from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
-from llamaspec.llama.windows import window_keys
 from llamaspec.protocols import Unprepared
 from llamaspec.values import MTP, ForwardRequest, HiddenRows, Logits, Rows, Source
 

@@ -23,10 +23,18 @@ from llamaspec.errors import (
     ModelFileError,
     ScoresError,
 )
-from llamaspec.llama import nextn, resources, runtime
+from llamaspec.llama import resources, runtime
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.devices import device_of, find_devices
+from llamaspec.llama.hidden_rows import (
+    SCORED_ROWS_ONLY,
+    choose_head,
+    hidden_rows,
+    keep_layer,
+    layer_rows,
+    show_hidden_rows,
+)
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.options import (
     BATCH,
@@ -92,14 +100,14 @@ class Context:
         batch_size = min(lib.llama_n_batch(pointer), n_cells)
         self._batch = Batch(batch_size, row_size if head is None else weights.hidden_size)
         if head is not None:
-            nextn.choose_head(pointer, head)
+            choose_head(pointer, head)
         # Whether llama.cpp returns hidden rows of the scored positions only.
-        self.scored_only = head is not None and weights.facts.architecture in nextn.SCORED_ROWS_ONLY
+        self.scored_only = head is not None and weights.facts.architecture in SCORED_ROWS_ONLY
         for layer in self._layers:
             if layer < self._n_layers:
-                nextn.keep_layer(pointer, layer)
+                keep_layer(pointer, layer)
         if options.heads or self._n_layers in self._layers:
-            nextn.show_hidden_rows(pointer, scored_only=self.scored_only)
+            show_hidden_rows(pointer, scored_only=self.scored_only)
         self._governors: Sequence[ThreadGovernor] = governors() if options.threads is None else ()
         # llama.cpp's flash attention is the only kernel whose bits depend on the number of threads.
         is_sensitive = options.flash_attention != "off" and runtime.kernels().level is None
@@ -216,7 +224,7 @@ class Context:
 
     def hidden_rows(self, n: int) -> Rows:
         """Return a view of the first `n` hidden rows, of all positions or only the scored ones: [n, E]."""
-        return self._view(nextn.hidden_rows(self.pointer), n, self.weights.hidden_size)
+        return self._view(hidden_rows(self.pointer), n, self.weights.hidden_size)
 
     def clear(self) -> None:
         """Empty the KV cache and the store."""
@@ -246,7 +254,7 @@ class Context:
         if not self._layers:
             return HiddenRows(position, self.hidden_rows(first + n)[first:])
         rows = [
-            self._view(nextn.layer_rows(self.pointer, layer), first + n, self.weights.hidden_size)
+            self._view(layer_rows(self.pointer, layer), first + n, self.weights.hidden_size)
             if layer < self._n_layers
             else self.hidden_rows(first + n)
             for layer in self._layers

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama import nextn
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.context import Context
 from llamaspec.llama.hidden_draft_file import HiddenDraftFile
+from llamaspec.llama.hidden_rows import show_hidden_rows
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
@@ -43,7 +43,7 @@ class DraftContext(Context):
         size = len(draft.layers) * draft.hidden_size
         self._features = Batch(self.batch_size, size, has_tokens=False, n_axes=n_axes)
         self.scored_only = draft.kind != "dflash2"
-        nextn.show_hidden_rows(self.pointer, scored_only=self.scored_only)
+        show_hidden_rows(self.pointer, scored_only=self.scored_only)
         lib.llama_set_causal_attn(self.pointer, draft.is_causal)
 
     def inject(self, segments: list[Segment]) -> None:

@@ -19,16 +19,16 @@ from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.context import Context, parts
 from llamaspec.llama.draft_context import DraftContext
+from llamaspec.llama.heads_file import check_heads
 from llamaspec.llama.hidden_draft_file import HiddenDraftFile
+from llamaspec.llama.hidden_rows import window_keys
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.nextn import check_heads
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
-from llamaspec.llama.windows import window_keys
 from llamaspec.protocols import Unprepared
 from llamaspec.values import (
     MTP,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llamaspec.errors import PairError, printable
-from llamaspec.llama import nextn
 from llamaspec.llama.gguf_file import GgufFile, check_gguf, read_gguf, read_numbers
+from llamaspec.llama.hidden_rows import can_read_layers
 
 EAGLE3, DFLASH = "eagle3", "dflash"  # llama.cpp's architectures
 NAMES = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}
@@ -81,7 +81,7 @@ def hidden_draft(path: Path) -> HiddenDraftFile | None:
     fault = _fault(found, kind) or _vocabulary_fault(path, found)
     if fault is not None:
         raise PairError(f"{path} is no usable {NAMES[kind]} draft: {fault}; convert or download it again")
-    if not nextn.can_read_layers():
+    if not can_read_layers():
         raise PairError(
             f"{path} drafts with {NAMES[kind]}, for which this build of llama.cpp lacks functions; "
             "update llama-cpp-python"

@@ -20,9 +20,9 @@ from llamaspec.llama import resources, runtime
 from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context, leaves_main_memory
 from llamaspec.llama.draft_context import DraftContext
+from llamaspec.llama.heads_file import PARTS
 from llamaspec.llama.hidden_draft_file import HiddenDraftFile
 from llamaspec.llama.kv_cache import Prepared
-from llamaspec.llama.nextn import PARTS
 from llamaspec.llama.options import N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag

@@ -194,10 +194,10 @@ class PrefixStore:
         return sorted(nodes, key=lambda node: -newest[node])  # stable: parents stay before children
 
     def close(self) -> None:
-        """Drop everything, and leave the shared limit to the other stores."""
+        """Drop everything, leave the shared limit to the other stores, and store nothing from now on."""
         self.clear()
-        if self.root in self._room.roots:
-            self._room.roots.remove(self.root)
+        self._room.roots.remove(self.root)
+        self._room = _Room(0, roots=[self.root])
 
     def clear(self) -> None:
         """Drop everything."""

@@ -30,7 +30,7 @@ from llamaspec.llama.gguf_file import (
     read_gguf,
     windowed_share,
 )
-from llamaspec.llama.nextn import PARTS
+from llamaspec.llama.heads_file import PARTS
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
 from llamaspec.llama.trial import ensure_tried

@@ -18,8 +18,9 @@ import numpy as np
 
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import Completion
-from llamaspec.measure.compare import Progress, Task, first_difference
+from llamaspec.measure.compare import Task, first_difference
 from llamaspec.measure.probe import Measurement, compare_widths, sample_tokens
+from llamaspec.measure.turns import Progress
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution

@@ -16,9 +16,10 @@ from itertools import starmap
 from typing import Any, TypeAlias
 
 from llamaspec.errors import printable
-from llamaspec.measure.compare import first_difference, in_turn
+from llamaspec.measure.compare import first_difference
 from llamaspec.measure.served_arms import AUTO, PEER, PEER_BEST, PEER_PLAIN, PLAIN, Answer, RefusedError
 from llamaspec.measure.tasks import BenchTask, Request, requests_of
+from llamaspec.measure.turns import in_turn
 
 WARM_UP = "Count from one to thirty, in words."
 WARM_UP_TOKENS = 24

@@ -17,11 +17,11 @@ from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import Device
 from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.heads_file import heads_in_file
 from llamaspec.llama.model import LlamaModel, MemoryFacts
-from llamaspec.llama.nextn import heads_in_file
-from llamaspec.llama.options import cache_bytes
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import LoadProgress
+from llamaspec.measure.findings import OK, PROBLEM, WARNING, Finding, check, option_findings
 from llamaspec.measure.machine import CROWDED, MachineFacts, look_at_machine
 from llamaspec.measure.probe import STEPS, Probe, measure, sample_tokens
 from llamaspec.measure.verdict import pair_verdict
@@ -31,36 +31,11 @@ from llamaspec.protocols import Drafter
 
 Working: TypeAlias = Callable[[str], AbstractContextManager[LoadProgress]]  # shows progress under a label
 
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
 CHEAP = 3.0  # a draft should be at least this many times as fast as its target
 N_PROMPT, N_WRITTEN, N_DRAFT = 64, 48, 2  # tokens in the trial of a draft with another vocabulary
 N_TIMED = 512  # tokens of the prompt that is timed with prediction heads and without
 TRIAL_SECONDS = 5.0  # time limit of that trial
 FEW = 0.3  # acceptance below which drafting is hardly ever faster
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Result of one check."""
-
-    level: str  # ok, warning or problem
-    topic: str
-    text: str
-    remedy: str | None = None  # None if nothing needs to be done
-    error: LlamaspecError | None = None  # the reported error, if any
-
-    @classmethod
-    def of_error(cls, topic: str, error: LlamaspecError) -> Finding:
-        """Make a problem of an error; a remedy in its message follows the last semicolon."""
-        text, _, remedy = str(error).rpartition("; ")
-        return cls(PROBLEM, topic, text or str(error), remedy if text else None, error)
-
-
-def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *options: str) -> Finding:
-    """Return OK, or a warning whose text ends with the fault and whose remedy ends with `options`."""
-    if is_fine:
-        return Finding(OK, topic, text)
-    return Finding(WARNING, topic, text + fault, f"{remedy} ({', '.join(options)})" if options else remedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,25 +177,6 @@ def model_findings(machine: MachineFacts, examined: Examined) -> Iterator[Findin
     yield from option_findings(role, model)
     yield _rollback_finding(examined)
     yield _flash_finding(examined, on_gpu=machine.offloads(options) or options.workers != ())
-
-
-def option_findings(role: str, model: LlamaModel) -> Iterator[Finding]:
-    """Yield findings about a model's options; every command that loads the model shows the warnings."""
-    options = model.options
-    context = f"{model.context_size} tokens, trained on {model.trained_context_size}"
-    asked, most = options.n_ctx, model.trained_context_size
-    yield check(
-        f"{role} context", context, asked is None or asked <= most,
-        ": text may degrade beyond that", f"use {most} tokens or fewer",
-        "--n-ctx" if role == "target" else "--draft-ctx",
-    )  # fmt: skip
-    types = options.cache_type_k, options.cache_type_v
-    yield check(
-        f"{role} KV types", f"keys {types[0]}, values {types[1]}",
-        role != "draft" or min(map(cache_bytes, types)) >= cache_bytes("q8_0"),
-        ": below q8_0, acceptance drops", "use q8_0 or f16 for both",
-        "--draft-cache-type-k", "--draft-cache-type-v",
-    )  # fmt: skip
 
 
 def _rollback_finding(examined: Examined) -> Finding:

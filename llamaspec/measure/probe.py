@@ -16,14 +16,14 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from llamaspec.drafters.fallback import drafting, first_row, preparing, reads_rows, report
+from llamaspec.drafters.running import drafting, first_row, preparing, reads_rows, report
 from llamaspec.engine.prefill_decode import REPEATED
 from llamaspec.errors import MemoryFullError
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import DENSE
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama.model import LlamaModel
-from llamaspec.measure.compare import Progress, Spread, take_turns
+from llamaspec.measure.turns import Progress, Spread, take_turns
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import TARGET, Forward, ForwardRequest, Logits, Source, TokenArray

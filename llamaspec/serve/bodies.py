@@ -311,9 +311,14 @@ class GenerationBody(SamplingFields, ModelBody, ABC):
         """The seed, or a random one if it is -1 or missing."""
         return secrets.randbits(32) if self.seed in (None, -1) else int(self.seed or 0)
 
+    @cached_property
+    def chosen_options(self) -> AnswerOptions:
+        """The options of its answers, made once."""
+        return self.answer_options()
+
     @abstractmethod
     def answer_options(self) -> AnswerOptions:
-        """Return the options of its answers."""
+        """Make the options of its answers."""
 
 
 class ReasoningOptions(NamedTuple):

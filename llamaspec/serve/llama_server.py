@@ -130,7 +130,7 @@ class NativeForm(Form):
 
     def __init__(self, model: str, body: NativeBody, builder: RequestBuilder) -> None:
         self._model, self._body, self._builder = model, body, builder
-        self._stops = body.answer_options().stops
+        self._stops = body.chosen_options.stops
 
     def whole(self, answers: Sequence[WholeAnswer]) -> Data:
         """Return the response object, or those of its fields that the client asked for."""

@@ -191,7 +191,7 @@ class ChatForm(Form):
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, model: str, body: OpenAIBody, vocabulary: LlamaVocabulary) -> None:
-        options = body.answer_options()
+        options = body.chosen_options
         self._n, self._vocabulary, self._options = options.n, vocabulary, body.drafting
         self._with_logprobs = options.n_logprobs is not None
         self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)

@@ -20,10 +20,11 @@ from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat
 from llamaspec.chat.infill import infill_prompt
 from llamaspec.chat.messages import Message
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.chat.template import RESERVED, ChatTemplate, TemplateError, texts_in
+from llamaspec.chat.template import RESERVED, ChatTemplate, texts_in
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
+from llamaspec.errors import TemplateError
 from llamaspec.length.fixed import AtMost
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
@@ -257,7 +258,7 @@ class RequestBuilder:
 
     async def jobs(self, prompts: Sequence[Prompt], body: GenerationBody, scope: str = "") -> list[Job]:
         """Return one job for each prompt and choice; they copy only from answers of the same scope."""
-        options = body.answer_options()
+        options = body.chosen_options
         biases = await run_in_threadpool(body.biases, self.vocabulary)
         self.check_token_ids(list(biases), "logit_bias")
         sampling = body.sampling(biases)

@@ -15,7 +15,8 @@ from command import invoke, naming
 from llamaspec import ModelFileError, Pair, PromptError, open_pair
 from llamaspec.chat.accepted import in_words
 from llamaspec.chat.messages import Message, ToolCall
-from llamaspec.chat.template import ChatTemplate, SpecialTokens, TemplateError
+from llamaspec.chat.template import ChatTemplate, SpecialTokens
+from llamaspec.errors import TemplateError
 
 
 def refusal(template: str, messages: list[Message]) -> str:

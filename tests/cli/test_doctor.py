@@ -22,11 +22,9 @@ from llamaspec.llama.devices import Device, find_devices
 from llamaspec.llama.gguf_file import GgufFile, active_parameters
 from llamaspec.llama.model import MemoryFacts
 from llamaspec.llama.weights import ModelFacts
-from llamaspec.measure.compare import Spread
 from llamaspec.measure.doctor import (
     N_DRAFT,
     Examined,
-    Finding,
     acceptance_finding,
     as_size,
     machine_findings,
@@ -36,8 +34,10 @@ from llamaspec.measure.doctor import (
     room_finding,
     thread_finding,
 )
+from llamaspec.measure.findings import Finding
 from llamaspec.measure.machine import MachineFacts
 from llamaspec.measure.probe import Probe, WidthTiming
+from llamaspec.measure.turns import Spread
 from llamaspec.pair import Pair
 from model_store import ModelStore, OpenModel
 from tiny_models import WINDOW, Recipe, truncated

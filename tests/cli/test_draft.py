@@ -17,7 +17,7 @@ from llamaspec.draft_making.measuring import TrialSettings
 from llamaspec.draft_making.skip_layers import Candidate, Made, MeasuredCandidate
 from llamaspec.files import file_identity
 from llamaspec.llama.quantize import write_copy
-from llamaspec.measure.compare import Spread
+from llamaspec.measure.turns import Spread
 from llamaspec.plan import DRAFT_FOR, find_draft, made_path
 from tiny_models import truncated
 

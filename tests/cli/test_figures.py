@@ -18,10 +18,11 @@ from llamaspec import LlamaModel, ModelOptions
 from llamaspec.cli.generate import completion_json, print_reasons, write_timeline
 from llamaspec.cli.output import statistics_lines
 from llamaspec.length.cost_curve import CostCurve
-from llamaspec.measure.compare import Arm, Comparison, Spread
+from llamaspec.measure.compare import Arm, Comparison
 from llamaspec.measure.explain import Reasons
 from llamaspec.measure.probe import AttentionTiming, Probe, WidthTiming
 from llamaspec.measure.store import keep_probe
+from llamaspec.measure.turns import Spread
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import ForwardRequest, Logits, Source, UnusedDraft
 from rounds import a_round, a_text, taking

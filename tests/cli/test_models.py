@@ -17,9 +17,9 @@ from llamaspec.catalog import Catalog, Entry, read_catalog
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import RemoteFile
 from llamaspec.llama import resources
-from llamaspec.llama.nextn import ONE_HEAD
+from llamaspec.llama.heads_file import ONE_HEAD
 from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE
-from llamaspec.measure.machine import Room, choices
+from llamaspec.measure.recommend import Room, choices
 
 QUANTIZATION = "big: {{repo: a/b, default: q, quantizations: {{q: {}}}}}"
 

@@ -19,8 +19,9 @@ from llamaspec.draft_making.measuring import (
 )
 from llamaspec.engine.completion import Completion
 from llamaspec.errors import LlamaspecError
-from llamaspec.measure.compare import Spread, Task
+from llamaspec.measure.compare import Task
 from llamaspec.measure.probe import Probe, WidthTiming, sample_tokens
+from llamaspec.measure.turns import Spread
 from llamaspec.sampling.filters import Sampling
 from rounds import taking
 from tiny_models import Recipe, write_llama

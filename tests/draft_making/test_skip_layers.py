@@ -23,9 +23,11 @@ from llamaspec.files import file_identity
 from llamaspec.llama import quantize
 from llamaspec.llama.child import run_child
 from llamaspec.llama.gguf_file import read_gguf
-from llamaspec.llama.quantize import COPY, layer_influence, write_copy
-from llamaspec.measure.compare import Spread, Task
+from llamaspec.llama.layer_influence import layer_influence
+from llamaspec.llama.quantize import COPY, write_copy
+from llamaspec.measure.compare import Task
 from llamaspec.measure.probe import sample_tokens
+from llamaspec.measure.turns import Spread
 from llamaspec.plan import DRAFT_FOR, made_drafts, made_path
 from plain_llama import PlainLlama
 from tiny_models import HEAD_WRITERS, WRITERS, Recipe, write_llama

@@ -12,9 +12,8 @@ import pytest
 from fake_constraint import Steps
 from fakes import Length, tokens
 from llamaspec.drafters.common_vocabulary import SameTokens
-from llamaspec.drafters.hidden import HiddenDrafter, RowWindow
+from llamaspec.drafters.hidden import KEPT_ROWS, HiddenDrafter, RecentRows, RowWindow
 from llamaspec.drafters.model import DeferredPrompt
-from llamaspec.drafters.recent_rows import KEPT_ROWS, RecentRows
 from llamaspec.errors import EvaluationError, LlamaspecError, RowsMissingError
 from llamaspec.protocols import SequenceConstraint
 from llamaspec.sampling.acceptance_rules import Coupled

@@ -21,10 +21,11 @@ from head_requests import Asking, drafting, evaluating, joined, n_known, opened,
 from llamaspec import FixedLength, ModelOptions, NoDrafter, Pair, Sampling, open_pair
 from llamaspec.drafters.hidden import NO_ROWS
 from llamaspec.errors import ContextFullError, PairError, RowsMissingError
-from llamaspec.llama import nextn
+from llamaspec.llama import hidden_rows
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.context import Context
 from llamaspec.llama.heads import PredictionHeads
+from llamaspec.llama.heads_file import heads_in_file
 from llamaspec.llama.model import LlamaModel
 from llamaspec.values import (
     MTP,
@@ -279,7 +280,7 @@ def test_closed_heads_refuse_everything_and_can_be_closed_again(store: ModelStor
 def test_a_damaged_file_has_no_heads(store: ModelStore, tmp_path: Path) -> None:
     """The file ends in the middle of its metadata: the list of models is shown all the same."""
     path = tiny.truncated(store.path("qwen35"), tmp_path / "cut.gguf", 700)
-    assert nextn.heads_in_file(path).n_heads == 0
+    assert heads_in_file(path).n_heads == 0
 
 
 def test_a_file_without_heads(target_file: Path) -> None:
@@ -291,8 +292,8 @@ def test_a_file_whose_heads_were_left_out(tmp_path: Path) -> None:
     """llama.cpp loads it, but would abort the process if its heads were used."""
     path = tiny.write_step35(tmp_path / "whole.gguf")
     without = tiny.without_tensors(path, tmp_path / "trunk.gguf", "nextn.eh_proj")
-    assert nextn.heads_in_file(path).n_heads == 3
-    assert nextn.heads_in_file(without).n_heads == 0
+    assert heads_in_file(path).n_heads == 3
+    assert heads_in_file(without).n_heads == 0
     with pytest.raises(PairError, match="has no prediction heads"):
         open_pair(without, "mtp")
 
@@ -308,13 +309,13 @@ def test_more_heads_than_the_architecture_computes(tmp_path: Path) -> None:
 def test_heads_in_another_part_of_the_file(tmp_path: Path) -> None:
     path = tiny.write_step35(tmp_path / "model.gguf", Recipe(tensors_per_file=6))
     assert path.name.startswith("model-00001-of-")
-    assert nextn.heads_in_file(path).n_heads == 3
+    assert heads_in_file(path).n_heads == 3
     with open_pair(path, "mtp", target_options=ModelOptions(threads=1)) as pair:
         assert pair.stream("the", max_tokens=12, policy=FixedLength(2)).run().summary.n_verified > 0
 
 
 def test_a_build_that_cannot_compute_heads(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nextn, "_ext", None)
+    monkeypatch.setattr(hidden_rows, "_ext", None)
     with pytest.raises(PairError, match=r"this build of llama.cpp cannot compute them"):
         open_pair(store.path("qwen35"), "mtp")
 

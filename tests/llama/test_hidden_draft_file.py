@@ -11,7 +11,7 @@ import pytest
 import tiny_hidden
 from llamaspec import ModelOptions, open_pair
 from llamaspec.errors import PairError
-from llamaspec.llama import nextn
+from llamaspec.llama import hidden_rows
 from llamaspec.llama.hidden_draft_file import check_target, hidden_draft
 from model_store import ModelStore
 from tiny_hidden import DraftRecipe, write_draft
@@ -124,6 +124,6 @@ def test_only_eagle_reads_the_last_output_and_only_of_some_targets(store: ModelS
 
 def test_a_build_that_lacks_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_draft(tmp_path / "draft.gguf", DraftRecipe())
-    monkeypatch.setattr(nextn, "_keep_layer", None)
+    monkeypatch.setattr(hidden_rows, "_keep_layer", None)
     with pytest.raises(PairError, match=r"this build of llama.cpp lacks functions; update llama-cpp-python"):
         hidden_draft(path)

@@ -63,6 +63,19 @@ def test_another_model_finds_nothing_and_shares_the_limit() -> None:
     assert (store.find(text(40)).n, store.n_bytes) == (0, 14 * 32)
 
 
+def test_a_closed_store_takes_nothing_from_the_shared_limit() -> None:
+    """Sequences that ended after their model's store was closed took room from the other models for good."""
+    store = PrefixStore(LARGE)
+    closed = PrefixStore(limit_of=store)
+    put(store, text(20))
+    n_bytes = store.n_bytes
+    put(closed, text(20, 1))
+    for _ in range(2):
+        closed.close()
+        assert put(closed, text(20, 1)) == []
+        assert (store.n_bytes, store.fault()) == (n_bytes, None)
+
+
 def test_the_longest_beginning_is_found_below_a_shorter_node() -> None:
     """A turn ended at 10 tokens and was continued; another sequence has 16 tokens in its first block."""
     store, tokens = PrefixStore(LARGE), text(60)

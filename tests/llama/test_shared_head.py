@@ -16,7 +16,7 @@ from head_requests import Asking, drafted_side_by_side, drafting, evaluating, op
 from llamaspec import ModelOptions, Pair, open_pair
 from llamaspec.drafters.hidden import NO_ROWS
 from llamaspec.errors import EvaluationAbortedError, ModelFileError, PairError
-from llamaspec.llama import nextn
+from llamaspec.llama import hidden_rows
 from llamaspec.llama.heads import SharedHead
 from llamaspec.values import MTP, TARGET, ForwardRequest, HiddenInput, HiddenRows, Source
 from model_store import ModelStore
@@ -111,7 +111,7 @@ def test_another_target(store: ModelStore) -> None:
 
 
 def test_a_build_that_cannot_compute_it(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nextn, "_ext", None)
+    monkeypatch.setattr(hidden_rows, "_ext", None)
     with pytest.raises(PairError, match="this build of llama"):
         open_pair(store.path("gemma4"), store.path("gemma4-assistant"))
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from llamaspec.measure.audit import Audit, Fork
-from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Spread
+from llamaspec.measure.compare import Arm, Comparison, SpeedUp
 from llamaspec.measure.probe import Probe, WidthTiming
+from llamaspec.measure.turns import Spread
 from rounds import a_round, a_text, taking
 
 

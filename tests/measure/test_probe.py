@@ -11,7 +11,6 @@ import pytest
 
 from llamaspec import LlamaModel, MemoryFullError, ModelOptions, Pair
 from llamaspec.errors import ClosedError
-from llamaspec.measure.compare import Progress, Spread
 from llamaspec.measure.probe import (
     ATTENTION_SECONDS,
     FULL,
@@ -24,6 +23,7 @@ from llamaspec.measure.probe import (
     measure,
     other_attention,
 )
+from llamaspec.measure.turns import Progress, Spread
 from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
 from model_store import OpenModel
 

@@ -23,9 +23,9 @@ from llamaspec.length.automatic import AutoLength
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure import store
-from llamaspec.measure.compare import Spread
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import BenchGains, forget, keep, keep_probe, stored
+from llamaspec.measure.turns import Spread
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import Draft, Evaluation, Round
 from patience import PATIENCE

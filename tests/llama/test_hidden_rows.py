@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fakes import tokens
-from llamaspec.llama.windows import window_keys
+from llamaspec.llama.hidden_rows import window_keys
 
 
 def test_the_whole_sequence_has_its_own_names() -> None:

@@ -1,22 +1,17 @@
-"""Prediction heads (MTP, NextN): the files that have them, and llama.cpp's functions for them.
+"""Files with prediction heads (MTP, NextN): which have them, and which of them llama.cpp can compute.
 
-The functions are not in llama.h, so a build may lack them. llama.cpp aborts the process if it computes a head
-that it does not support, so files are checked before.
+llama.cpp aborts the process if it computes a head that it does not support, so files are checked before.
+tests/llama/test_heads.py.
 """
 
 from __future__ import annotations
 
-import ctypes
-import importlib
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.llama.gguf_file import check_gguf, file_parts, read_gguf
+from llamaspec.llama.hidden_rows import can_compute_heads
 
 # Architectures whose graph runs a single head, which drafts any number of tokens.
 ONE_HEAD = frozenset({
@@ -24,12 +19,8 @@ ONE_HEAD = frozenset({
     "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next",
 })  # fmt: skip
 SEVERAL_HEADS = frozenset({"hy_v3", "mimo2", "step35"})  # whose graph runs several, one for each token
-# Architectures whose graph returns the hidden rows of scored positions only.
-SCORED_ROWS_ONLY = frozenset({"deepseek4", "gemma4-assistant", "mimo2", "qwen3next", "step35"})
-try:
-    _ext: Any = importlib.import_module("llama_cpp.llama_cpp_ext")
-except (ImportError, AttributeError):  # AttributeError: the library lacks one of the functions
-    _ext = None
+SHARED = "gemma4-assistant"  # a head in a separate file, which uses the target's KV cache
+PARTS = frozenset({SHARED, "dflash", "eagle3"})  # architectures that cannot be evaluated without their target
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +35,7 @@ class HeadsInFile:
         """The reason why they cannot be used, as a predicate; None if they can."""
         if not self.n_heads:
             return "has no prediction heads"
-        if _ext is None:
+        if not can_compute_heads():
             return "has prediction heads, but this build of llama.cpp cannot compute them"
         if self.architecture in SEVERAL_HEADS or (self.architecture in ONE_HEAD and self.n_heads == 1):
             return None
@@ -76,68 +67,13 @@ def check_heads(path: Path) -> HeadsInFile:
     return found
 
 
-def show_hidden_rows(context: Any, *, scored_only: bool) -> None:
-    """Make a context return its hidden rows, of all positions or of the scored ones only."""
-    _ext.llama_set_embeddings_nextn(context, True, scored_only)
-
-
-def choose_head(context: Any, head: int) -> None:
-    """Choose the head, from 0, that a context for heads computes."""
-    _ext.llama_set_nextn_layer_offset(context, head)
-
-
-def hidden_rows(context: Any) -> Any:
-    """Return a pointer to the hidden rows of the last evaluation."""
-    return _ext.llama_get_embeddings_nextn(context)
-
-
-def _function(name: str, mangled: str, result: Any, *arguments: Any) -> Any:
-    """Return a function that the bindings lack, as C or C++ exports it; None if the library has none."""
-    for symbol in (name, mangled):
-        with suppress(AttributeError):
-            found = getattr(ctypes.CDLL(lib._lib._name), symbol)
-            found.restype, found.argtypes = result, arguments
-            return found
-    return None
-
-
-_context = lib.llama_context_p_ctypes
-_keep_layer = _function(
-    "llama_set_embeddings_layer_inp", "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
-    None, _context, ctypes.c_uint32, ctypes.c_bool,
-)  # fmt: skip
-_layer_rows = _function(
-    "llama_get_embeddings_layer_inp", "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
-    ctypes.POINTER(ctypes.c_float), _context, ctypes.c_uint32,
-)  # fmt: skip
-
-
-def can_read_layers() -> bool:
-    """Whether this build of llama.cpp returns what goes into a layer."""
-    return _ext is not None and _keep_layer is not None and _layer_rows is not None
-
-
-def keep_layer(context: Any, layer: int) -> None:
-    """Make a context keep what goes into a layer; before the first evaluation."""
-    _keep_layer(context, layer, True)  # a function of C
-
-
-def layer_rows(context: Any, layer: int) -> Any:
-    """Return a pointer to what went into a layer in the last evaluation: [positions, E]."""
-    return _layer_rows(context, layer)
-
-
-SHARED = "gemma4-assistant"  # a head in a separate file, which uses the target's KV cache
-PARTS = frozenset({SHARED, "dflash", "eagle3"})  # architectures that cannot be evaluated without their target
-
-
 def is_shared_head(path: Path) -> bool:
     """Whether a file is a head that uses the target's KV cache; PairError if it cannot be used."""
     try:
         architecture = read_gguf(path).architecture
     except OSError:
         return False  # loading the file will raise an error that says why
-    if architecture == SHARED and _ext is None:
+    if architecture == SHARED and not can_compute_heads():
         raise PairError(
             f"{path} is a prediction head, which this build of llama.cpp cannot compute; "
             "update llama-cpp-python"
