@@ -109,7 +109,7 @@ def test_why_a_draft_fell_silent_is_told(target_file: Path, bad: Path) -> None:
     arguments = ["generate", "x", *naming([target_file, bad]), "-n", "5", "--draft-length", "2"]
     for detail in ("short", "full"):
         told = invoke(*arguments, "--stats", detail).stderr
-        assert f"the draft failed and is no longer used: {why}\n" in told
+        assert f"the draft model failed and is no longer used: {why}\n" in told
     assert invoke(*arguments, "--json").json["statistics"]["draft_fault"] == why
     with open_pair(target_file, bad, target_options=CPU, draft_options=CPU) as pair, served(pair) as server:
         body = {"prompt": "x", "max_tokens": 5}

@@ -178,9 +178,11 @@ class _Origins:
         self._tokens: deque[TokenLogprobs] = deque()
         self._spans: deque[Span] = deque()
         self._begin = 0  # characters of the answer before the first span
+        self._n_new = 0  # tokens since the last delta of content or reasoning
 
     def note(self, piece: Piece) -> None:
         """Add a generated token."""
+        self._n_new += 1
         self._spans += piece.spans
         if piece.logprobs is not None:
             self._tokens.append(TokenLogprobs(piece.token, piece.logprobs, piece.begin))
@@ -190,8 +192,12 @@ class _Origins:
         self._spans.append(Span(text, False))
 
     def added(self, deltas: Iterable[Delta]) -> list[Delta]:
-        """Return the deltas, with the origin of their content."""
-        return [self._content(each) if isinstance(each, ContentDelta) else each for each in deltas]
+        """Return the deltas, with the origin of their content and the number of new tokens."""
+        found = [self._content(each) if isinstance(each, ContentDelta) else each for each in deltas]
+        if found and isinstance(last := found[-1], ContentDelta | ReasoningDelta):
+            found[-1] = replace(last, n_tokens=self._n_new)
+            self._n_new = 0
+        return found
 
     def _content(self, delta: ContentDelta) -> ContentDelta:
         """Return content with its spans and tokens; drop those of marks, reasoning and calls before it."""
@@ -220,9 +226,10 @@ def _joined(deltas: Iterable[Delta]) -> list[Delta]:
         last = joined[-1] if joined else None
         if isinstance(delta, ContentDelta) and isinstance(last, ContentDelta):
             spans, logprobs = _merged((*last.spans, *delta.spans)), last.logprobs + delta.logprobs
-            joined[-1] = ContentDelta(last.text + delta.text, spans, logprobs)
+            n_tokens = last.n_tokens + delta.n_tokens
+            joined[-1] = ContentDelta(last.text + delta.text, spans, logprobs, n_tokens=n_tokens)
         elif isinstance(delta, ReasoningDelta) and isinstance(last, ReasoningDelta):
-            joined[-1] = ReasoningDelta(last.text + delta.text)
+            joined[-1] = ReasoningDelta(last.text + delta.text, n_tokens=last.n_tokens + delta.n_tokens)
         elif isinstance(delta, ArgumentsDelta) and isinstance(last, ArgumentsDelta):
             joined[-1] = ArgumentsDelta(delta.index, last.text + delta.text)
         else:

@@ -94,6 +94,7 @@ class ContentDelta:
     spans: tuple[Span, ...] = field(default=(), repr=False)  # the same text, split by whether it was drafted
     logprobs: tuple[TokenLogprobs, ...] = field(default=(), repr=False)  # of its tokens, if requested
     end: int = field(default=0, kw_only=True, compare=False, repr=False)  # characters of the answer so far
+    n_tokens: int = field(default=0, kw_only=True, compare=False, repr=False)  # new since the last delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class ReasoningDelta:
     """More of the model's reasoning."""
 
     text: str
+    n_tokens: int = field(default=0, kw_only=True, compare=False, repr=False)  # new since the last delta
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def _show_comparison(comparison: Comparison, task: Task) -> None:
     )
     rate = comparison.speculative.acceptance_rate
     if comparison.speculative.n_drafted == 0:
-        click.echo("nothing was drafted, so any difference is noise")
+        click.echo("no draft token was proposed, so any difference is noise")
     elif rate is None:
         click.echo("no draft token was verified: none was expected to save time")
     else:

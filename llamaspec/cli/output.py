@@ -30,6 +30,7 @@ from llamaspec.errors import (
     printable,
 )
 from llamaspec.length.cost_curve import CostCurve
+from llamaspec.measure.explain import gain_in_words
 from llamaspec.measure.verdict import ACCEPTANCES, best_length, in_words, round_seconds, verdict
 
 Detail = Literal["short", "full"]
@@ -202,21 +203,18 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
         speed += f", {summary.tokens_per_second:.1f} tokens/s"
     gain = summary.speed_up
     n_dropped = summary.n_drafted - summary.n_verified
-    dropped = f", {n_dropped} not verified" if n_dropped else ""
+    dropped = f", {n_dropped} not verified" if n_dropped and summary.n_verified else ""
     ended = f"stopped {_ENDS[completion.stop_reason]}, seed {seed}"
-    unverified = (
-        f"{summary.n_drafted} proposed, none verified" if summary.n_drafted else "nothing was drafted"
-    )
+    drafts = "no draft token was proposed"
+    if summary.n_verified:
+        drafts = f"{summary.n_accepted} of {summary.n_verified} draft tokens accepted"
+    elif summary.n_drafted:
+        drafts = f"{summary.n_drafted} draft tokens proposed, none verified"
     if detail == "short":
         if gain is not None:
-            speed += f": {gain_in_words(gain, digits=1)}"
-        n_rejected = summary.n_verified - summary.n_accepted
-        source = unverified
-        if summary.n_verified:
-            rejected = f"{n_rejected} draft token{_plural(n_rejected)} rejected"
-            source = f"{summary.n_accepted} of them came from drafts, {rejected}{dropped}"
+            speed += f": {gain_in_words(gain)}"
         prompt = f"prompt processed in {completion.prefill_seconds:.2f} s"
-        return [speed, f"{source}; {prompt}; {ended}", *_unused_draft(completion)]
+        return [speed, f"{drafts}{dropped}; {prompt}; {ended}", *_unused_draft(completion)]
     cached = f", {completion.n_cached} of them cached," if completion.n_cached else ""
     n_prompt = completion.n_prompt_tokens
     prompt = f"{n_prompt} token{_plural(n_prompt)}{cached} in {completion.prefill_seconds:.2f} s"
@@ -227,12 +225,10 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
             f"{1e3 * summary.plain_seconds:.1f} ms"
         )
     if summary.acceptance_rate is not None:
-        lines.append(
-            f"{summary.n_accepted} of {summary.n_verified} draft tokens accepted "
-            f"({summary.acceptance_rate:.0%}){dropped}, {summary.mean_tokens_per_round:.2f} tokens per round"
+        drafts += (
+            f" ({summary.acceptance_rate:.0%}){dropped}, {summary.mean_tokens_per_round:.2f} tokens per round"
         )
-    else:
-        lines.append(unverified)
+    lines.append(drafts)
     if summary.decode_seconds > 0:
         parts = {
             "draft": summary.draft_seconds,
@@ -250,24 +246,16 @@ def _plural(n: int) -> str:
     return "" if n == 1 else "s"
 
 
-def gain_in_words(gain: float, digits: int) -> str:
-    """Compare the estimated speed with that of plain decoding."""
-    percent = round(100 * (1 - gain))
-    if percent > 0:
-        return f"{percent}% slower than without a draft (estimate)"
-    return f"{gain:.{digits}f} times as fast as without a draft (estimate)"
-
-
 def _unused_draft(completion: Completion) -> list[str]:
     unused = completion.unused_draft
     if completion.draft_fault is not None:
-        return [f"the draft failed and is no longer used: {printable(completion.draft_fault)}"]
+        return [f"the draft model failed and is no longer used: {printable(completion.draft_fault)}"]
     if unused is None or unused.reading_seconds < NOTABLE:
         return []
     reading, saved = unused
     return [
-        f"the draft was not used: processing the prompt would have taken {reading:.1f} s, "
-        f"to save about {saved:.1f} s"
+        f"the draft model was not used: it would have taken {reading:.1f} s to process the prompt, "
+        f"and saved about {saved:.1f} s"
     ]
 
 

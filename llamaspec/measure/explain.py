@@ -9,8 +9,10 @@ from itertools import pairwise
 from llamaspec.engine.completion import Completion
 from llamaspec.length.acceptance import verified_tokens
 from llamaspec.length.cost_curve import CostCurve
+from llamaspec.measure.verdict import SAME
 from llamaspec.values import COPIES, Source
 
+FEW = 1.1  # smaller speed-ups are told in percent
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 _ORIGINS = {
     Source.MODEL: "from the draft model",
@@ -22,6 +24,20 @@ _ORIGINS = {
     Source.EARLIER: "copied from earlier answers",
     Source.GRAMMAR: "forced by the grammar",
 }
+
+
+def gain_in_words(gain: float, digits: int = 1) -> str:
+    """Compare the estimated speed of a completion with that of decoding without drafts.
+
+    The page of the server says the same (`speed.js`).
+    """
+    if abs(gain - 1) < SAME:
+        compared = "about as fast as"
+    elif gain < FEW:
+        compared = f"{abs(gain - 1):.0%} {'slower' if gain < 1 else 'faster'} than"
+    else:
+        compared = f"{gain:.{digits}f} times as fast as"
+    return f"{compared} without drafts (estimate)"
 
 
 @dataclass(frozen=True, slots=True)

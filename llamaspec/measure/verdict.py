@@ -158,7 +158,7 @@ def pair_verdict(pair: Models, prior: LearnedPrior | None = None) -> str | None:
         return None
     acceptance = Acceptance(prior.log_odds).probability()
     best = best_length(seconds, acceptance)
-    gain = f"about {best.speed_up:.1f} times as fast as without a draft"
+    gain = f"about {best.speed_up:.1f} times as fast as without drafts"
     gain = "no faster" if best.speed_up < 1 + SAME else gain
     return f"{said}; at the observed {acceptance:.0%}, it is {gain} (computed from measured times)"
 

@@ -33,6 +33,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaspec.errors import LlamaspecError, printable
+from llamaspec.measure.explain import gain_in_words
 from llamaspec.serve import (
     ServeSettings,
     anthropic,
@@ -66,14 +67,18 @@ ENDPOINTS = (
 )
 _PAGE_MODULES = (
     "page",
+    "answers",
     "client",
     "dom",
+    "files",
+    "list",
     "markdown",
     "models",
     "speed",
     "store",
     "timeline",
     "transfer",
+    "versions",
     "view",
 )
 _PAGE_FILES = {"/": "index.html"} | {
@@ -267,7 +272,7 @@ def _in_words(work: Mapping[str, Any]) -> str:
     if (speed := work["tokens_per_second"]) is not None:
         parts.append(f"{speed:.1f} tokens/s")
     if (speedup := work["speedup_estimate"]) is not None:
-        parts.append(f"{speedup:.2f}× with drafts (estimate)")
+        parts.append(gain_in_words(speedup, digits=2))
     return ", ".join([*parts, *(["cancelled"] if work["cancelled"] else [])])
 
 

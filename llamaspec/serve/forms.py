@@ -83,7 +83,7 @@ class Form(ABC):
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         """Return a comment, which clients ignore, or another event without content."""
         if progress.n_processed is None:
-            return b": waiting\n\n"
+            return b": waiting\n\n" if progress.is_waiting else b": working\n\n"
         return f": prompt {progress.n_processed}/{progress.n_total}\n\n".encode()
 
     def _error(self, exception: Exception) -> bytes:
@@ -96,7 +96,8 @@ class Form(ABC):
 
     async def stream(self, events: Events, on_error: Callable[[Exception], object]) -> AsyncIterator[bytes]:
         """Yield the response as a stream; an exception becomes its last event."""
-        yield self._begin() or self._keep_alive(0, PromptProgress())
+        if begin := self._begin():
+            yield begin
         try:
             async for index, event in events:
                 if isinstance(event, PromptProgress):

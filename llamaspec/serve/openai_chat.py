@@ -220,10 +220,12 @@ class ChatForm(Form):
         return self._chunk([self._part(index, None)], prompt_progress=counts)
 
     def _add(self, index: int, delta: Delta) -> bytes:
-        spans: Data = {}
+        more: Data = {}
+        if self._options.spans and isinstance(delta, ContentDelta | ReasoningDelta):
+            more["n_tokens"] = delta.n_tokens
         if self._options.spans and isinstance(delta, ContentDelta):
-            spans = {"spans": [{"text": span.text, "drafted": span.drafted} for span in delta.spans]}
-        return self._chunk([self._part(index, delta)], **spans)
+            more["spans"] = [{"text": span.text, "drafted": span.drafted} for span in delta.spans]
+        return self._chunk([self._part(index, delta)], **more)
 
     def _finish(self, index: int, end: Finished) -> bytes:
         self._ends[index] = end

@@ -34,6 +34,7 @@ class PromptProgress:
     n_total: int | None = None
     n_cached: int = 0  # of `n_processed`; they were not evaluated
     seconds: float = 0.0  # since the sequence began to run
+    is_waiting: bool = False  # the sequence waits in the queue, or for room in the KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,11 @@ class SequenceState:
     place: Place = Place.HELD
     pause: asyncio.TimerHandle | None = None  # until it gives up its place
 
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether it has begun, but has no room in the KV cache."""
+        return self.stream is not None and self.stream.is_swapped_out
+
 
 class Submission:
     """The sequences of one HTTP request, and their events."""
@@ -103,20 +109,25 @@ class Submission:
         }
 
     async def events(self, timeout: float | None, keep_alive: float) -> Events:
-        """Yield all events, and a PromptProgress without numbers after `keep_alive` seconds without one.
+        """Yield all events, and signs of life: a PromptProgress without numbers.
 
-        Raises a RequestError (504) after `timeout` seconds, and the error that ended a sequence.
+        One comes at once, one when the request leaves the queue, and one after `keep_alive` seconds without
+        an event. Raises a RequestError (504) after `timeout` seconds, and the error that ended a sequence.
         """
         last, running = time.monotonic(), dict(enumerate(self.states))
         deadline = last + (math.inf if timeout is None else timeout)
+        is_queued: bool | None = None
         while running:
             now = time.monotonic()
             if now >= deadline:
                 raise RequestError(504, "the answer took too long; see --request-timeout", code="timeout")
+            was_queued, is_queued = is_queued, all(each.started_at is None for each in running.values())
             # Since the last event, not the last token: the text of a call may be held back.
-            if now - last >= keep_alive:
+            is_silent = now - last >= keep_alive
+            if is_silent or is_queued != was_queued:
                 last = now
-                yield 0, PromptProgress()
+                has_no_room = is_silent and all(each.waits_for_room for each in running.values())
+                yield 0, PromptProgress(is_waiting=is_queued or has_no_room)
             self.news.clear()
             for index, state in tuple(running.items()):
                 for event in self._queue.fetch(state):
@@ -273,6 +284,7 @@ class RequestQueue:
         loop = asyncio.get_running_loop()
         begin = state.started_at = self._clock()
         self._running.append(state)
+        state.submission.news.set()
 
         def on_progress(n_processed: int, n_total: int) -> None:
             n_cached = 0 if state.stream is None else state.stream.completion.n_cached

@@ -170,3 +170,9 @@ def test_content_of_several_tokens_that_are_ready_is_joined() -> None:
     assert [delta.text for delta in begun if isinstance(delta, ContentDelta)] == ["a"]
     assert (rest.text, rest.spans) == ("bc", (Span("b", True), Span("c", False)))
     assert [token.token for token in rest.logprobs][:2] == [2, 3]
+
+
+def test_every_token_counts_with_the_text_after_it() -> None:
+    """Also the tokens of marks, which have no text of the answer."""
+    stream = stream_of(["<think>", "Hm", "</think>", "So", " it"], CALLS)
+    assert [delta.n_tokens for deltas in stream for delta in deltas] == [2, 2, 1]

@@ -101,7 +101,7 @@ def test_the_sanity_check_is_named(models: list[Path], tmp_path: Path) -> None:
 def test_without_draft_tokens_a_difference_is_noise(models: list[Path]) -> None:
     """Its speed used to be called a speed-up."""
     answer = compare(models, "-k", "0")
-    assert answer.stdout.splitlines()[-1] == "nothing was drafted, so any difference is noise"
+    assert answer.stdout.splitlines()[-1] == "no draft token was proposed, so any difference is noise"
     assert "x" not in answer.stdout.splitlines()[3]
     found = compare(models, "-k", "0", "--json").json
     assert (found["acceptance_rate"], found["drafted"], found["arms"][2]["speed_up"]) == (None, 0, None)

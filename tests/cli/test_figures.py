@@ -112,25 +112,24 @@ def test_the_gain_of_a_short_text_is_not_told() -> None:
         text = a_text([TWO_ROUNDS[0], *[plain] * (n - 3)])
         assert text.summary.n_tokens == n
         for detail in ("short", "full"):
-            assert any("without a draft" in line for line in statistics_lines(text, 7, detail)) == tells
+            assert any("without drafts" in line for line in statistics_lines(text, 7, detail)) == tells
 
 
 def test_the_gain_is_told_in_plain_words() -> None:
     plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
     text = a_text([*4 * TWO_ROUNDS, *3 * [plain]])  # 19 tokens in 22 s, 38 s without a draft
     assert statistics_lines(text, 7, "full")[1] == (
-        "1.73 times as fast as without a draft (estimate): a round without draft tokens takes 2000.0 ms"
+        "1.73 times as fast as without drafts (estimate): a round without draft tokens takes 2000.0 ms"
     )
     assert statistics_lines(text, 7, "short") == [
-        "19 tokens in 22.00 s, 0.9 tokens/s: 1.7 times as fast as without a draft (estimate)",
-        "8 of them came from drafts, 8 draft tokens rejected; prompt processed in 0.12 s; "
-        "stopped at --max-tokens, seed 7",
+        "19 tokens in 22.00 s, 0.9 tokens/s: 1.7 times as fast as without drafts (estimate)",
+        "8 of 16 draft tokens accepted; prompt processed in 0.12 s; stopped at --max-tokens, seed 7",
     ]
     slower = a_text([*4 * TWO_ROUNDS, *3 * [replace(plain, verify_seconds=0.25)]])  # 14.25 s of 18.25 s
-    assert ": 22% slower than without a draft (estimate)" in statistics_lines(slower, 7, "short")[0]
+    assert ": 22% slower than without drafts (estimate)" in statistics_lines(slower, 7, "short")[0]
     undrafted = statistics_lines(a_text([plain]), 7, "short")
     assert undrafted[0] == "1 token in 2.00 s, 0.5 tokens/s"
-    assert undrafted[1].startswith("nothing was drafted; prompt processed in")
+    assert undrafted[1].startswith("no draft token was proposed; prompt processed in")
 
 
 def test_the_timeline_has_no_control_characters(tmp_path: Path) -> None:
@@ -151,8 +150,8 @@ def test_draft_tokens_that_were_dropped_are_told_apart() -> None:
     text = replace(text, summary=replace(text.summary, n_drafted=9))
     assert "2 of 4 draft tokens accepted (50%), 5 not verified" in statistics_lines(text, 7, "full")[1]
     text = replace(text, summary=replace(text.summary, n_verified=0))
-    assert statistics_lines(text, 7, "full")[1] == "9 proposed, none verified"
-    assert statistics_lines(text, 7, "short")[1].startswith("9 proposed, none verified; ")
+    assert statistics_lines(text, 7, "full")[1] == "9 draft tokens proposed, none verified"
+    assert statistics_lines(text, 7, "short")[1].startswith("9 draft tokens proposed, none verified; ")
 
 
 def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
@@ -161,7 +160,7 @@ def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
     found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
     assert found
     assert json.loads(found[1]) == {
-        "summary": "2 of them came from drafts, 2 draft tokens rejected; prompt processed in 0.12 s; "
+        "summary": "2 of 4 draft tokens accepted; prompt processed in 0.12 s; "
                    "stopped at --max-tokens, seed 7",
         "conclusion": "4 tokens in 4.00 s, 1.0 tokens/s",
         "prompt": {"n_tokens": 40, "seconds": 0.125},
@@ -363,7 +362,7 @@ def test_the_table_of_a_comparison(models: list[Path], monkeypatch: pytest.Monke
     assert "so no draft token should be rejected" in answer.stderr
     answer = shown(compared(drafts=False), monkeypatch, models)
     assert answer.stdout.splitlines()[-2].split() == ["both", "3", "0.800", "±", "0.375", "5.0"]
-    assert answer.stdout.splitlines()[-1] == "nothing was drafted, so any difference is noise"
+    assert answer.stdout.splitlines()[-1] == "no draft token was proposed, so any difference is noise"
 
 
 @pytest.mark.usefixtures("own_cache")  # without the verdicts of other tests
@@ -391,7 +390,7 @@ def test_the_line_of_a_comparison(models: list[Path], monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("reading", "says"),
-    [(7.25, "processing the prompt would have taken 7.2 s, to save about 2.5 s"), (0.05, "")],
+    [(7.25, "it would have taken 7.2 s to process the prompt, and saved about 2.5 s"), (0.05, "")],
 )
 def test_a_draft_that_was_not_used_is_told_with_its_price(reading: float, says: str) -> None:
     told = replace(a_text(TWO_ROUNDS), unused_draft=UnusedDraft(reading, 2.5))

@@ -35,7 +35,7 @@ def test_only_the_text_on_stdout(models: list[Path]) -> None:
     assert answer.stdout == expected(models, 5, 40).text + "\n"
     assert "seed 5" in answer.stderr
     assert "tokens/s" in answer.stderr
-    assert "of them came from drafts" in answer.stderr
+    assert "draft tokens accepted; " in answer.stderr
     assert "time: draft" not in answer.stderr
     full = invoke(*arguments, "--stats", "full")
     assert "draft tokens accepted" in full.stderr
@@ -57,7 +57,7 @@ def test_ngram_drafts_leave_the_text_alone(models: list[Path], with_draft: bool)
 
 def test_a_run_without_draft_tokens_says_so(models: list[Path]) -> None:
     answer = generate(PROMPT, "-n", "5", "--draft-length", "0", models=models)
-    assert "nothing was drafted; " in answer.stderr
+    assert "no draft token was proposed; " in answer.stderr
 
 
 def test_no_stats_is_silent(models: list[Path]) -> None:

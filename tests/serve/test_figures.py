@@ -28,6 +28,7 @@ def test_spans_are_the_text(server: Served) -> None:
         assert "".join(span["text"] for span in chunk.get("spans", [])) == content
     spans = [span for chunk in chunks for span in chunk.get("spans", [])]
     assert {span["drafted"] for span in spans} == {True, False}
+    assert sum(chunk.get("n_tokens", 0) for chunk in chunks) == chunks[-1]["timings"]["predicted_n"]
     alone = server.events(CHAT, {**BODY, "speculative": {"spans": True, "enabled": False}})
     spans = [span for _, data in alone[:-1] for span in data.get("spans", [])]
     assert {span["drafted"] for span in spans} == {False}

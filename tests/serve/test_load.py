@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -468,21 +469,26 @@ def test_a_silent_stream_shows_signs_of_life(
             gate.open()
             rest = list(lines)
         assert running.result().status_code == 200
-    assert any(line.startswith(": prompt ") for line in rest)
+    assert rest.index(": working") < next(i for i, line in enumerate(rest) if line.startswith(": prompt "))
     assert rest[-2:] == ["data: [DONE]", ""]
 
 
-def test_tokens_without_a_delta_do_not_stop_the_signs_of_life() -> None:
-    """Tokens arrive, but the call is not complete yet."""
+@pytest.mark.parametrize("has_room", [True, False])
+def test_tokens_without_a_delta_do_not_stop_the_signs_of_life(has_room: bool) -> None:
+    """Tokens arrive, but the call is not complete yet; or the sequence has no room in the KV cache."""
     nobody: Any = None
 
     class Silent:
         def fetch(self, state: SequenceState) -> list[Event]:
             return []
 
-    async def first() -> tuple[int, Event]:
+    async def first_two() -> list[tuple[int, Event]]:
         queue: Any = Silent()
         submission = Submission([nobody], queue, 0.0)
+        (state,) = submission.states
+        stream: Any = SimpleNamespace(is_swapped_out=not has_room)
+        state.started_at, state.stream = 0.0, stream
+        events = submission.events(None, 0.05)
 
         async def generate() -> None:
             while True:
@@ -491,13 +497,11 @@ def test_tokens_without_a_delta_do_not_stop_the_signs_of_life() -> None:
 
         generating = asyncio.create_task(generate())
         try:
-            async for found in submission.events(None, 0.05):
-                return found
+            return [await events.__anext__() for _ in range(2)]
         finally:
             generating.cancel()
-        raise AssertionError("nothing came")
 
-    assert run(first()) == (0, PromptProgress())
+    assert run(first_two()) == [(0, PromptProgress()), (0, PromptProgress(is_waiting=not has_room))]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 // Requests to the server of this page, and the events of its streams.
 
 const UNREACHABLE = "The server does not answer. Is it still running?";
-const CUT = "The connection was lost before the answer was complete.";
+export const CUT = "The connection was lost before the answer was complete.";
 
 // Returns what the server says about a model, by default the last one that was used: the drafts, the context.
 export async function props(key, { model } = {}) {
@@ -13,8 +13,8 @@ export async function models(key) {
   return (await (await ask("v1/models", key)).json()).data;
 }
 
-// Yields the chunks of a chat answer; before them {loading} for the model, {processed, of} for the prompt, or {waiting} in
-// the queue.
+// Yields the chunks of a chat answer; between them {loading} for the model, {waiting} in the queue, {processed, of} for the
+// prompt, and {working} as a sign of life.
 export async function* chat(body, key, signal) {
   const request = { method: "POST", body: JSON.stringify({ ...body, stream: true }), signal };
   const response = await ask("v1/chat/completions", key, request);
@@ -24,6 +24,7 @@ export async function* chat(body, key, signal) {
     if (loading) yield { loading };
     else if (of) yield { processed: Number(processed), of: Number(of) };
     else if (line === ": waiting") yield { waiting: true };
+    else if (line === ": working") yield { working: true };
     else if (line === "data: [DONE]") return;
     else if (line.startsWith("data: ")) {
       const chunk = JSON.parse(line.slice(6));

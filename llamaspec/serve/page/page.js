@@ -1,22 +1,24 @@
 // The page: conversations with the model over the server's API. Text from the model, from files and from the store enters the
 // document as text nodes (dom.js, markdown.js), never as HTML.
 
-import { chat as answerOf, props } from "./client.js";
-import { $, button, element } from "./dom.js";
+import { conversation, copied, painter, receive } from "./answers.js";
+import { props } from "./client.js";
+import { $, element } from "./dom.js";
+import { attach, hasFiles, LARGEST_FILE, takeFiles } from "./files.js";
+import { showList } from "./list.js";
 import { chosenModel, updateMenu } from "./models.js";
 import { claim, comparison } from "./speed.js";
 import { deleteChat, loadChats, loadSettings, newChat, saveChat, saveSettings } from "./store.js";
 import { exportChats, importedChats } from "./transfer.js";
-import { answerView, grow, isEnter, size, userView } from "./view.js";
+import { branch, turn } from "./versions.js";
+import { answerView, grow, isEnter, userView } from "./view.js";
 
-const SETTINGS = ["system", "temperature", "max-tokens", "seed", "models"];
-const LARGEST_FILE = 256000; // bytes
-const COPIES = ["ngram", "prediction"]; // sources of draft tokens that are copied from earlier text
+const SETTINGS = ["system", "temperature", "max-tokens", "seed", "models", "theme"];
+const SAVING = 1000; // milliseconds after which an answer that is being generated is stored again
 const NEAR = 60; // pixels from the bottom, within which the page scrolls with the text
 
 const chats = loadChats();
 let current = chats.get(location.hash.slice(1)) ?? newChat(); // the one that is shown; stored once it has a message
-let files = []; // {name, text}, to be sent with the next message
 const runs = new Map(); // id of a conversation → AbortController of the answer that is being generated
 const views = new WeakMap(); // message → its view, if it is shown
 
@@ -42,8 +44,10 @@ function show(message) {
   $("conversation").querySelector(".empty")?.remove();
   const actions = {
     edit: (text) => resend(message, text),
-    again: regenerate,
+    again: () => answer(current),
+    more: () => resume(message),
     compare: () => compare(message),
+    turn: (step) => turnAt(message, step),
   };
   const view = message.role === "user" ? userView(message, actions) : answerView(message, actions);
   views.set(message, view);
@@ -69,20 +73,8 @@ function refresh() {
   document.body.classList.toggle("busy", isBusy);
   $("stop").hidden = !isBusy;
   $("send").hidden = isBusy;
-  const sorted = [...chats.values()].sort((a, b) => b.changed - a.changed);
-  $("list").replaceChildren(...sorted.map(listed));
+  showList(chats, current, { isRunning: ({ id }) => runs.has(id), open, rename, discard });
   document.title = current.title ? `${current.title} – llamaspec` : "llamaspec";
-}
-
-function listed(chat) {
-  const title = button(chat.title, () => open(chat), "title");
-  const item = element("li", runs.has(chat.id) ? "running" : "", title);
-  if (chat === current) title.setAttribute("aria-current", "true");
-  const [change, remove] = [button("Rename", () => rename(chat)), button("Delete", () => discard(chat))];
-  change.setAttribute("aria-label", `Rename ${chat.title}`);
-  remove.setAttribute("aria-label", `Delete ${chat.title}`);
-  item.append(element("span", "tools", change, remove));
-  return item;
 }
 
 function rename(chat) {
@@ -110,58 +102,81 @@ const problem = (text) => ($("problem").textContent = text);
 // ---- asking ----------------------------------------------------------------------------------------------
 
 function send(text) {
+  const files = takeFiles();
   const message = { role: "user", content: text, ...(files.length && { files }) };
   current.title ||= (text.trim() || files[0].name).slice(0, 60);
-  files = [];
-  showFiles();
   if (!current.messages.length) chats.set(current.id, current);
   current.messages.push(message);
   answer(current);
 }
 
 function resend(message, text) {
-  message.content = text;
-  current.messages.length = current.messages.indexOf(message) + 1;
+  const { role, files } = message;
+  branch(current.messages, current.messages.indexOf(message), { role, content: text, files });
   answer(current);
 }
 
-function regenerate() {
-  if (current.messages.at(-1).role === "assistant") current.messages.pop();
-  answer(current);
+function turnAt(message, step) {
+  const index = current.messages.indexOf(message);
+  turn(current.messages, index, step);
+  keep(current);
+  open(current);
+  const { article } = views.get(current.messages[index]);
+  article.scrollIntoView({ block: "nearest" });
+  article.querySelector(`.versions button:${step < 0 ? "first" : "last"}-child`).focus();
 }
 
-// Generates the answer to the last message of a conversation.
-async function answer(chat) {
+// Generates an answer to the last message of the user. If there is one, it stays as another version.
+function answer(chat) {
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 32) : Number($("seed").value);
+  const message = { role: "assistant", content: "", seed };
+  const last = chat.messages.at(-1);
+  if (last.role === "assistant") branch(chat.messages, chat.messages.length - 1, message);
+  else chat.messages.push(message);
+  chat.changed = Date.now();
+  return generate(chat, message);
+}
+
+// Continues an answer that was stopped, as a larger limit would have done.
+function resume(message) {
+  for (const field of ["timings", "rounds", "spans", "notes", "error"]) delete message[field];
+  return generate(current, message);
+}
+
+// Generates the answer at the end of a conversation, or the rest of it.
+async function generate(chat, message) {
+  const nBegun = message.content.length;
   const request = {
-    messages: conversation(chat),
-    seed,
+    messages: conversation(chat.messages, $("system").value.trim()),
+    seed: message.seed,
     ...chosenModel(),
     ...($("temperature").value !== "" && { temperature: Number($("temperature").value) }),
     ...($("max-tokens").value !== "" && { max_tokens: Number($("max-tokens").value) }),
     speculative: { spans: true, rounds: true },
   };
-  const message = { role: "assistant", content: "", request, model: request.model };
-  chat.messages.push(message);
-  chat.changed = Date.now();
-  await run(chat, message, async (signal) => {
-    const end = await receive(message, request, signal, message);
+  Object.assign(message, { request, nBegun, model: request.model });
+  await run(chat, message, async (signal, tell) => {
+    const end = await receive(message, request, $("key").value, signal, tell);
+    const isAtLimit = end.timings.predicted_n >= request.max_tokens;
     message.rounds = end.rounds;
     message.timings = { ...end.timings, copied: copied(end.rounds) };
-    const isAtLimit = end.timings.predicted_n >= request.max_tokens;
+    message.cut = end.choices[0].finish_reason === "length" && isAtLimit;
     const limit = isAtLimit ? `the limit of ${request.max_tokens} tokens (see the settings)` : "the end of the context";
     if (end.choices[0].finish_reason === "length") note(message, `The answer stopped at ${limit}.`);
+    if (nBegun) note(message, "These are the figures of the part that was added last.");
     if (!message.content) note(message, "The answer is empty.");
   });
 }
 
-// Generates the same answer without the draft: the same seed gives the same text.
+// Generates the same text without drafts: the same seed gives the same text.
 async function compare(message) {
   const request = { ...message.request, speculative: { enabled: false } };
   const plain = { content: "" };
-  await run(current, message, async (signal) => {
-    const { timings } = await receive(plain, request, signal, message);
-    note(message, comparison(message.timings, timings, plain.content === message.content));
+  await run(current, message, async (signal, tell) => {
+    const tellAgain = ({ status, isGenerating, ...more }) =>
+      tell({ ...more, status: isGenerating ? `Generating the same text without drafts… ${status}` : status });
+    const { timings } = await receive(plain, request, $("key").value, signal, tellAgain);
+    note(message, comparison(message.timings, timings, plain.content === message.content.slice(message.nBegun)));
   });
   views.get(message).article.querySelector(".speed").scrollIntoView({ block: "nearest" });
 }
@@ -173,122 +188,32 @@ async function run(chat, message, work) {
   const controller = new AbortController();
   runs.set(chat.id, controller);
   message.live = { status: "Waiting for the server…" };
+  const repaint = painter(() => redraw(message));
+  const saving = setInterval(() => keep(chat), SAVING);
   keep(chat);
   if (!message.timings) open(chat);
   refresh();
   redraw(message);
   try {
-    await work(controller.signal);
+    await work(controller.signal, (live) => {
+      message.live = live;
+      if (live.isLoading) refreshMenu();
+      repaint();
+    });
     $("announcement").textContent = `The answer is complete. ${claim(message.timings)}`;
   } catch (error) {
     const isStop = error.name === "AbortError";
     if (isStop || message.timings) note(message, isStop ? "Stopped." : error.message);
     else message.error = error.message;
+    if (!message.timings) message.cut = Boolean(message.content || message.reasoning);
   }
+  clearInterval(saving);
   delete message.live;
   runs.delete(chat.id);
   keep(chat);
   redraw(message);
   refresh();
   refreshMenu();
-}
-
-// Returns the messages to send: with attached files, and with roles that alternate.
-function conversation(chat) {
-  const system = $("system").value.trim();
-  const sent = system ? [{ role: "system", content: system }] : [];
-  for (const { role, content, reasoning, files = [] } of chat.messages) {
-    const text = [content, ...files.map(fenced)].filter(Boolean).join("\n\n");
-    if (!text) continue;
-    if (sent.at(-1)?.role === role) sent.at(-1).content += `\n\n${text}`;
-    else sent.push({ role, content: text, ...(reasoning && { reasoning_content: reasoning }) });
-  }
-  return sent;
-}
-
-function fenced({ name, text }) {
-  const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([ticks]) => ticks.length));
-  const fence = "`".repeat(longest + 1);
-  return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
-}
-
-// Adds the answer to `into`, shows the progress at `shown`, and returns the last chunk, which has the timings.
-async function receive(into, request, signal, shown) {
-  const repaint = painter(() => redraw(shown));
-  let end = null;
-  for await (const chunk of answerOf(request, $("key").value, signal)) {
-    const { content, reasoning_content: reasoning, role } = chunk.choices?.[0]?.delta ?? {};
-    if (reasoning) into.reasoning = (into.reasoning ?? "") + reasoning;
-    if (content) {
-      into.content += content;
-      (into.spans ??= []).push(...(chunk.spans ?? []));
-    }
-    if (chunk.loading) {
-      shown.live = { status: `Loading ${chunk.loading}…` };
-      refreshMenu();
-    } else if (chunk.waiting) shown.live = { status: "Waiting for other requests…" };
-    else if (chunk.of) shown.live = { ...chunk, status: `Processing the prompt: ${chunk.processed} of ${chunk.of} tokens` };
-    else if (role) shown.live = { status: "Processing the prompt…" };
-    else if (content || reasoning) shown.live = { status: into === shown ? "" : "Generating the same answer without the draft…" };
-    if (chunk.timings) end = chunk;
-    repaint();
-  }
-  return end;
-}
-
-// Calls `paint` at most once a frame, and never for more than a third of the time.
-function painter(paint) {
-  let isDue = false;
-  let rest = 0; // milliseconds
-  return () => {
-    if (isDue) return;
-    isDue = true;
-    setTimeout(() => {
-      isDue = false;
-      const begin = performance.now();
-      paint();
-      rest = Math.max(16, 2 * (performance.now() - begin));
-    }, rest);
-  };
-}
-
-// Counts the draft tokens that were copied from earlier text.
-function copied(rounds) {
-  const copies = rounds.filter(({ source }) => COPIES.includes(source));
-  const sum = (name) => copies.reduce((total, round) => total + round[name], 0);
-  return { drafted: sum("drafted"), accepted: sum("accepted") };
-}
-
-// ---- files -----------------------------------------------------------------------------------------------
-
-async function attach(chosen) {
-  problem("");
-  for (const file of chosen) {
-    if (file.size > LARGEST_FILE) problem(`${file.name} is larger than ${LARGEST_FILE / 1000} kB.`);
-    else {
-      try {
-        const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-        if (text.includes("\0")) throw new Error("binary");
-        files.push({ name: file.name, text });
-      } catch {
-        problem(`${file.name} is not a text file.`);
-      }
-    }
-  }
-  showFiles();
-  $("message").focus();
-}
-
-function showFiles() {
-  const items = files.map((file) => {
-    const remove = button("Remove", () => {
-      files = files.filter((other) => other !== file);
-      showFiles();
-    });
-    remove.setAttribute("aria-label", `Remove ${file.name}`);
-    return element("li", "", `${file.name}, ${size(file.text)} `, remove);
-  });
-  $("files").replaceChildren(...items);
 }
 
 // ---- the server ------------------------------------------------------------------------------------------
@@ -325,12 +250,17 @@ async function bringIn(file) {
   }
 }
 
+async function bringFiles(chosen) {
+  problem(await attach(chosen));
+  $("message").focus();
+}
+
 // ---- wiring ----------------------------------------------------------------------------------------------
 
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("message").value;
-  if (runs.has(current.id) || !(text.trim() || files.length)) return;
+  if (runs.has(current.id) || !(text.trim() || hasFiles())) return;
   $("message").value = "";
   grow($("message"));
   problem("");
@@ -348,10 +278,23 @@ document.addEventListener("keydown", (event) => {
   else runs.get(current.id)?.abort();
 });
 $("stop").addEventListener("click", () => runs.get(current.id)?.abort());
-$("new").addEventListener("click", () => open(newChat()));
+$("new").addEventListener("click", () => {
+  $("search").value = "";
+  open(newChat());
+});
+$("search").addEventListener("input", refresh);
+$("search").addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || !$("search").value) return;
+  event.stopPropagation();
+  $("search").value = "";
+  refresh();
+});
+addEventListener("pagehide", () => {
+  for (const chat of chats.values()) if (runs.has(chat.id)) keep(chat);
+});
 $("attach").addEventListener("click", () => $("file").click());
 $("file").addEventListener("change", async () => {
-  await attach($("file").files);
+  await bringFiles($("file").files);
   $("file").value = "";
 });
 document.addEventListener("dragover", (event) => {
@@ -364,7 +307,7 @@ document.addEventListener("drop", (event) => {
   if (!event.dataTransfer.files.length) return;
   event.preventDefault();
   document.body.classList.remove("dropping");
-  attach(event.dataTransfer.files);
+  bringFiles(event.dataTransfer.files);
 });
 function toggleChats() {
   const isOpen = document.body.classList.toggle("chats-open");
@@ -378,6 +321,8 @@ for (const id of SETTINGS) {
   $(id).value = loadSettings()[id] ?? "";
   $(id).addEventListener("change", () => saveSettings(Object.fromEntries(SETTINGS.map((name) => [name, $(name).value]))));
 }
+const setTheme = () => (document.documentElement.dataset.theme = $("theme").value);
+$("theme").addEventListener("change", setTheme);
 $("key").addEventListener("change", look);
 $("models").addEventListener("change", look);
 $("export").addEventListener("click", () => exportChats(chats.values()));
@@ -386,5 +331,6 @@ $("chats-file").addEventListener("change", async () => {
   await bringIn($("chats-file").files[0]);
   $("chats-file").value = "";
 });
+setTheme();
 open(current);
 look();

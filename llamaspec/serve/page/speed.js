@@ -1,35 +1,40 @@
 // The timings of an answer in words.
 
-const compared = (factor) => (factor < 1 ? `${Math.round(100 * (1 - factor))}% slower than` : `${factor.toFixed(1)}× as fast as`);
+const SAME = 0.03; // speed-ups that differ less from 1 are noise, as in measure/verdict.py
 export const rate = (timings) => `${timings.predicted_per_second.toFixed(1)} tokens/s`;
 
-// The speed-up over decoding without a draft; null if it is not known.
-function gain({ draft_n: nDrafted, speedup_estimate: estimate }) {
-  return nDrafted && estimate ? estimate : null;
+// A speed-up in the words of the commands and of the log (`gain_in_words`).
+function compared(factor) {
+  const percent = Math.round(100 * Math.abs(factor - 1));
+  if (Math.abs(factor - 1) < SAME) return "about as fast as";
+  if (factor < 1.1) return `${percent}% ${factor < 1 ? "slower" : "faster"} than`;
+  return `${factor.toFixed(1)} times as fast as`;
 }
 
-// How fast an answer was, compared to decoding without a draft. The estimate is good to about a tenth.
+// The estimated speed-up over decoding without drafts; null if it is not known.
+function gain({ draft_n: nVerified, speedup_estimate: estimate }) {
+  return nVerified && estimate ? estimate : null;
+}
+
+// How fast an answer was, compared with decoding without drafts.
 export function claim(timings) {
   const factor = gain(timings);
   if (!timings.predicted_per_second) return "";
   if (!factor) return rate(timings);
-  if (Math.abs(factor - 1) < 0.1) return "About as fast as without a draft (estimate)";
-  return `${compared(factor)} without a draft (estimate)`;
+  return `${rate(timings)}, ${compared(factor)} without drafts (estimate)`;
 }
 
-export const isGain = (timings) => gain(timings) >= 1.1;
+export const isGain = (timings) => gain(timings) >= 1 + SAME;
 
 // Why it was that fast, in one sentence.
 export function reason(timings) {
-  const { draft_n: nDrafted, draft_n_accepted: nAccepted, copied } = timings;
-  if (!nDrafted) return unused(timings) ?? "Nothing was drafted, because no gain was expected.";
-  const areCopies = copied?.drafted === nDrafted;
-  const right = areCopies
-    ? `${nAccepted} of ${nDrafted} tokens copied from earlier text were accepted`
-    : `${nAccepted} of ${nDrafted} draft tokens were accepted${copied?.accepted ? `, ${copied.accepted} of them copies of earlier text` : ""}`;
-  const factor = gain(timings);
-  if (factor && factor <= 0.9) return `Only ${right}: drafting took more time than it saved.`;
-  return `${right}, so the model generated ${timings.predicted_n} tokens in ${timings.rounds} steps.`;
+  const { draft_n: nVerified, draft_n_accepted: nAccepted, copied } = timings;
+  if (!nVerified) return unused(timings) ?? "No draft token was verified, because none was expected to save time.";
+  const areCopies = copied?.drafted === nVerified;
+  const copies = areCopies ? ", all copied" : copied?.accepted ? `, ${copied.accepted} of them copied` : "";
+  const right = `${nAccepted} of ${nVerified} draft tokens were accepted${copies}`;
+  if (gain(timings) && gain(timings) <= 1 - SAME) return `Only ${right}: drafting took more time than it saved.`;
+  return `${right}, so ${timings.predicted_n} tokens took ${timings.rounds} evaluations of the model.`;
 }
 
 // Why the draft model was not used to the end; null if it was.
@@ -50,7 +55,7 @@ export const seconds = (ms) => `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;
 // What plain decoding would have cost, at the depth of this answer.
 function price({ prompt_n: prompt, cache_n: cached, predicted_n: generated }, ms) {
   const depth = Math.round(prompt + cached + generated / 2).toLocaleString("en");
-  return `Without a draft it would have taken about ${seconds(ms)}: ${(ms / generated).toFixed(0)} ms a token behind ${depth} others.`;
+  return `Without drafts it would have taken about ${seconds(ms)}: ${(ms / generated).toFixed(0)} ms a token behind ${depth} others.`;
 }
 
 // How the time of an answer was spent.
@@ -66,9 +71,9 @@ export function account(timings) {
   );
 }
 
-// The speed of the same answer with and without the draft, as measured.
+// The speed of the same answer with drafts and without, as measured.
 export function comparison(timings, plain, isSame) {
   const factor = timings.predicted_per_second / plain.predicted_per_second;
   const text = isSame ? "The text is the same." : "The text differs, because larger batches may round differently here; llamaspec audit shows why.";
-  return `Measured: ${rate(timings)} with the draft, ${compared(factor)} the ${rate(plain)} without it. ${text}`;
+  return `Measured: ${rate(timings)} with drafts, ${compared(factor)} the ${rate(plain)} without. ${text}`;
 }

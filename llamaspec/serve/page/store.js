@@ -1,22 +1,30 @@
 // Keeps conversations and settings in the browser's local storage. Each has its own entry, so that two tabs do not overwrite
 // each other.
 
+import { CUT } from "./client.js";
+
 const SETTINGS = "llamaspec/settings";
 const CHAT = "llamaspec/chat/";
-const KEPT = ["role", "content", "model", "reasoning", "files", "timings", "notes", "error"]; // fields of a message
+const KEPT = ["role", "content", "model", "reasoning", "files", "timings", "notes", "error", "seed", "cut"]; // of a message
 
 export const newChat = () => ({
   id: `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`,
   title: "",
   changed: Date.now(), // milliseconds since 1970
-  messages: [], // {role, content, ...}
+  messages: [], // {role, content, ...}, and versions.js
 });
 
 // Stores a conversation; returns whether there was room for it.
-export function saveChat({ id, title, changed, messages }) {
-  const complete = messages.filter((message) => !message.live || message.timings);
-  const kept = complete.map((message) => Object.fromEntries(KEPT.map((name) => [name, message[name]])));
-  return write(CHAT + id, { id, title, changed, messages: kept });
+export const saveChat = (chat) => write(CHAT + chat.id, storable(chat));
+
+// Returns what is kept of a conversation.
+export const storable = ({ id, title, changed, messages }) => ({ id, title, changed, messages: messages.map(kept) });
+
+function kept(message) {
+  const versions = message.versions?.map((version) => version && version.map(kept));
+  const fields = Object.fromEntries(KEPT.map((name) => [name, message[name]]));
+  if (!message.live || message.timings) return { ...fields, versions };
+  return { ...fields, versions, error: CUT, cut: Boolean(message.content || message.reasoning) }; // if the page is closed now
 }
 
 export const deleteChat = (id) => localStorage.removeItem(CHAT + id);
@@ -30,9 +38,16 @@ export function loadChats() {
 }
 
 // Whether a value from outside is a conversation.
-export function isChat(chat) {
-  const isMessage = (m) => ["user", "assistant"].includes(m?.role) && typeof m.content === "string";
-  return typeof chat?.id === "string" && Array.isArray(chat.messages) && chat.messages.every(isMessage);
+export const isChat = (chat) => typeof chat?.id === "string" && Array.isArray(chat.messages) && chat.messages.every(isMessage);
+
+function isMessage(message) {
+  const { role, content, versions } = message ?? {};
+  return ["user", "assistant"].includes(role) && typeof content === "string" && (versions === undefined || areVersions(versions));
+}
+
+function areVersions(versions) {
+  const isVersion = (version) => version === null || (Array.isArray(version) && version.length && version.every(isMessage));
+  return Array.isArray(versions) && versions.filter((version) => version === null).length === 1 && versions.every(isVersion);
 }
 
 function read(key) {

@@ -5,9 +5,10 @@ import { render } from "./markdown.js";
 import { account, claim, isGain, reason } from "./speed.js";
 import { draw } from "./timeline.js";
 
-export function userView(message, { edit }) {
+export function userView(message, { edit, turn }) {
   const article = element("article", "user");
-  const tools = element("div", "tools", button("Edit", openEditor, "idle-only"), copyButton(() => message.content));
+  const change = button("Edit", openEditor, "idle-only");
+  const tools = element("div", "tools", ...arrows(message, turn), change, copyButton(() => message.content));
   const body = () => [element("div", "text", message.content), ...(message.files ?? []).map(attached), tools];
   const heading = element("h2", "hidden", "You");
   const update = () => article.replaceChildren(heading, ...body());
@@ -26,7 +27,7 @@ export function userView(message, { edit }) {
         send();
       }
     });
-    const hint = element("span", "faint", "Later messages are replaced.");
+    const hint = element("span", "faint", "This begins another version.");
     const choices = element("div", "tools", hint, button("Cancel", update), button("Send", send, "primary"));
     article.replaceChildren(heading, area, choices);
     grow(area);
@@ -37,11 +38,20 @@ export function userView(message, { edit }) {
   return { article, update };
 }
 
+// Returns the arrows between the versions of a message; nothing if there is only one.
+function arrows({ versions }, turn) {
+  if (!versions) return [];
+  const [back, forth] = [button("‹", () => turn(-1)), button("›", () => turn(1))];
+  back.setAttribute("aria-label", "Previous version");
+  forth.setAttribute("aria-label", "Next version");
+  return [element("span", "versions idle-only", back, `${versions.indexOf(null) + 1}/${versions.length}`, forth)];
+}
+
 function attached({ name, text }) {
   return element("details", "file", element("summary", "", `${name}, ${size(text)}`), element("pre", "", text));
 }
 
-export function answerView(message, { again, compare }) {
+export function answerView(message, { again, more, compare, turn }) {
   const reasoning = fold("reasoning", "Reasoning", element("div", "plain"));
   const text = element("div", "text");
   const status = element("p", "status");
@@ -51,10 +61,11 @@ export function answerView(message, { again, compare }) {
   const speed = element("p", "speed");
   const how = fold("how", "How it was generated", element("p"), chart(), element("div", "plain"));
   how.addEventListener("toggle", () => how.open && explain(how, message));
+  const proceed = button("Continue", more, "idle-only last-only");
   const retry = button("Regenerate", again, "idle-only last-only");
-  const plain = button("Compare without the draft", compare, "idle-only last-only");
+  const plain = button("Compare without drafts", compare, "idle-only last-only");
   const copy = copyButton(() => message.content);
-  const tools = element("div", "tools", copy, retry, plain);
+  const tools = element("div", "tools", ...arrows(message, turn), copy, proceed, retry, plain);
   const article = element("article", "assistant", element("h2", "hidden", "Model"), reasoning, text, error, speed, how, status, tools);
 
   function update() {
@@ -78,6 +89,7 @@ export function answerView(message, { again, compare }) {
     how.hidden = !timings;
     tools.hidden = Boolean(live);
     copy.hidden = !message.content;
+    proceed.hidden = !message.cut;
     retry.textContent = message.error ? "Retry" : "Regenerate";
     plain.hidden = !message.request || !timings?.draft_n;
   }
