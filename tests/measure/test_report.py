@@ -104,11 +104,8 @@ def test_options_keep_their_names_and_numbers(words: list[str], shown: str) -> N
 
 def test_markdown_of_known_figures(report: Report) -> None:
     lines = markdown(report).splitlines()
-    assert lines[0].startswith("### `")
-    assert "Batches of 2, 4 cost 1.50, 2.50 times a single token; a draft token 0.20." in lines
-    options = "--target ... --threads 1 --cache-type-k q8_0"
-    command = f"`llamaspec bench {options} --task ask --task 'write code' -n 9 -t 0 -r 1`"
-    assert f"{command}. Ratios are to plain decoding." in lines
+    assert any("2, 4 cost 1.50, 2.50 times a single token; a draft token 0.20" in line for line in lines)
+    assert any(line.endswith("-n 9 -t 0 -r 1`. Ratios are to plain decoding.") for line in lines)
     at = lines.index("**`chat and code`**")
     assert lines[at + 2] == "| arm | whole | spread | worst | prompt | decoding | first | total |"
     assert lines[at + 4] == "| `plain` | 1.00 |  |  |  | 1.00 | 1.00 | 1.00 |"
