@@ -54,7 +54,7 @@ def test_a_run_keeps_its_own_bins_and_those_of_others() -> None:
 def test_the_acceptance_of_each_source_is_kept(source: Source) -> None:
     start, kept = learnt(0.6, 0), learnt(0.6, 30, source=source)
     for prior in (kept, start.merged(start, kept), kept.merged(start, start)):
-        found = AutoLength(prior).acceptance
+        found = AutoLength(prior).shared.acceptance
         for other in (Source.MODEL, Source.NGRAM, Source.EARLIER):
             usual = Acceptance(is_copied=other is not Source.MODEL).probability(0.6)
             assert (found[other].probability(0.6) > usual) == (other is source)
