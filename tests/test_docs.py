@@ -207,14 +207,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in map(slug, HEADING.findall(target.read_text())), f"{file}#{anchor}"
 
 
-def test_the_readme_shows_what_the_list_of_models_says() -> None:
-    found = re.search(r"^llamaspec (models recommend .*)\n```\n\n```text\n([^`]*)```", README, re.MULTILINE)
-    assert found is not None
-    command, shown = found.groups()
-    printed = invoke(*shlex.split(command)).stdout
-    assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
-
-
 def slug(heading: str) -> str:
     """Return GitHub's anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
