@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 import pytest
 
-from command import ENTRY, environment, invoke
+from command import ENTRY, environment
 from llamaspec.cli.main import main
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.verdict import best_length, break_even, round_seconds
