@@ -173,20 +173,6 @@ def test_a_sequence_that_waits_for_its_reader_gives_its_cells_to_others() -> Non
     assert unread.run().tokens == alone(seed=0, max_tokens=36)
 
 
-def test_a_length_policy_that_fails_ends_its_own_sequence() -> None:
-    def fails() -> int:
-        raise RuntimeError("broken on purpose")
-
-    models = {TARGET: target()}
-    thread = Stepped(models)
-    bad = stream(thread, models, seed=0, drafter=CountingUp(V), length=Length(2, fails), max_tokens=50)
-    good = stream(thread, models, seed=1, drafter=CountingUp(V), length=Length(2))
-    bad.begin()
-    assert good.run().tokens == alone(seed=1)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        bad.run()
-
-
 @pytest.mark.parametrize("number", range(1, 6))
 def test_a_length_policy_that_fails_once_is_reported(number: int) -> None:
     """During batching the error was once lost, and the sequence continued."""

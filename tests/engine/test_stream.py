@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from fakes import CountingUp, FakeModel, Length, OverDelivers
@@ -12,7 +11,7 @@ from llamaspec.engine.prefill_decode import PREFILL_PART
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import PromptError
 from llamaspec.protocols import SequenceLength
-from llamaspec.values import NO_DRAFT, TARGET, Draft, Logits, TokenArray
+from llamaspec.values import TARGET, Draft, TokenArray
 from stepped import Stepped
 from texts import Alphabet, Letters, stream
 
@@ -143,16 +142,6 @@ def test_progress_of_a_long_prompt_is_reported() -> None:
     assert [evaluated.width for evaluated in model.evaluated] == [PREFILL_PART, 29, 1]
 
 
-def test_a_cached_prompt_is_reported_and_not_evaluated() -> None:
-    model = alphabet(context_size=900)
-    scheduler, prompt = Stepped({TARGET: model}), [0] * (PREFILL_PART + 30)
-    for n_cached, widths in ((0, [PREFILL_PART, 29, 1]), (PREFILL_PART + 29, [1])):
-        model.evaluated.clear()
-        of = stream(scheduler, {TARGET: model}, prompt, drafter=NoDrafter(), max_tokens=1)
-        assert of.run().n_cached == n_cached
-        assert [evaluated.width for evaluated in model.evaluated] == widths
-
-
 def test_the_drafter_processes_a_long_prompt_in_parts() -> None:
     """Prediction heads need the hidden states of each part, which are not kept for long."""
     n, taken = 2 * PREFILL_PART + 30, list[int]()
@@ -190,42 +179,6 @@ def test_invalid_arguments_are_refused(settings: dict[str, object], complaint: s
     error = PromptError if "prompt" in settings else ValueError
     with pytest.raises(error, match=complaint):
         made(**settings)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("n_prompt", [2, 20, 24, 27])
-def test_padding_is_evaluated_if_there_is_room_and_changes_nothing(n_prompt: int) -> None:
-    model = alphabet()
-    length = Length(2, lambda: 6)
-    done = made(
-        "ab" * n_prompt if n_prompt == 2 else "b" * n_prompt, model=model, length=length, max_tokens=99
-    )
-    text = done.run().text
-    assert text == ("cdeab" * 6)[: len(text)]
-    widths = [evaluated.width for evaluated in model.evaluated if evaluated.requests[0].n_scored]
-    assert set(widths[:-6]) <= {6}
-    for evaluated in model.evaluated:
-        assert evaluated.requests[0].n_tokens + evaluated.n_padding <= 30
-
-
-class Echo:
-    """Drafts that the last token comes again."""
-
-    def prepare(self, context: TokenArray) -> None: ...
-
-    def propose(self, context: TokenArray, length: SequenceLength) -> Draft:
-        return Draft.certain([int(context[-1])]) if length.wants_more(NO_DRAFT) else NO_DRAFT
-
-
-def test_a_drafter_of_plain_functions() -> None:
-    class Same(Alphabet):
-        def after(self, tokens: TokenArray) -> Logits:
-            logits: Logits = np.eye(5, dtype=np.float32)[int(tokens[-1])] * 40
-            return logits
-
-    model = Same(vocabulary_size=5)
-    done = made("ba", model=model, drafter=Echo(), max_tokens=7).run()
-    assert done.text == "aaaaaaa"
-    assert [round_.n_accepted for round_ in done.rounds] == [1, 1, 1, 0]
 
 
 def test_control_tokens_have_text_if_requested() -> None:

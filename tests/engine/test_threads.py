@@ -9,16 +9,15 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 
 import pytest
 
-from fakes import CountingUp, FakeModel, Length, tokens
+from fakes import CountingUp, FakeModel, tokens
 from forward_requests import scores
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import StopReason
 from llamaspec.engine.scheduler import Scheduler
-from llamaspec.engine.sequence import MAX_UNREAD
 from llamaspec.engine.stream import TextStream
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import ClosedError
@@ -52,23 +51,6 @@ class Gate:
         thread = threading.Thread(target=wait)
         thread.start()
         return thread
-
-
-def in_threads(streams: Sequence[TextStream]) -> list[tuple[int, ...]]:
-    threads = [threading.Thread(target=of.run) for of in streams]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    return [of.completion.tokens for of in streams]
-
-
-def test_threads_get_the_same_completions_as_alone() -> None:
-    models = {TARGET: target(), DRAFT: draft()}
-    thread = computing(models)
-    streams = [stream(thread, models, (1, i), seed=i, max_tokens=40) for i in range(4)]
-    assert in_threads(streams) == [alone((1, i), seed=i, max_tokens=40) for i in range(4)]
-    thread.close()
 
 
 def test_tasks_of_asyncio() -> None:
@@ -142,20 +124,6 @@ def test_control_c_ends_the_sequence_of_the_main_thread_only() -> None:
     assert other.run().tokens == alone(seed=1)
 
 
-def test_a_sequence_waits_for_a_slow_reader_and_the_thread_sleeps() -> None:
-    models = {TARGET: target(context_size=400)}
-    thread = computing(models)
-    of = stream(thread, models, drafter=NoDrafter(), max_tokens=300)
-    next(of)
-    for _ in range(2 * MAX_UNREAD):
-        thread.call(lambda: None)  # the thread makes a step after each
-    n_evaluated = len(models[TARGET].evaluated)
-    assert MAX_UNREAD <= n_evaluated < 2 * MAX_UNREAD
-    thread.call(lambda: None)
-    assert len(models[TARGET].evaluated) == n_evaluated
-    assert of.run().tokens == alone(max_tokens=300)
-
-
 def test_an_unreferenced_stream_ends() -> None:
     models = {TARGET: target()}
     thread = computing(models)
@@ -208,81 +176,47 @@ def test_closing_during_an_evaluation() -> None:
 RAISED = [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
 
 
-class Breaks(CountingUp):
-    """A drafter that is also its length policy, and raises an error at one place."""
+class Clings(CountingUp):
+    """A drafter that is asked for ever, and raises an error when it is closed."""
 
-    def __init__(self, where: str, raised: BaseException) -> None:
+    def __init__(self, raised: BaseException) -> None:
         super().__init__(V)
-        self.where, self.raised, self.asks = where, raised, threading.Event()
-
-    def at(self, place: str) -> None:
-        if place == self.where:
-            raise self.raised
-
-    def prepare(self, context: TokenArray) -> None:
-        self.at("prepare")
+        self.raised, self.asks = raised, threading.Event()
 
     def propose(  # type: ignore[override]
         self, context: TokenArray, length: SequenceLength
     ) -> Generator[ForwardRequest, Forward, Draft]:
-        self.at("propose")
         try:
-            while self.where == "close":
+            while True:
                 self.asks.set()
                 yield ForwardRequest(TARGET, context)
         finally:
-            self.at("close")
-        return Draft()
-
-    def timed_width(self) -> None:
-        self.at("timed_width")
+            raise self.raised
 
 
-@pytest.mark.parametrize("where", ["prepare", "propose", "close", "timed_width", "notify"])
 @pytest.mark.parametrize("raised", RAISED, ids=repr)
-def test_a_base_exception_ends_its_own_sequence_only(where: str, raised: BaseException) -> None:
-    """It once ended the compute thread, and all readers waited forever."""
+def test_a_base_exception_outside_of_a_round_ends_its_own_sequence_only(raised: BaseException) -> None:
+    """When a drafter is closed, or a reader is notified. It once ended the thread, and readers waited.
+
+    tests/engine/test_faults.py raises such exceptions everywhere else.
+    """
+
+    def notified() -> None:
+        raise raised
+
     models = {TARGET: target()}
     thread = computing(models)
-    breaks = Breaks(where, raised)
     other = stream(thread, models, seed=1)
     next(other)
-    if where == "timed_width":  # only a sequence that is alone is asked
-        other.run()
-    of = stream(thread, models, drafter=breaks, length=Length(2, breaks.timed_width))
-    of.begin(lambda: breaks.at("notify"))
-    if where == "close":
-        assert breaks.asks.wait(PATIENCE)
-        of.close()
-    else:
-        with pytest.raises(RuntimeError, match=type(raised).__name__):
-            of.run()
+    clings = Clings(raised)
+    closed, told = stream(thread, models, drafter=clings), stream(thread, models, drafter=CountingUp(V))
+    closed.begin()
+    assert clings.asks.wait(PATIENCE)
+    closed.close()
+    told.begin(notified)
+    with pytest.raises(RuntimeError, match=type(raised).__name__):
+        told.run()
     assert other.run().tokens == alone(seed=1)
-    assert stream(thread, models, seed=2).run().tokens == alone(seed=2)
-    thread.close()
-
-
-@pytest.mark.parametrize("raised", RAISED, ids=repr)
-def test_a_base_exception_of_a_step_is_raised_to_all_and_the_thread_continues(
-    raised: BaseException,
-) -> None:
-    def fail(n: int) -> None:
-        if n == 4:
-            assert begun.wait(PATIENCE)
-        if n == 5:
-            raise raised
-
-    begun = threading.Event()
-    models = {TARGET: target(before=fail)}
-    thread = computing(models)
-    streams = [stream(thread, models, seed=i, drafter=NoDrafter()) for i in range(2)]
-    for of in streams:
-        of.begin()
-    begun.set()
-    for of in streams:
-        with pytest.raises(RuntimeError, match=type(raised).__name__) as told:
-            of.run()
-        assert told.value.__cause__ is raised
     assert stream(thread, models, seed=2).run().tokens == alone(seed=2)
     thread.close()
 
