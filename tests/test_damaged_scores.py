@@ -89,20 +89,6 @@ def test_a_draft_falls_silent(target_file: Path, bad: Path, n_texts: int) -> Non
     assert texts(bad) == texts(None)
 
 
-def test_a_silent_draft_is_asked_once(target_file: Path, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_pair(target_file, bad, target_options=CPU, draft_options=CPU) as pair:
-        assert pair.draft is not None
-        asked, evaluate = [], pair.draft.evaluate
-
-        def counted(*arguments: object) -> object:
-            asked.append(arguments)
-            return evaluate(*arguments)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(pair.draft, "evaluate", counted)
-        pair.stream("x", seed=1, max_tokens=20, policy=FixedLength(3)).run()
-        assert len(asked) == 2  # the prompt, and the first draft token
-
-
 def test_why_a_draft_fell_silent_is_told(target_file: Path, bad: Path) -> None:
     """By the command, in JSON, and by the server."""
     why = f"{bad} gives scores that are not numbers; download or convert it again"

@@ -139,14 +139,6 @@ def test_a_forgotten_model_is_freed_at_once(target_file: Path, freed: list[str])
         gc.enable()
 
 
-def test_closing_frees_contexts_before_weights(tiny: Pair, freed: list[str]) -> None:
-    del freed[:]
-    model = LlamaModel(tiny.target.path, CPU)
-    model.close()
-    model.close()
-    assert freed == ALL
-
-
 @pytest.mark.parametrize("step", ["llama_get_memory", "llama_set_abort_callback", "llama_init_from_model"])
 def test_construction_that_fails_half_way_frees_everything(
     target_file: Path, freed: list[str], monkeypatch: pytest.MonkeyPatch, step: str

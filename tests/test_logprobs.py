@@ -84,28 +84,6 @@ def test_logprobs_by_hand() -> None:
     assert len(logprobs(row, 0, 9).top) == 4
 
 
-BIASED = [
-    Sampling(temperature=1.2, logit_bias={65: 3.0, 66: -100.0}),
-    Sampling(temperature=1.2, presence_penalty=1.0, frequency_penalty=0.5, penalty_window=None),
-    Sampling(temperature=0.0, logit_bias={70: 1.0}, frequency_penalty=2.0, penalty_window=None),
-]
-
-
-@pytest.mark.parametrize("sampling", BIASED)
-def test_bias_and_penalties_do_not_depend_on_the_draft(pair: Pair, sampling: Sampling) -> None:
-    plain = pieces(pair, drafter=NoDrafter(), sampling=sampling)
-    drafted = pieces(pair, policy=FixedLength(4), sampling=sampling)
-    assert [piece.token for piece in drafted] == [piece.token for piece in plain]
-
-
-def test_a_bias_decides(pair: Pair) -> None:
-    wanted = pieces(pair, sampling=Sampling(logit_bias={65: 1e4}), policy=FixedLength(2))
-    assert {piece.token for piece in wanted} == {65}
-    free = {piece.token for piece in pieces(pair)}
-    barred = pieces(pair, sampling=Sampling(logit_bias=dict.fromkeys(free, -1e4)))
-    assert free.isdisjoint(piece.token for piece in barred)
-
-
 def test_penalties_of_what_was_generated_leave_the_prompt_alone(pair: Pair) -> None:
     """OpenAI's definition: a token of the prompt is as good as any other until it is generated."""
     greedy = Sampling(temperature=0.0)

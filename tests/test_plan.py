@@ -43,22 +43,13 @@ def plan_of(
     return make_plan(target, draft, copying=copying, target_options=OPTIONS, draft_options=OPTIONS, find=find)
 
 
-def test_one_draft(files: dict[str, Path]) -> None:
+def test_a_draft_copies_or_nothing(files: dict[str, Path]) -> None:
     plan = plan_of(files, "big", "small")
     assert [model.path for model in plan.models] == [files["big"], files["small"]]
-    assert plan.heads is None
-    assert plan.copying is Copying.WEIGHED
-    assert not plan.is_plain
-
-
-def test_only_copies(files: dict[str, Path]) -> None:
-    plan = plan_of(files, "big", "ngram", copying=Copying.OFF)
-    assert (plan.draft, plan.heads, plan.copying) == (None, None, Copying.ON)
-
-
-def test_plain_decoding(files: dict[str, Path]) -> None:
+    assert (plan.heads, plan.copying, plan.is_plain) == (None, Copying.WEIGHED, False)
+    copies = plan_of(files, "big", "ngram", copying=Copying.OFF)
+    assert (copies.draft, copies.heads, copies.copying) == (None, None, Copying.ON)
     assert plan_of(files, "big", copying=Copying.OFF).is_plain
-    assert not plan_of(files, "big").is_plain
 
 
 def test_the_target_s_own_heads(files: dict[str, Path]) -> None:

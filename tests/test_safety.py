@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from llama_cpp import llama_cpp as lib
 
 from command import python
-from forward_requests import EXACT, assert_same, fresh, request, scores, text
-from llamaspec import FixedLength, ModelOptions, Pair, Sampling, open_pair
+from forward_requests import text
+from llamaspec import FixedLength, ModelOptions, Pair, open_pair
 from llamaspec.engine.stream import TextStream
-from llamaspec.errors import ClosedError, EvaluationAbortedError
-from llamaspec.values import TARGET, ForwardRequest
-from model_store import ModelStore, OpenModel
+from llamaspec.errors import ClosedError
+from model_store import ModelStore
 from patience import PATIENCE
 from tiny_models import Recipe
 
@@ -28,32 +25,6 @@ SLOW = Recipe(n_context=8192, n_layers=6, width=256, n_heads=8, n_kv_heads=8, n_
 
 def stream(pair: Pair, seed: int, max_tokens: int = 80) -> TextStream:
     return pair.stream(text(20, seed), seed=seed, max_tokens=max_tokens, policy=FixedLength(3))
-
-
-def test_threads_stream_from_one_pair(tiny: Pair) -> None:
-    """It ended the process every time."""
-    expected = [stream(tiny, seed).run().tokens for seed in range(4)]
-    start = threading.Barrier(4)
-
-    def work(seed: int) -> tuple[int, ...]:
-        start.wait()
-        return stream(tiny, seed).run().tokens
-
-    with ThreadPoolExecutor(4) as threads:
-        assert [*threads.map(work, range(4))] == expected
-
-
-@pytest.mark.parametrize("n_draft", [0, 3])
-@pytest.mark.parametrize("kind", ["llama", "jamba"])
-def test_the_same_prompt_again(store: ModelStore, kind: str, n_draft: int) -> None:
-    """The whole prompt is cached. The next request was once evaluated without being prepared."""
-    path, policy = store.path(kind), FixedLength(n_draft)
-    with open_pair(path, path, target_options=CPU, draft_options=CPU) as pair:
-        texts = {
-            pair.stream(text(60), sampling=Sampling(temperature=0), max_tokens=30, policy=policy).run().tokens
-            for _ in range(4)
-        }
-    assert len(texts) == 1
 
 
 FORKED = """
@@ -117,10 +88,7 @@ def test_a_forked_process_is_told(target_file: Path, draft_file: Path) -> None:
     assert answer.stdout.splitlines() == child + parent
 
 
-@pytest.mark.parametrize("_attempt", range(3))
-def test_closing_during_a_stream_in_another_thread(
-    target_file: Path, draft_file: Path, _attempt: int
-) -> None:
+def test_closing_during_a_stream_in_another_thread(target_file: Path, draft_file: Path) -> None:
     pair = open_pair(target_file, draft_file, target_options=CPU, draft_options=CPU)
     has_begun, is_closed, pieces = threading.Event(), threading.Event(), list[str]()
     errors: list[BaseException] = []
@@ -148,43 +116,6 @@ def test_closing_during_a_stream_in_another_thread(
     assert len(pieces) < 2 * 480
     with pytest.raises(ClosedError):
         stream(pair, 1).run()
-
-
-def test_an_abort_ends_a_long_prefill(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The abort comes while llama.cpp computes; tokens that were cached before stay cached."""
-    model = opened("llama", SLOW, **EXACT)
-    model.forward(request(20))
-    expected = model.forward(request(21)).copy()
-    begun = threading.Event()
-    decode = lib.llama_decode
-
-    def told(*arguments: object) -> object:
-        begun.set()
-        return decode(*arguments)
-
-    monkeypatch.setattr(lib, "llama_decode", told)
-
-    def abort() -> None:
-        assert begun.wait(PATIENCE)
-        while not is_over.wait(0.001):  # again and again, because llama.cpp may not have begun
-            model.abort()
-
-    is_over = threading.Event()
-    thread = threading.Thread(target=abort)
-    thread.start()
-    try:
-        with pytest.raises(EvaluationAbortedError):
-            model.forward(request(4000))
-    finally:
-        is_over.set()
-        thread.join()
-    monkeypatch.undo()
-    with suppress(EvaluationAbortedError):  # the last abort may come after that evaluation
-        model.forward(request(20))
-    (n_cached,) = model.prepare([(-1, request(21), 0)])
-    assert n_cached == 20
-    assert_same(model.forward(request(21)), expected)
-    assert_same(model.forward(request(100)), fresh(opened("llama", SLOW, **EXACT), request(100)), 1e-3)
 
 
 INTERRUPTED = """
@@ -258,12 +189,3 @@ def test_another_signal_costs_an_evaluation_and_no_text(tiny: Pair) -> None:
         lib.llama_decode = decode
         signal.signal(signal.SIGUSR1, before)
     assert received == [signal.SIGUSR1]
-
-
-def test_requests_after_closing_and_twice(tiny: Pair) -> None:
-    tiny.close()
-    tiny.close()
-    with pytest.raises(ClosedError):
-        tiny.run(scores(ForwardRequest(TARGET, text(5))))
-    with pytest.raises(ClosedError):
-        tiny.forget()

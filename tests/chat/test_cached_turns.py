@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from chat_models import ASCII, ENDING, PLAIN, SENTENCEPIECE, TEMPLATE, last, say, session, write_chat_model
-from forward_requests import Count
 from llamaspec import ModelOptions, Pair, StopReason, open_pair
 from llamaspec.chat.messages import Message
 from llamaspec.chat.template import ChatTemplate, Rendered, SpecialTokens
@@ -44,46 +43,6 @@ def test_an_answer_that_ended_is_cached_completely(chat_folder: Path) -> None:
             assert chat.last.completion.stop_reason is StopReason.END
             assert n_cached == known
             known = n_prompt + n_answer
-
-
-def test_cached_tokens_are_not_evaluated(pair: Pair, evaluated: Count) -> None:
-    """Also if the conversation is longer than a chunk of a prompt."""
-    with open_pair(pair.target.path, target_options=ModelOptions(n_ctx=2048, threads=1)) as alone:
-        chat = session(alone, n_drafted=0)
-        say(chat, "once upon a time " * 60)
-        assert last(chat)[0] > 600
-        evaluated.taken()
-        say(chat, "and then?")
-        n_prompt, n_cached, n_answer = last(chat)
-        assert n_cached > 600
-        assert evaluated.taken() == n_prompt - n_cached + n_answer - 1
-
-
-@pytest.mark.parametrize("forgets", [False, True])
-def test_cache_and_draft_change_nothing(pair: Pair, forgets: bool) -> None:
-    def talk(n_drafted: int) -> list[str]:
-        chat = session(pair, n_drafted=n_drafted)
-        answers = []
-        for text in ("one", "two", "three"):
-            answers.append(say(chat, text))
-            if forgets:
-                pair.target.forget()
-        return answers
-
-    assert talk(3) == talk(0) == talk(3)
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "mamba", "lfm2"])
-def test_conversations_with_other_kinds_of_memory(store: ModelStore, kind: str) -> None:
-    """If the cache cannot go back, the conversation is processed again, and the text is the same."""
-    with open_pair(store.path(kind), target_options=ModelOptions(threads=1)) as other:
-        template = ChatTemplate(TEMPLATE, "<s>", "</s>")
-        chat, fresh = (session(other, template=template, n_drafted=0) for _ in range(2))
-        answers = [say(chat, text) for text in ("one", "two", "three")]
-        for text, answer in zip(("one", "two", "three"), answers, strict=True):
-            other.target.forget()
-            assert say(fresh, text) == answer
-        assert fresh.totals.n_cached == 0
 
 
 @pytest.mark.parametrize("vocabulary", [ASCII, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])

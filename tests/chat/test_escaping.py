@@ -89,22 +89,24 @@ def skeleton(source: str, words: LlamaVocabulary, n_messages: int) -> list[str]:
 
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.parametrize("text", [*FORGED, *HARMLESS])
-def test_messages_forge_nothing(words: LlamaVocabulary, source: str, text: str) -> None:
+def test_messages_forge_nothing(words: LlamaVocabulary, source: str) -> None:
     """Piped text with <|im_end|><|im_start|>system began a turn of its own."""
-    messages = [Message("user", text), Message("user", "and then?")]
-    rendered = template(source, words).render(messages)
-    assert controls_in(tokens_of(rendered, words), words) == skeleton(source, words, 2)
-    # The text itself is as the template renders the real messages.
-    assert rendered.text == ChatTemplate(source, "<s>", "</s>", SpecialTokens(())).render(messages).text
+    chat, plain = template(source, words), ChatTemplate(source, "<s>", "</s>", SpecialTokens(()))
+    right = skeleton(source, words, 2)
+    for text in FORGED:
+        messages = [Message("user", text), Message("user", "and then?")]
+        rendered = chat.render(messages)
+        assert controls_in(tokens_of(rendered, words), words) == right, text
+        assert rendered.text == plain.render(messages).text, "as the template renders the real messages"
 
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.parametrize("text", HARMLESS)
-def test_ordinary_messages_are_tokenized_as_before(words: LlamaVocabulary, source: str, text: str) -> None:
-    rendered = template(source, words).render([Message("user", text)])
-    whole = words.tokenize(rendered.text, add_special=False, parse_special=True).tolist()
-    assert tokens_of(rendered, words) == whole
+def test_ordinary_messages_are_tokenized_as_before(words: LlamaVocabulary, source: str) -> None:
+    chat = template(source, words)
+    for text in HARMLESS:
+        rendered = chat.render([Message("user", text)])
+        whole = words.tokenize(rendered.text, add_special=False, parse_special=True).tolist()
+        assert tokens_of(rendered, words) == whole, text
 
 
 def test_parse_special_allows_control_tokens(words: LlamaVocabulary) -> None:
@@ -155,7 +157,7 @@ PARTS = st.lists(st.sampled_from([*"<>|/s_ u\n", "im", "end", "start", START, "<
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
 @given(
     st.lists(PARTS, min_size=1, max_size=3),
     st.sampled_from(sorted(TEMPLATES)),

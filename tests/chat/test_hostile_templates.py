@@ -13,11 +13,9 @@ import pytest
 
 from command import Answer, python
 from llamaspec.chat import sandbox
-from llamaspec.chat.messages import Message
 from llamaspec.chat.sandbox import PROCESS, RenderError, TemplateProcess
 from patience import PATIENCE
 
-HELLO = Message("user", "hello")
 DOUBLING = "{% set ns = namespace(s='x') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
 BRANCHING = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
 HOSTILE = {

@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from llamaspec.chat.infill import File, fitting_infill_prompt, infill_prompt
-from llamaspec.errors import PromptError
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from model_store import OpenModel
 from tiny_models import Recipe
@@ -81,8 +80,3 @@ def test_a_long_prefix_begins_alike_for_many_keystrokes(coder: LlamaVocabulary) 
     begin = [prompt[:-2] for prompt in prompts]  # without the marks after the cursor
     moves = sum(a != b[: len(a)] for a, b in itertools.pairwise(begin))
     assert 1 <= moves <= 3
-
-
-def test_a_model_without_marks_says_so(opened: OpenModel) -> None:
-    with pytest.raises(PromptError, match="no tokens for filling in"):
-        infill_prompt(opened().vocabulary, "a", "b")

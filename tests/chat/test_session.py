@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chat_models import TEMPLATE, last, say, session
-from command import generate, invoke, naming
+from command import generate
 from llamaspec import ModelOptions, Pair, PromptError, StopReason, chat_prompt, open_pair
 from llamaspec.chat.conversation_files import ConversationFiles, load_conversation
 from llamaspec.chat.messages import Message
@@ -196,16 +196,6 @@ HELLO = Message("user", "hello")
 def test_fields_of_other_programs_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('[{"role": "user", "content": "hello", "time": 3}]')
     assert load_conversation(tmp_path / "x.json") == (HELLO,)
-
-
-@pytest.mark.parametrize("content", ["[" * 200_000, '[{"role": ' * 10_000, f'[{{"role": 1{5000 * "0"}}}]'])
-def test_deep_and_huge_content_is_one_line(tmp_path: Path, models: list[Path], content: str) -> None:
-    path = tmp_path / "x.json"
-    path.write_text(content)
-    answer = invoke("chat", *naming(models), "--load", path)
-    assert answer.code == 1
-    (line,) = answer.complaints
-    assert "is not a conversation" in line
 
 
 def test_names_that_no_file_can_have() -> None:

@@ -69,16 +69,6 @@ def test_a_model_without_a_template(talker: list[Path]) -> None:
         assert answer.complaints[0].endswith("(--target, --chat-template)")
 
 
-def test_a_template_that_writes_nothing_is_one_line(talker: list[Path], tmp_path: Path) -> None:
-    """It was an internal error."""
-    path = tmp_path / "template.jinja"
-    path.write_text("{# nothing #}", encoding="utf-8")
-    answer = invoke("generate", "--chat", "hi", "--chat-template", str(path), *naming(talker))
-    assert answer.code == 1
-    assert len(answer.complaints) == 1
-    assert "the prompt is empty" in answer.complaints[0]
-
-
 @pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("{{ bos_token }}", "")])
 def test_a_conversation_begins_once(pair: Pair, template: str) -> None:
     """Whether or not the template writes the beginning-of-text token."""

@@ -4,42 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from command import invoke, naming
 from llamaspec import LlamaModel
 from llamaspec.llama import runtime
-from llamaspec.values import ForwardRequest, Logits
-
-Batch = list[tuple[int, ForwardRequest]]
 
 
-@pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_a_sound_pair_passes(target_file: Path, draft_file: Path, temperature: str) -> None:
-    answer = invoke(
-        "audit", *naming([target_file, draft_file]), "-t", temperature, "-n", "40", "-k", "3", "--json"
-    )
+def test_a_sound_pair_passes(target_file: Path, draft_file: Path) -> None:
+    answer = invoke("audit", *naming([target_file, draft_file]), "-t", "0.8", "-n", "40", "-k", "3", "--json")
     assert answer.code == 0
     assert answer.json["passed"] is True
-    assert answer.json["n_tokens"] == 40
-    assert answer.json["forks"] == []
-    assert answer.json["first_difference"] is None
+    assert (answer.json["n_tokens"], answer.json["forks"]) == (40, [])
     assert 2 in answer.json["identical_widths"]
     assert list(answer.json["largest_logit_difference"]) == [str(width) for width in range(2, 17)]
 
 
-@pytest.mark.parametrize("options", [(), ("--exact",), ("--exact", "-k", "3")])
 @pytest.mark.skipif(runtime.kernels().level is None, reason="the kernels are off")
 def test_texts_are_the_same_to_the_bit_in_every_situation(
-    demo_files: tuple[Path, Path], own_cache: None, options: tuple[str, ...]
+    demo_files: tuple[Path, Path], own_cache: None
 ) -> None:
-    answer = invoke("audit", *naming([*demo_files]), *options, "-n", "20", "--json")
-    assert answer.code == 0
-    assert set(answer.json["n_changed"].values()) == {0}
-    assert len(answer.json["n_changed"]) == 4
-    assert (answer.json["n_compared"], answer.json["why_inexact"]) == (20, None)
-    told = invoke("audit", *naming([*demo_files]), *options, "-n", "20").stdout.splitlines()
+    found = invoke("audit", *naming([*demo_files]), "--exact", "-k", "3", "-n", "20", "--json")
+    assert found.code == 0
+    assert set(found.json["n_changed"].values()) == {0}
+    assert len(found.json["n_changed"]) == 4
+    assert (found.json["n_compared"], found.json["why_inexact"]) == (20, None)
+    told = invoke("audit", *naming([*demo_files]), "-n", "20").stdout.splitlines()
     assert "log-probabilities beside 3 other requests: the same" in told
     assert told[-1] == "llamaspec's kernels compute everything: the same seed gives the same text to the bit"
 
@@ -86,20 +76,6 @@ def test_nothing_is_tried_without_exact(
     assert invoke("generate", *naming([target_file, draft_file]), "-n", "4", "x").code == 0
 
 
-@pytest.fixture
-def biased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a machine that rounds wider batches very differently."""
-    honest = LlamaModel.evaluate
-
-    def biased(self: LlamaModel, batch: Batch, n_padding: int = 0) -> list[Logits]:
-        answers = honest(self, batch, n_padding)
-        if batch[0][1].n_scored == 1:
-            return answers
-        return [np.roll(answer, 1, axis=1) for answer in answers]
-
-    monkeypatch.setattr(LlamaModel, "evaluate", biased)
-
-
 @pytest.mark.usefixtures("biased")
 def test_a_machine_that_rounds_wider_batches_otherwise_is_found_out(
     target_file: Path, draft_file: Path
@@ -125,9 +101,7 @@ def test_texts_are_compared_where_they_must_be_the_same(
     options = [*naming([target_file, draft_file]), "--rule", rule, "-t", temperature, "-n", "40", "-k", "3"]
     answer = invoke("audit", *options, "--json")
     assert (answer.code, answer.json["rule"], answer.json["forks"]) == (0, rule, [])
-    compared = rule == "coupled" or temperature == "0"
-    assert answer.json["compares_texts"] == compared
-    assert ("draws another text" in invoke("audit", *options).stdout) == (not compared)
+    assert answer.json["compares_texts"] == (rule == "coupled" or temperature == "0")
 
 
 @pytest.mark.usefixtures("biased")
@@ -139,14 +113,6 @@ def test_tokens_that_the_target_alone_cannot_say_are_forks_under_any_rule(
     answer = invoke("audit", *naming([target_file, draft_file]), *options)
     assert answer.code == 1
     assert answer.json["forks"]
-
-
-def test_for_people(target_file: Path, draft_file: Path) -> None:
-    answer = invoke("audit", *naming([target_file, draft_file]), "-n", "20", "--seed", "3")
-    assert answer.stdout.splitlines()[:2] == [
-        "same seed, same text: all 20 tokens are those of plain decoding",
-        "replayed one token at a time: 0 forks in 20 tokens",
-    ]
 
 
 def test_short_texts_have_few_widths(target_file: Path, draft_file: Path) -> None:

@@ -62,20 +62,13 @@ MODEL_FILES = [
 ]
 
 
-@pytest.mark.parametrize("command", ["generate", "compare"])
 @pytest.mark.parametrize("place", ["target", "draft"])
 @pytest.mark.parametrize(("name", "says"), MODEL_FILES)
-def test_model_files(files: dict[str, Path], command: str, place: str, name: str, says: str) -> None:
+def test_model_files(files: dict[str, Path], place: str, name: str, says: str) -> None:
     models = [files[name], files["GOOD"]] if place == "target" else [files["GOOD"], files[name]]
-    answer = invoke(command, *naming(models), "-p", "x")
+    answer = invoke("generate", *naming(models), "-p", "x")
     assert_refused(answer, says, 1)
     assert str(files[name]) in answer.stderr
-
-
-@pytest.mark.parametrize("name", ["CUT", "CUT_METADATA", "BERT", "VOCABULARY"])
-def test_model_files_do_not_end_the_process(files: dict[str, Path], name: str) -> None:
-    says = dict(MODEL_FILES)[name]
-    assert_refused(run("generate", "--target", files[name], "--draft", files["GOOD"], "x"), says, 1)
 
 
 PROMPTS: list[tuple[list[str], bytes, str]] = [
@@ -134,55 +127,22 @@ def test_no_stdin_at_all(files: dict[str, Path]) -> None:
     assert_refused(answer_of(command), "the prompt is empty", 1)
 
 
-TEMPERATURES = ("-1", "nan", "inf", "-inf")
 VALUES = [
     # Refused by the values, also in the Python interface.
-    *((["-t", value], f"temperature must be >= 0, got {float(value)}", 2) for value in TEMPERATURES),
+    (["-t", "nan"], "temperature must be >= 0, got nan", 2),
     (["--top-p", "0"], "top-p must be in (0, 1], got 0.0", 2),
-    *(
-        (["--repeat-penalty", value], f"repeat-penalty must be > 0, got {float(value)}", 2)
-        for value in ("0", "inf")
-    ),
-    *(
-        ([f"--{name}-penalty", value], f"{name}-penalty must be a finite number, got {value}", 2)
-        for name in ("presence", "frequency")
-        for value in ("nan", "inf", "-inf")
-    ),
-    (["--n-ctx", "0"], "n-ctx must be from 2 to", 2),
-    (["--n-ctx", "-5"], "n-ctx must be from 2 to", 2),
     (["--n-ctx", str(2**32 + 512)], "n-ctx must be from 2 to", 2),
     (["--n-ctx", "1000000000"], "--n-ctx", 1),
-    (["--n-ctx", str(2**31 - 1)], "--n-ctx", 1),
-    (["--draft-ctx", "1"], "n-ctx must be from 2 to", 2),
     (["--draft-ctx", "0"], "n-ctx must be from 2 to", 2),
-    (["--threads", "0"], "threads must be from 1 to 512, got 0", 2),
-    (["--threads", "100000"], "threads must be from 1 to 512, got 100000", 2),
     (["--draft-threads", "0"], "threads must be from 1 to 512, got 0", 2),
-    (["-ngl", "-1"], "gpu-layers must be >= 0", 2),
-    (["--flash-attn", "off", "--cache-type-v", "q8_0"], "needs flash attention; drop --flash-attn off", 2),
     (["--stop", ""], "a stop string must not be empty", 2),
     (["--exact", "--flash-attn", "off", "-ngl", "0"], "--exact is impossible: ", 1),
     # Refused by the command line.
     (["-n", "0"], "Invalid value for '--max-tokens' / '-n'", 2),
-    (["-n", "many"], "Invalid value for '--max-tokens' / '-n'", 2),
     (["--top-k", "-1"], "'--top-k': must be an integer ≥ 0", 2),
-    *(
-        ([f"--{name}-p", value], f"'--{name}-p': must be a number from 0 to 1", 2)
-        for name in ("top", "min")
-        for value in ("-0.1", "1.5", "nan")
-    ),
-    (["--repeat-penalty", "-1"], "'--repeat-penalty': must be a number ≥ 0", 2),
-    (["-t", "hot"], "Invalid value for '--temperature' / '-t'", 2),
-    (["-k", "-1"], "Invalid value for '--draft-length' / '-k'", 2),
-    (["-k", "65"], "Invalid value for '--draft-length' / '-k'", 2),
-    (["-k", "few"], "Invalid value for '--draft-length' / '-k'", 2),
-    (["--seed", "x"], "Invalid value for '--seed'", 2),
-    (["--rule", "other"], "Invalid value for '--rule'", 2),
-    (["--cache-type-k", "q3"], "Invalid value for '--cache-type-k'", 2),
-    (["--flash-attn", "maybe"], "Invalid value for '--flash-attn'", 2),
+    (["--min-p", "nan"], "'--min-p': must be a number from 0 to 1", 2),
     (["--kernels", "avx2"], "Invalid value for '--kernels'", 2),
     (["--no-such-option"], "No such option", 2),
-    (["--temperature"], "requires an argument", 2),
 ]
 
 
@@ -257,18 +217,11 @@ def test_contents_are_checked_before_models(
     ("arguments", "says"),
     [
         (["genrate", "x"], "No such command 'genrate'. Did you mean 'generate'?; see `llamaspec -h`"),
-        (["models", "lst"], "No such command 'lst'"),
         (["other"], "No such command 'other'; see `llamaspec -h`"),
-        (["--other"], "No such option"),
         (["draft", "trim", "x", "--keep", "0", "-o", "y"], "'--keep': must be an integer ≥ 1; see"),
-        (["compare", "-r", "0"], "; see `llamaspec compare -h`"),
-        (["generate", "-n", "abc"], "'-n': must be an integer ≥ 1; see `llamaspec generate -h`"),
         (["generate", "-k", "few"], "'-k': must be auto or an integer from 0 to 64; see"),
-        (["generate", "-k", "65"], "'-k': must be auto or an integer from 0 to 64; see"),
         (["serve", "--grace", "nan"], "'--grace': must be a number ≥ 0; see"),
-        (["bench", "-t", "-1"], "'-t': must be a number ≥ 0; see"),
         (["serve", "-c"], "Option '-c' requires an argument; see `llamaspec serve -h`"),
-        (["worker", "--port"], "Option '--port' requires an argument; see `llamaspec worker -h`"),
         (["run", "--system", "x"], "name one model to run, such as qwen3-14b; see `llamaspec run -h`"),
         (["run", "big", "small"], "name one model to run, got big small; see"),
         (["run", "big", "--pair", "small"], "big is the model to run; drop --pair; see"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,21 +100,16 @@ def test_without_torch_the_remedy_is_said(target: Path, monkeypatch: pytest.Monk
 
 
 def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return the command with a training that only copies, so that it needs no torch."""
+    """The training only copies, so this needs no torch."""
     asked: list[tuple[object, ...]] = []
 
     def copy(path: Path, _options: object, texts: object, wish: object, output: Path, *_: object) -> None:
         asked.append((path, texts, wish, output))
         shutil.copy(path, output)
 
-    module: Any = ModuleType("llamaspec.draft_making.distil")
-    module.Distillation, module.distil_draft = lambda *wish: wish, copy
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    wishes: list[TrialSettings] = []
-
     class Measured:
         def __init__(self, _model: object, wish: TrialSettings) -> None:
-            wishes.append(wish)
+            asked.append((wish.texts, wish.sampling.temperature))
 
         def cost_and_acceptance(self, path: Path) -> tuple[float, float]:
             assert path.read_bytes() == target.read_bytes()
@@ -124,25 +118,21 @@ def test_what_a_distilled_draft_is_worth(target: Path, monkeypatch: pytest.Monke
         def speed_up(self, _path: Path) -> Spread:
             return Spread(1.25, 1.5, 2.25)
 
+    module: Any = ModuleType("llamaspec.draft_making.distil")
+    module.Distillation, module.distil_draft = lambda *wish: wish, copy
+    monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("llamaspec.cli.draft.Trial", Measured)
     text = target.with_name("text.txt")
     text.write_text("to learn from")
-    options: list[str | Path] = ["--text", text, "--threads", "1"]
-    options += ["--minutes", "7", "--layers", "2", "--width", "64"]
-    answer = invoke("draft", "distil", target, *options)
+    wishes = ("--minutes", "7", "--layers", "2", "--width", "64", "--temperature", "0.75", "--json")
+    found = invoke("draft", "distil", target, "--text", text, "--threads", "1", *wishes).json
     output = made_path(target, "distilled")
-    assert asked == [(target, (b"to learn from",), (7.0, 2, 64), output)]
-    assert answer.stdout.splitlines() == [
-        "a draft token takes 0.250 of a target token's time, acceptance 0.62",
-        f"wrote {output}, measured: 1.50x ± 0.50",
+    assert asked == [
+        (target, (b"to learn from",), (7.0, 2, 64), output),
+        ((b"to learn from",), 0.75),
     ]
-    other = target.with_name("other.gguf")
-    options += ["--temperature", "0.75", "--output", other]
-    found = invoke("draft", "distil", target, *options, "--json").json
-    assert [wish.texts for wish in wishes] == [(b"to learn from",)] * 2
-    assert wishes[1].sampling == replace(wishes[0].sampling, temperature=0.75) != wishes[0].sampling
     measured = {"low": 1.25, "median": 1.5, "high": 2.25}
-    assert found == {"path": str(other), "cost_ratio": 0.25, "acceptance": 0.625, "measured": measured}
+    assert found == {"path": str(output), "cost_ratio": 0.25, "acceptance": 0.625, "measured": measured}
     assert "--text" in invoke("draft", "distil", target).stderr
 
 
@@ -154,20 +144,8 @@ def test_auto_finds_a_trimmed_draft(target: Path, draft_file: Path, tmp_path: Pa
     assert set(target.parent.iterdir()) == {target, output}
     assert "exists; name another file with --output, or --force" in invoke(*trimming).stderr
     assert invoke(*trimming, "--force").code == 0
-    wanted = (
-        "generate",
-        "--target",
-        target,
-        "--threads",
-        "1",
-        "-p",
-        "def",
-        "-n",
-        "30",
-        "--seed",
-        "3",
-        "--json",
-    )
+    options = ("--threads", "1", "-p", "def", "-n", "30", "--seed", "3", "--json")
+    wanted = ("generate", "--target", target, *options)
     answer = invoke(*wanted, "--draft", "auto", "--draft-length", "3")
     assert answer.json["statistics"]["accepted"] > 0
     assert answer.json["tokens"] == invoke(*wanted, "--no-draft").json["tokens"]
@@ -234,17 +212,11 @@ def test_the_figures_of_what_was_made(target: Path, monkeypatch: pytest.MonkeyPa
     made = Made(FOUND, Spread(1.25, 1.5, 2.25), output, None)
     monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_, **__: made)
     lines = invoke("draft", "make", target, "--threads", "1").stdout.splitlines()
-    assert [line.split() for line in lines[:3]] == [
-        ["layers", "type", "MB", "cost", "acceptance", "predicted"],
-        ["6", "Q4_0", "12", "0.250", "0.62", "1.38x"],
-        ["8", "Q8_0", "31", "0.500", "0.75", "1.12x"],
-    ]
+    assert lines[1].split() == ["6", "Q4_0", "12", "0.250", "0.62", "1.38x"]
     assert lines[3:] == [f"wrote {output}, measured: 1.50x ± 0.50"]
     found = invoke("draft", "make", target, "--threads", "1", "--json").json
-    assert (found["path"], found["reason"]) == (str(output), None)
-    assert (found["speed_up"], found["speed_up_quartiles"]) == (1.5, [1.25, 2.25])
+    assert (found["path"], found["speed_up"], found["speed_up_quartiles"]) == (str(output), 1.5, [1.25, 2.25])
     assert found["candidates"][0]["candidate"] == {"pruned": [1, 2], "file_type": "Q4_0"}
-    assert found["candidates"][0]["cost_ratio"] == 0.25
 
 
 def test_nothing_that_pays_is_no_error(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +224,4 @@ def test_nothing_that_pays_is_no_error(target: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_, **__: made)
     answer = invoke("draft", "make", target, "--threads", "1")
     assert answer.code == 0
-    told = "no draft made from this target is faster here: the best one, L6-Q4_0, gave 0.93x"
-    assert answer.stdout.splitlines()[-1] == told
-    found = invoke("draft", "make", target, "--threads", "1", "--json").json
-    assert (found["path"], found["speed_up"], found["speed_up_quartiles"]) == (None, None, None)
+    assert answer.stdout.splitlines()[-1].endswith(": the best one, L6-Q4_0, gave 0.93x")

@@ -35,19 +35,6 @@ def test_the_next_run_learns_more_and_says_the_same(models: list[Path], tmp_path
     assert json.loads(file.read_text()) != known
 
 
-def test_a_few_tokens_teach_nothing(models: list[Path], tmp_path: Path) -> None:
-    text(models, SHORT)
-    assert kept(tmp_path) == []
-
-
-@pytest.mark.parametrize("content", ["", "{", '{"format": 2}', '{"curve": 3}'])
-def test_a_damaged_file_counts_as_none(models: list[Path], tmp_path: Path, content: str) -> None:
-    first = text(models)
-    kept(tmp_path)[0].write_text(content)
-    assert text(models) == first
-    assert "curve" in json.loads(kept(tmp_path)[0].read_text())
-
-
 @pytest.mark.parametrize("option", ["--quick", "--forget"])
 def test_a_probe_makes_it_old(models: list[Path], tmp_path: Path, option: str) -> None:
     text(models)

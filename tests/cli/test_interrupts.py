@@ -15,9 +15,6 @@ from model_store import ModelStore
 from patience import PATIENCE
 from tiny_models import Recipe
 
-LONG = Recipe(dtype="q8_0", n_context=1 << 15)
-
-
 INTERRUPTED_AFTER = """
 import signal
 from llamaspec.llama.batch import Batch
@@ -36,28 +33,6 @@ main()
 def interrupted(calls: int, *arguments: str | Path, command: str = "generate") -> Answer:
     """Send Ctrl-C at the given evaluation."""
     return python(INTERRUPTED_AFTER.format(calls=calls), command, *arguments)
-
-
-def test_ctrl_c_keeps_the_text(store: ModelStore) -> None:
-    models = [store.path("llama", LONG), store.path("llama", LONG.draft())]
-    arguments = [*naming(models), PROMPT, "--n-ctx", "32768", "-n", "32000", "--seed", "9", "-k", "2"]
-    child = subprocess.Popen(
-        [*ENTRY, "generate", *map(str, arguments)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
-    )  # fmt: skip
-    assert child.stdout is not None
-    head = b""
-    while len(head) <= 20:
-        head += os.read(child.stdout.fileno(), 1)
-    child.send_signal(signal.SIGINT)
-    rest, stderr = child.communicate(timeout=PATIENCE)
-    text, complaints = (head + rest).decode(), stderr.decode()
-    assert child.returncode == 130
-    assert "Traceback" not in complaints
-    assert "stopped by an interrupt, seed 9" in complaints
-    whole = expected(models, 9, 200).text
-    n = min(len(whole), len(text) - 1)
-    assert text[:n] == whole[:n]
 
 
 def test_ctrl_c_with_json(models: list[Path]) -> None:

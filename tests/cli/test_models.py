@@ -58,34 +58,16 @@ def test_a_pair_and_a_target_are_one_too_many(env: dict[str, str]) -> None:
     ("text", "part"),
     [
         ("big: [", "this is not plain YAML"),
-        ("big: 3", "is invalid: big must be a mapping"),
         ("big: {licence: MIT}", "it needs a path, or a repo"),
         ("big: {colour: red}", "big: colour: unexpected keyword argument"),
-        ("- big", "is invalid"),
-        ("big: {repo: [a], default: q, pattern: x.gguf}", "big: repo: input should be a valid string"),
         (
             "big: {repo: a, default: q, pattern: x.gguf}",
             "big: big has no usable file: a repository is named owner/name, got a,",
         ),
         ("big: {repo: a/b, default: q}", "big: big has no quantization q, choose one of "),
         ("big: {repo: a/b, default: q, pattern: 'x{size}.gguf'}", "no braces but {quantization}"),
-        ("big: {repo: a/b, default: q, pattern: x.bin}", "a model file ends in .gguf, got x.bin"),
         ("big: {path: x.gguf, memory_gb: much}", "big: memory_gb: input should be a valid integer"),
-        ("big: {path: x.gguf, quantizations: [q]}", "big: quantizations: input should be an object"),
-        (QUANTIZATION.format("x.gguf"), "big: quantizations.q: input should be an object"),
         (QUANTIZATION.format("{bytes: 3}"), "big: quantizations.q.file: field required"),
-        (
-            QUANTIZATION.format("{file: x.gguf, size: 3}"),
-            "big: quantizations.q.size: unexpected keyword argument",
-        ),
-        (
-            QUANTIZATION.format("{file: x.gguf, bytes: few}"),
-            "big: quantizations.q.bytes: input should be a valid integer",
-        ),
-        (
-            QUANTIZATION.format(f"{{file: x.gguf, sha256: {64 * '0'}}}"),
-            "big: quantizations.q.sha256: input should be a valid string",
-        ),
     ],
 )
 def test_a_list_that_cannot_be_read(own_list: Path, text: str, part: str) -> None:
@@ -231,7 +213,7 @@ def test_drafts_that_are_in_no_list_are_named(own_list: Path) -> None:
     assert answer.stderr.splitlines() == ["llamaspec: mine has the draft nobody, which is in no list"]
 
 
-@pytest.mark.parametrize("columns", ["40", "72", "75", "80", "100"])
+@pytest.mark.parametrize("columns", ["40", "80"])
 def test_the_list_is_readable(own_list: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     """Names are never broken, because people copy them."""
     monkeypatch.setenv("COLUMNS", columns)
@@ -269,15 +251,6 @@ NAMES_THAT_LEAD_OUT = ("../../../../victim.gguf", "{folder}/victim.gguf", "x/../
 
 
 @pytest.mark.parametrize("name", NAMES_THAT_LEAD_OUT)
-@pytest.mark.parametrize("command", [("models", "remove"), ("models", "path"), ("generate", "--target")])
-def test_no_address_leads_out_of_the_cache(cache: Path, command: tuple[str, ...], name: str) -> None:
-    named = name.format(folder=cache.parent)
-    more = ("x",) if command[0] == "generate" else ()
-    assert "is not an address" in said(invoke(*command, f"hf:acme/big-GGUF:{named}", *more))
-    assert (cache.parent / "victim.gguf").read_bytes() == b"mine"
-
-
-@pytest.mark.parametrize("name", NAMES_THAT_LEAD_OUT)
 @pytest.mark.parametrize(
     "entry",
     [
@@ -288,8 +261,7 @@ def test_no_address_leads_out_of_the_cache(cache: Path, command: tuple[str, ...]
 )
 def test_no_list_leads_out_of_the_cache(cache: Path, own_list: Path, entry: str, name: str) -> None:
     own_list.write_text(entry.format(name=name.format(folder=cache.parent)))
-    for command in ("remove", "path", "show"):
-        assert "is invalid" in said(invoke("models", command, "evil"))
+    assert "is invalid" in said(invoke("models", "remove", "evil"))
     assert (cache.parent / "victim.gguf").read_bytes() == b"mine"
 
 
@@ -304,13 +276,9 @@ def test_no_quantization_leads_out_of_the_cache(cache: Path, own_list: Path) -> 
     ("text", "part"),
     [
         ("a: " + 3000 * "[", "is nested too deeply"),
-        ("a: " + 3000 * "[" + 3000 * "]", "is nested too deeply"),
         ("a: {path: x.gguf, memory_gb: 1" + 400 * "0" + "}", "memory_gb must be from 1 to 1048575"),
         ("a: {path: x.gguf, cache_mb: -5}", "cache_mb must be from 1 to 1073741823, got -5"),
-        (QUANTIZATION.format("{file: x.gguf, bytes: 1" + 400 * "0" + "}"), "bytes must be from 1"),
         (QUANTIZATION.format("{file: x.gguf, bytes: 1" + 5000 * "0" + "}"), "is invalid"),
-        (QUANTIZATION.format("{file: x.gguf, bytes: 0}"), "bytes must be from 1"),
-        ("a: {path: x.gguf, memory_gb: .nan}", "is invalid"),
         ("? [a, b]\n: {path: x.gguf}", "this is not plain YAML"),
         ('a: {path: "x\\0.gguf"}', "no file has the path 'x\\x00.gguf'"),
         ('"a\\e]0;t\\a": 3', "a\\x1b]0;t\\x07 must be a mapping"),

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from command import generate, invoke, naming, run
-from hub_server import Hub
+from command import generate, invoke, naming
 from llamaspec import LlamaModel, Pair
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.llama import runtime
@@ -80,15 +79,6 @@ def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None
         forgot = invoke("probe", *options, "--forget")
         assert (forgot.code, forgot.stdout, forgot.complaints) == (0, "", [told])
     assert "without --show" in invoke("probe", *options, "--show").stderr
-
-
-@pytest.mark.parametrize("option", ["--show", "--forget"])
-def test_a_pair_that_is_not_here_is_not_fetched(env: dict[str, str], hub: Hub, option: str) -> None:
-    """Both used to fetch the models first."""
-    answer = run("probe", "--pair", "big", option, env=env)
-    assert answer.code == 1
-    assert "big is not on this machine; run `llamaspec models pull big`" in answer.stderr
-    assert hub.n_requests == 0
 
 
 def test_a_damaged_file_counts_as_none(models: list[Path], tmp_path: Path) -> None:

@@ -58,8 +58,12 @@ WRITES = (
 )
 
 
-@pytest.mark.parametrize("arguments", WRITES)
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+ALL = "<&- >&- 2>&-"
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments"), [(">&-", WRITES[0]), ("2>&-", WRITES[0]), *((ALL, each) for each in WRITES)]
+)
 def test_streams_may_be_closed(
     own_list: Path, target_file: Path, arguments: tuple[str, ...], closed: str
 ) -> None:

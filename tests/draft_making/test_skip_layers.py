@@ -161,12 +161,6 @@ def test_impossible_options_are_refused(widened: Path, options: dict[str, Any], 
         made(widened, KnownCosts(), **options)
 
 
-def test_a_target_that_generates_nothing(tmp_path: Path) -> None:
-    target = write_llama(tmp_path / "target.gguf", Recipe(end_score=99.0))
-    with pytest.raises(LlamaspecError, match="generates nothing after these texts"):
-        made(target, KnownCosts())
-
-
 def test_ctrl_c_leaves_nothing(widened: Path) -> None:
     class Interrupted(KnownCosts):
         def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:

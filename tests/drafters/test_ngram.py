@@ -142,11 +142,6 @@ def test_a_copy_stops_after_an_end_token(text: tuple[int, ...]) -> None:
         assert proposed(drafter, tokens(*prompt, *text[:n]), 9).tokens.tolist()[-3:] == [7, 8, end]
 
 
-def test_a_copy_of_a_repetition_continues_with_itself() -> None:
-    draft = proposed(NgramDrafter(), tokens(*[7, 8, 9] * 3), 8)
-    assert draft.tokens.tolist() == [7, 8, 9, 7, 8, 9, 7, 8]
-
-
 def test_new_tokens_are_never_aligned_with_themselves() -> None:
     """Tokens of the last round are searched for in the tokens before them."""
     drafter, text = NgramDrafter(), [*range(1, 9), *range(1, 5)]

@@ -99,12 +99,6 @@ def test_no_rates_without_rounds() -> None:
     assert summary.tokens_per_second is None
 
 
-@pytest.mark.parametrize("n", [0, 1, 2])
-def test_the_path_has_the_accepted_tokens(n: int) -> None:
-    summary = summarize([a_round((1, 2), accepted=n)], n + 1)
-    assert (summary.n_accepted, summary.n_tokens, len(summary.accepted_histogram)) == (n, n + 1, n + 1)
-
-
 def test_an_estimate_that_tells_nothing_is_not_made() -> None:
     """Because a round is too short, or because the estimate is wrong for the plain rounds that were made."""
 

@@ -14,7 +14,6 @@ import pytest
 import hatch_build
 from hatch_build import FOLDER, LIBRARY, PLATFORM, NotBuiltError, build, is_current
 
-ROOT = Path(hatch_build.__file__).parent
 here = pytest.mark.skipif(sysconfig.get_platform() != PLATFORM, reason="the kernels are for another platform")
 PART = """
 #ifndef {wanted}

@@ -55,6 +55,7 @@ def check(folder: Path, *entries: bytes) -> None:
         ([LLAMA, whole("llama.block_count", 0)], "llama.block_count is 0, not from 1 to 4096"),
         ([LLAMA, whole("llama.block_count", 4097)], "llama.block_count is 4097, not from 1 to 4096"),
         ([LLAMA, whole("llama.vocab_size", 1)], "llama.vocab_size is 1, not from 2 to 268435456"),
+        ([LLAMA, whole("llama.context_length", 0)], "llama.context_length is 0, not from 1 to 1073741824"),
         ([LLAMA, whole("llama.expert_used_count", 3), whole("llama.expert_count", 2)],
          "it uses 3 of 2 experts"),
         ([entry("a.epsilon", FLOAT32, struct.pack("<f", math.nan))], "a.epsilon is nan"),

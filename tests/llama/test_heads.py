@@ -24,8 +24,6 @@ from llamaspec.errors import ContextFullError, PairError, RowsMissingError
 from llamaspec.llama import nextn
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.context import Context
-from llamaspec.llama.heads import PredictionHeads
-from llamaspec.llama.model import LlamaModel
 from llamaspec.values import (
     MTP,
     NO_TOKENS,
@@ -266,13 +264,6 @@ def test_impossible_requests(store: ModelStore) -> None:
                 pair.heads.prepare([(0, wanted, 0)])
 
 
-def test_closed_heads_refuse_everything_and_can_be_closed_again(store: ModelStore) -> None:
-    with LlamaModel(store.path("qwen35"), ModelOptions(threads=1, heads=True)) as target:
-        heads = PredictionHeads(target)
-        heads.close()
-        heads.close()
-
-
 # Files
 
 
@@ -280,11 +271,6 @@ def test_a_damaged_file_has_no_heads(store: ModelStore, tmp_path: Path) -> None:
     """The file ends in the middle of its metadata: the list of models is shown all the same."""
     path = tiny.truncated(store.path("qwen35"), tmp_path / "cut.gguf", 700)
     assert nextn.heads_in_file(path).n_heads == 0
-
-
-def test_a_file_without_heads(target_file: Path) -> None:
-    with pytest.raises(PairError, match="has no prediction heads"):
-        open_pair(target_file, "mtp")
 
 
 def test_a_file_whose_heads_were_left_out(tmp_path: Path) -> None:
@@ -317,12 +303,3 @@ def test_a_build_that_cannot_compute_heads(store: ModelStore, monkeypatch: pytes
     monkeypatch.setattr(nextn, "_ext", None)
     with pytest.raises(PairError, match=r"this build of llama.cpp cannot compute them"):
         open_pair(store.path("qwen35"), "mtp")
-
-
-def test_auto_chooses_the_heads_if_no_draft_is_known(store: ModelStore) -> None:
-    options = ModelOptions(threads=1)
-    with open_pair(store.path("step35-one"), "auto", target_options=options) as pair:
-        assert pair.heads is not None
-        assert pair.draft is None
-    with pytest.raises(PairError, match="no draft is known"):
-        open_pair(store.path("llama"), "auto", target_options=options)

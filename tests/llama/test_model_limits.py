@@ -34,8 +34,6 @@ from llamaspec.values import TARGET, ForwardRequest
 from model_store import ModelStore, OpenModel
 from tiny_models import Recipe
 
-LONG = Recipe(n_context=2048)
-
 
 def test_more_requests_than_sequences(opened: OpenModel) -> None:
     """As many as a draft model scores positions at once; once, the last of them had no sequence."""
@@ -94,12 +92,6 @@ def test_requests_that_would_abort_the_process_are_refused(
     with pytest.raises(ValueError, match=says):
         model.forward(wanted)
     assert_same(model.forward(request(12)), fresh(other, request(12)))
-
-
-def test_a_request_may_fill_the_context(opened: OpenModel) -> None:
-    model, other = opened(**EXACT), opened(**EXACT)
-    assert model.context_size == 512
-    assert_same(model.forward(request(512, n_logits=2)), fresh(other, request(512, n_logits=2)))
 
 
 def test_a_closed_model_refuses_everything(opened: OpenModel) -> None:
@@ -241,6 +233,7 @@ def test_weights_are_loaded_once_for_several_models(store: ModelStore, kind: str
     [
         ({"n_ctx": 1}, "n-ctx must be from 2 to 2147483647, got 1"),
         ({"n_ctx": 1 << 31}, "got 2147483648"),
+        ({"n_ctx": 2**32 + 512}, "got 4294967808"),  # it silently became 512
         ({"gpu_layers": -1}, "gpu-layers must be >= 0"),
         ({"threads": 0}, "threads must be from 1 to 512, got 0"),
         ({"threads": 513}, "got 513"),
@@ -329,7 +322,7 @@ from pathlib import Path
 import numpy as np
 from llamaspec import FixedLength, ModelOptions, open_pair
 path = Path(sys.argv[1])
-for n_target, n_draft in [*((n, 64) for n in range(2, 10)), *((64, n) for n in range(2, 10))]:
+for n_target, n_draft in [*((n, 64) for n in (2, 3, 5, 9)), *((64, n) for n in (2, 3, 5, 9))]:
     with open_pair(path, path, target_options=ModelOptions(n_ctx=n_target, threads=1),
                    draft_options=ModelOptions(n_ctx=n_draft, threads=1, max_scored=16)) as pair:
         assert (pair.target.context_size, pair.draft.context_size) == (n_target, n_draft)
@@ -349,8 +342,8 @@ def test_the_smallest_contexts_of_target_and_draft(store: ModelStore, kind: str)
     answer = python(SMALLEST, store.path(kind))
     assert (answer.code, answer.stderr) == (0, "")
     assert answer.stdout.splitlines() == [
-        *(f"{n} 64 {[n - 1] if n < 5 else [n - 1, n - 4]}" for n in range(2, 10)),
-        *(f"64 {n} [40, 40]" for n in range(2, 10)),
+        *(f"{n} 64 {[n - 1] if n < 5 else [n - 1, n - 4]}" for n in (2, 3, 5, 9)),
+        *(f"64 {n} [40, 40]" for n in (2, 3, 5, 9)),
     ]
 
 

@@ -44,14 +44,6 @@ def joined(vocabulary: LlamaVocabulary, tokens: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_round_trip_byte_level(byte_level: LlamaVocabulary, text: bytes) -> None:
-    tokens = byte_level.tokenize(text)
-    assert tokens.dtype == "int32"
-    assert tokens[0] == BYTES.bos
-    assert joined(byte_level, tokens.tolist()) == text
-
-
-@pytest.mark.parametrize("text", TEXTS)
 def test_round_trip_pieces(pieces: LlamaVocabulary, text: bytes) -> None:
     """Such a vocabulary adds a space before the text."""
     assert joined(pieces, pieces.tokenize(text).tolist()) == b" " + text

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from command import generate, invoke, naming
+from command import generate
 from llamaspec import ModelOptions
-from llamaspec.errors import printable
 from llamaspec.kernels import KernelLibrary, Kernels
 from llamaspec.length.automatic import AutoLength
 from llamaspec.length.cost_curve import CostCurve
@@ -150,22 +149,6 @@ def test_a_lock_that_is_not_given_back_is_reported(
     assert (stored(pair, Probe), stored(pair, LearnedPrior)) == (None, EARLIER)
 
 
-@PLACES
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "{", "3", "null", "[]", DEEP, '{"widths": ' + DEEP + "}", '{"widths": 1e400}', "\x00",
-        '{"wid', '{"widths": 1' + 400 * "0" + "}x",
-    ],
-)  # fmt: skip
-def test_a_damaged_file_is_ignored(pair: DraftPlan, tmp_path: Path, place: Place, content: str) -> None:
-    path = place(pair, tmp_path)
-    path.write_text(content)
-    (fault,) = faults_of(pair, place)
-    assert str(path) in fault
-    assert fault == printable(fault)
-
-
 def faults_of(pair: DraftPlan, place: Place) -> list[str]:
     """Return the faults of the kept file; none if it can be used."""
     faults: list[str] = []
@@ -223,28 +206,6 @@ def test_no_change_of_a_file_is_a_traceback(pair: DraftPlan, tmp_path: Path, pla
     assert n_accepted < n_refused / 5
 
 
-@PLACES
-@pytest.mark.parametrize("kind", ["pipe", "endless", "folder", "huge"])
-def test_anything_but_a_small_file_is_ignored(
-    pair: DraftPlan, tmp_path: Path, place: Place, kind: str
-) -> None:
-    path = place(pair, tmp_path)
-    path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "endless":
-        path.symlink_to("/dev/zero")
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        with path.open("wb") as file:
-            file.truncate(1 << 40)
-    assert faults_of(pair, place)
-    if kind != "folder":  # it is replaced
-        place(pair, tmp_path)
-        assert not faults_of(pair, place)
-
-
 def test_a_run_warns_in_one_line_and_replaces_the_file(
     models: list[Path], tmp_path: Path, own_cache: None
 ) -> None:
@@ -258,25 +219,3 @@ def test_a_run_warns_in_one_line_and_replaces_the_file(
     assert line.startswith(f"llamaspec: ignoring {path}, which cannot be used: ")
     assert "ignoring" not in generate(*options, models=models).stderr
     assert {found.name for found in path.parent.iterdir()} <= {path.name, store.LOCK}
-
-
-def test_a_prior_of_another_policy_is_ignored(models: list[Path], tmp_path: Path, own_cache: None) -> None:
-    options = ("--seed", "5", "-n", "80", "Once upon a time")
-    first = generate(*options, models=models)
-    (path,) = tmp_path.rglob("*.runs.json")
-    content = json.loads(path.read_text())
-    del content["curve"]["draft_step_seconds"]
-    path.write_text(json.dumps(content))
-    again = generate(*options, models=models)
-    assert again.stdout == first.stdout
-    assert "ignoring" in again.stderr
-    assert "ignoring" not in generate(*options, models=models).stderr
-
-
-def test_a_damaged_probe_is_not_shown(models: list[Path], tmp_path: Path, own_cache: None) -> None:
-    assert invoke("probe", *naming(models), "--quick").code == 0
-    (path,) = set(tmp_path.rglob("*.json")) - set(tmp_path.rglob("*.runs.json"))
-    path.write_text("{")
-    answer = invoke("probe", *naming(models), "--show")
-    assert answer.code == 1
-    assert "ignoring" in answer.stderr.splitlines()[-1]

@@ -90,13 +90,6 @@ def test_codex(demo: Pair) -> None:
         assert server.post(CHAT, chat).status_code == 200
 
 
-@pytest.mark.parametrize("choice", [{"type": "custom", "name": "apply_patch"}, {"type": "web_search"}])
-def test_a_tool_that_is_left_out_cannot_be_forced(talker: Served, choice: Any) -> None:
-    error = talker.post(RESPONSES, {**CODEX, "tool_choice": choice}).json()["error"]
-    assert error["param"] == "tool_choice"
-    assert "names no function" in error["message"]
-
-
 def test_items_of_a_codex_conversation() -> None:
     items = [
         {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"},
@@ -146,18 +139,6 @@ def test_system_messages_become_one(source: str, expected: list[Message]) -> Non
     assert accepted.messages(TALK[2:3]) == TALK[2:3]
 
 
-def test_system_messages_of_every_api(demo: Pair) -> None:
-    talk = [{"role": role, "content": role} for role in ("system", "developer", "user", "system")]
-    with served(demo, template=STRICT) as server:
-        chat = server.post(CHAT, {"messages": talk, "max_tokens": 2})
-        response = server.post(
-            RESPONSES, {"instructions": "Be brief.", "input": talk, "max_output_tokens": 2}
-        )
-        message = server.post(MESSAGES, {"system": "Be brief.", "messages": talk, "max_tokens": 2})
-        for answer in (chat, response, message):
-            assert answer.status_code == 200, answer.text
-
-
 def test_lines_of_a_json_log_are_json(demo: Pair) -> None:
     with served(demo, template=STRICT, log_format="json") as server:
         server.post(RESPONSES, CODEX)
@@ -201,14 +182,10 @@ def test_a_refusal_in_an_answer_is_its_text(path: str, talker: Served) -> None:
     assert len({_n_read(talker.post(path, body | limits).json()["usage"]) for body in bodies}) == 1
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-def test_half_of_an_emoji_is_no_error(talker: Served, path: str) -> None:
-    name = "input" if path == RESPONSES else "messages"
-    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    words = ("cut \ud83d", "\ude00 cut", "\ud83d\ud83d\ude00", "\\\ud83d", "\ufffd")
-    for word in words:
-        body = json.dumps({name: [{"role": "user", "content": word}], limit: 1})
-        answer = talker.client.post(path, content=body)
+def test_half_of_an_emoji_is_no_error(talker: Served) -> None:
+    for word in ("cut \ud83d", "\ude00 cut", "\ud83d\ud83d\ude00", "\\\ud83d", "\ufffd"):
+        body = json.dumps({"messages": [{"role": "user", "content": word}], "max_tokens": 1})
+        answer = talker.client.post(CHAT, content=body)
         assert answer.status_code == 200, (body, answer.text)
 
 

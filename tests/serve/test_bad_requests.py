@@ -66,8 +66,6 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (TEXT, {"prompt": ""}, 400, "prompt"),
     (TEXT, {"prompt": [-1]}, 400, "prompt"),
     (TEXT, {"prompt": [["a"]]}, 400, "prompt.0.0"),
-    (TEXT, {"prompt": "x = 1\n" * 2000}, 400, "prompt"),
-    (TEXT, {"prompt": "x" * 500_000}, 400, "prompt"),
     (TEXT, {"prompt": ["a"] * 5}, 400, "n"),
     (TEXT, {"prompt": [5], "suffix": "b"}, 400, "suffix"),
     ("/infill", {"input_prefix": "a"}, 400, "input_suffix"),
@@ -119,7 +117,7 @@ def test_a_wrong_field_is_named(
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"5", b"\xff", b'{"a": "\\ud800"}', b'{"a": NaN}', b"\x00"]
 )
-@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES, MESSAGES, "/tokenize"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_a_body_that_is_not_a_json_object_is_refused(server: Served, path: str, body: bytes) -> None:
     answer = server.client.post(path, content=body)
     assert answer.status_code == 400
@@ -237,12 +235,6 @@ def test_a_model_that_does_not_fill_in(server: Served) -> None:
     ):
         answer = server.post(path, body)
         assert (answer.status_code, "no tokens for filling in" in answer.text) == (400, True)
-
-
-def test_a_template_that_refuses(demo: Pair) -> None:
-    with served(demo, template="{{ raise_exception('no ' ~ messages[0].role) }}") as server:
-        answer = server.post(CHAT, {"messages": HI})
-        assert (answer.status_code, "no user" in answer.text) == (400, True)
 
 
 def test_control_tokens_in_a_message_stay_text(server: Served, demo: Pair) -> None:

@@ -109,17 +109,6 @@ def test_other_files_are_processed_before_they_are_needed(server: Served) -> Non
     assert server.post("/infill", {**nothing, "seed": 3}).json()["tokens_predicted"] == 0
 
 
-def test_a_prediction_is_drafted_from(server: Served) -> None:
-    body = {**CURSOR, "n_predict": 30, "temperature": 0.0, "ignore_eos": True}
-    text = server.post("/infill", body).json()["content"]
-    prediction = {"type": "content", "content": text}
-    answer = server.post(
-        "/infill", {**body, "prediction": prediction, "speculative": {"rounds": True}}
-    ).json()
-    assert answer["content"] == text
-    assert "prediction" in {round_["source"] for round_ in answer["rounds"]}
-
-
 def test_text_that_does_not_fit_is_trimmed_or_refused(server: Served) -> None:
     long = "x = 1\n" * (4 * CONTEXT)
     answer = server.post("/infill", {**CURSOR, "input_prefix": long, "input_suffix": long, "n_predict": 5})

@@ -96,13 +96,6 @@ def test_the_system_field_is_a_message(server: Served) -> None:
     assert generated["prompt_eval_count"] == said["prompt_eval_count"]
 
 
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-def test_without_a_prompt_the_model_is_loaded(server: Served, path: str) -> None:
-    answer = server.post(path, {"model": "any"})
-    assert answer.status_code == 200
-    assert (answer.json()["done"], answer.json()["done_reason"]) == (True, "load")
-
-
 def test_a_format_is_kept(client: ollama.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip
@@ -173,9 +166,8 @@ def test_an_error_is_one_string(server: Served, path: str, body: dict[str, Any],
     assert told in answer.json()["error"]
 
 
-@pytest.mark.parametrize("think", ["max", "true", "false"])
-def test_efforts_and_switches_in_words(server: Served, think: str) -> None:
-    body = {"messages": MESSAGES, "options": OPTIONS, "think": think, "stream": False}
+def test_an_effort_in_words(server: Served) -> None:
+    body = {"messages": MESSAGES, "options": OPTIONS, "think": "max", "stream": False}
     assert server.post("/api/chat", body).status_code == 200
 
 
@@ -186,7 +178,7 @@ def test_a_switch_in_words_is_the_switch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep_alive", "reason"), [(0, "unload"), ("0", "unload"), ("0s", "unload"), ("5m", "load"), (-1, "load")]
+    ("keep_alive", "reason"), [(0, "unload"), ("0s", "unload"), ("5m", "load"), (None, "load")]
 )
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_unloading_is_answered(server: Served, path: str, keep_alive: Any, reason: str) -> None:

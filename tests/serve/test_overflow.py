@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from llamaspec import Pair
-from serving import CONTEXT, Served, served
+from serving import CONTEXT, Served
 
 LONG = [{"role": "user", "content": "x = 1\n" * CONTEXT}]
 HUGE = [{"role": "user", "content": "x" * 500_000}]  # too long to be tokenized
@@ -57,12 +56,3 @@ def test_clients_of_anthropic(server: Served, messages: list[dict[str, Any]]) ->
     told = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", error["message"])
     assert told is not None
     assert int(told[1]) > int(told[2]) == CONTEXT - 1
-
-
-@pytest.mark.parametrize("path", [CHAT, f"{MESSAGES}/count_tokens"])
-def test_a_template_that_writes_too_much(demo: Pair, path: str) -> None:
-    """Its text is measured before it is tokenized, which took seconds in each request."""
-    with served(demo, template="{% for i in range(300) %}{{ 'x' * 10000 }}{% endfor %}") as server:
-        answer = server.post(path, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1})
-    assert answer.status_code == 400
-    assert "too long" in answer.text or "(estimated)" in answer.text

@@ -325,50 +325,36 @@ TIMINGS = {
 UNUSED = {"reading_seconds": 3.14, "saved_seconds": 1.2}
 
 
-@pytest.mark.parametrize(
-    ("timings", "claim", "reason"),
-    [
-        (
-            {"speedup_estimate": 1.87},
-            "1.9× as fast as without a draft (estimate)",
-            "122 of 140 draft tokens were accepted, so the model generated 187 tokens in 65 steps.",
-        ),
-        (
-            {"speedup_estimate": 1.09, "copied": {"drafted": 20, "accepted": 9}},
-            "About as fast as without a draft (estimate)",
-            "122 of 140 draft tokens were accepted, 9 of them copies of earlier text, "
-            "so the model generated 187 tokens in 65 steps.",
-        ),
-        (
-            {"speedup_estimate": 0.812, "copied": {"drafted": 140, "accepted": 8}, "draft_n_accepted": 8},
-            "19% slower than without a draft (estimate)",
-            "Only 8 of 140 tokens copied from earlier text were accepted: "
-            "drafting took more time than it saved.",
-        ),
-        (
-            {"speedup_estimate": 1.0, "draft_n": 0, "unused_draft": UNUSED},
-            "25.0 tokens/s",
-            "The draft model was not used: it would have taken 3.1 s to process the prompt, "
-            "and saved about 1.2 s.",
-        ),
-        (
-            {"draft_n": 0, "unused_draft": {**UNUSED, "saved_seconds": 0.0}},
-            "25.0 tokens/s",
-            "The draft model was not used, because no gain was expected.",
-        ),
-        (
-            {"draft_n": 0, "draft_fault": "out of memory"},
-            "25.0 tokens/s",
-            "The draft model failed and is no longer used: out of memory.",
-        ),
-        ({"draft_n": 0}, "25.0 tokens/s", "Nothing was drafted, because no gain was expected."),
-    ],
-)
-def test_speed_in_words(page: Page, timings: dict[str, Any], claim: str, reason: str) -> None:
+CLAIMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"speedup_estimate": 1.87}, "1.9×", "122 of 140 draft tokens were accepted"),
+    (
+        {"speedup_estimate": 1.09, "copied": {"drafted": 20, "accepted": 9}},
+        "About as fast",
+        "9 of them copies",
+    ),
+    (
+        {"speedup_estimate": 0.812, "copied": {"drafted": 140, "accepted": 8}, "draft_n_accepted": 8},
+        "19% slower",
+        "Only 8 of 140 tokens copied",
+    ),
+    (
+        {"draft_n": 0, "unused_draft": UNUSED},
+        "25.0 tokens/s",
+        "3.1 s to process the prompt, and saved about 1.2 s",
+    ),
+    ({"draft_n": 0, "draft_fault": "out of memory"}, "25.0 tokens/s", "no longer used: out of memory"),
+    ({"draft_n": 0}, "25.0 tokens/s", "Nothing was drafted"),
+]
+
+
+def test_speed_in_words(page: Page) -> None:
     say = (
-        "async (t) => { const { claim, reason } = await import('/speed.js'); return [claim(t), reason(t)]; }"
+        "async (t) => { const speed = await import('/speed.js'); return [speed.claim(t), speed.reason(t)]; }"
     )
-    assert page.evaluate(say, {**TIMINGS, **timings}) == [claim, reason]
+    for timings, claim, reason in CLAIMS:
+        said = page.evaluate(say, {**TIMINGS, **timings})
+        assert said[0].startswith(claim)
+        assert reason in said[1]
 
 
 def test_on_a_phone(page: Page) -> None:

@@ -75,19 +75,6 @@ def test_only_tokens_of_the_content_are_listed(talker: Served, demo: Pair) -> No
     assert told.decode().lstrip("\n") == choice["message"]["content"]
 
 
-def test_a_bias_makes_a_token_certain_or_impossible(server: Served, alone: Pair) -> None:
-    usual = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
-    first = alone.stream("def f(", sampling=Sampling(temperature=0), max_tokens=1).run().tokens[0]
-    banned = server.post(TEXT, {**usual, "logit_bias": {str(first): -100}}).json()["choices"][0]["text"]
-    expected = alone.stream(
-        "def f(", sampling=Sampling(temperature=0, logit_bias={first: -100.0}), max_tokens=8
-    ).run()
-    assert banned == expected.text
-    assert first not in expected.tokens
-    forced = server.post(TEXT, {**usual, "logit_bias": {str(first): 100}}).json()["choices"][0]["text"]
-    assert forced == alone.target.vocabulary.piece(first).decode() * 8
-
-
 def test_no_token_ends_a_completion_that_ignores_the_end(server: Served, alone: Pair) -> None:
     eos = alone.target.vocabulary.eos
     body = {"prompt": "def f(", "max_tokens": 8, "logit_bias": {str(eos): 100}}

@@ -160,16 +160,6 @@ def test_wording_never_changes_a_schema(words: str) -> None:
         assert without_prose(worded(schema, words)) == schema
 
 
-@pytest.mark.parametrize("template", [SILENT, QWEN.replace(TALKER, SILENT)], ids=["hermes", "qwen-xml"])
-def test_wording_never_changes_a_call(demo: Pair, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(demo, template=template) as server:
-        monkeypatch.setattr(server.service.builder, "check_size", lambda *_: None)
-        usual = call_of(server, "f", [tool("f", NAMED)])
-        for words in WORDS:
-            assert call_of(server, "f", [tool("f", worded(NAMED, words), description=words)]) == usual
-    assert json.loads(usual["arguments"]) == {"description": "a", "title": {"title": 1}}
-
-
 def test_descriptions_do_not_count_as_schema(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """60 tools with descriptions of 1.6 KB each, and a response format with one of 70 KB."""
     long = "Says what it does. " * 84

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from llamaspec import AutoLength, Pair, Sampling
+from llamaspec import Pair, Sampling
 from llamaspec.measure.store import keep_gains
 from patience import until
 from serving import CONTEXT, Served, counters, open_demo, process, said, served
@@ -24,30 +24,16 @@ def numbers(server: Served) -> dict[str, float]:
 
 def test_metrics_add_up(demo: Pair) -> None:
     with served(demo) as server:
-        assert set(numbers(server).values()) <= {
-            0.0,
-            *demo.target.cache_use(),
-            demo.target.cache_use()[0] / demo.target.cache_use()[1],
-            demo.target.store.n_bytes,
-        }
         answers = [server.post("/v1/completions", {**BODY, "n": n}).json() for n in (1, 2)]
         after = numbers(server)
-    drafted = after["spec_decode_num_draft_tokens_total"]
     accepted = after["spec_decode_num_accepted_tokens_total"]
-    first = answers[0]["timings"]
-    assert drafted >= first["draft_n"] > 0
-    assert first["draft_n_accepted"] <= accepted <= drafted
-    per_position = [value for name, value in after.items() if "accepted_tokens_per_pos" in name]
-    assert sum(per_position) == accepted
-    assert per_position == sorted(per_position, reverse=True)
-    assert after["spec_decode_num_drafts_total"] <= after["rounds_total"]
-    assert (
-        sum(value for name, value in after.items() if name.startswith("rounds_by_rows"))
-        == after["rounds_total"]
-    )
+    assert after["spec_decode_num_draft_tokens_total"] >= answers[0]["timings"]["draft_n"] > 0
+    assert answers[0]["timings"]["draft_n_accepted"] <= accepted
+    assert sum(value for name, value in after.items() if "accepted_tokens_per_pos" in name) == accepted
+    n_rounds = sum(value for name, value in after.items() if name.startswith("rounds_by_rows"))
+    assert n_rounds == after["rounds_total"]
     assert after["generation_tokens_total"] == sum(answer["usage"]["completion_tokens"] for answer in answers)
     assert after['request_success_total{finished_reason="limit"}'] == 3
-    assert after['seconds_total{phase="verify"}'] > 0
     assert 0 < after["kv_cache_usage_perc"] <= 1
 
 
@@ -149,13 +135,6 @@ def test_one_prompt_or_several(server: Served, demo: Pair, prompts: list[Any]) -
     plain = Sampling(temperature=0)
     said_alone = [demo.stream(one, sampling=plain, max_tokens=4).run().text for one in tokens]
     assert [choice["text"] for choice in choices] == said_alone
-
-
-def test_the_speed_up_is_unknown_if_nothing_was_drafted(demo: Pair) -> None:
-    with served(demo, AutoLength()) as server:
-        body = {**BODY, "max_tokens": 120, "speculative": {"enabled": False}}
-        timings = server.post("/v1/completions", body).json()["timings"]
-    assert (timings["draft_n"], timings["speedup_estimate"]) == (0, None)
 
 
 def test_a_model_whose_name_has_slashes(demo: Pair) -> None:

@@ -96,19 +96,6 @@ def test_it_is_separated_and_cut_off_as_in_chat(talker: Served, expected: tuple[
     assert told(name, answer) == (*expected, BUDGET)
 
 
-def test_streamed(talker: Served, expected: tuple[str, str]) -> None:
-    _, body = ASKED["chat"]
-    events = talker.events(CHAT, {**body, "seed": SEED})
-    deltas = [data["choices"][0]["delta"] for _, data in events[:-1]]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == expected[0]
-    assert "".join(delta.get("content", "") for delta in deltas) == expected[1]
-    _, body = ASKED["messages"]
-    blocks = [data["delta"] for kind, data in talker.events(MESSAGES, {**body, "seed": SEED})
-              if kind == "content_block_delta"]  # fmt: skip
-    assert "".join(block.get("thinking", "") for block in blocks) == expected[0]
-    assert "".join(block.get("text", "") for block in blocks) == expected[1]
-
-
 @pytest.mark.parametrize(
     ("name", "off"),
     [
