@@ -141,14 +141,14 @@ def _leaving_store(pair: Pair) -> Iterator[None]:
 
 @contextmanager
 def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
-    """Load stored prefixes on entry, and save them on exit."""
-    models = [model for model in (pair.target, pair.draft) if model is not None]
-    if folder is not None:
-        pair.call(lambda: folder.load(models, say))
-    yield
-    if folder is not None:
-        with SlowProgress("saving prefixes"):
-            pair.call(lambda: folder.save(models, say))
+    """Load stored prefixes on entry, save new ones meanwhile, and all on exit."""
+    if folder is None:
+        yield
+        return
+    with folder.keeping(pair.models, say, pair.call):
+        yield
+    with SlowProgress("saving prefixes"):
+        folder.save(pair.models, say, pair.call)
 
 
 def _template(pair: Pair, source: str | None) -> ChatTemplate | None:
