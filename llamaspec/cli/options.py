@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from llamaspec.chat.messages import Message
 from llamaspec.chat.template import chat_prompt, check_template
@@ -109,8 +110,9 @@ JSON_SCHEMA = _TextFile("JSON schema", check_json_schema, lambda given: given.ls
 GRAMMAR = _TextFile(
     "grammar", check_grammar, lambda given: any(mark in given for mark in ("\n", "::=", ": "))
 )
+CHAT_TEMPLATE = _TextFile("chat template", check_template)
 CHAT_TEMPLATE_OPTION = click.option(
-    "--chat-template", type=_TextFile("chat template", check_template), metavar="FILE",
+    "--chat-template", type=CHAT_TEMPLATE, metavar="FILE",
     help="Jinja chat template to use instead of the target's own.",
 )  # fmt: skip
 
@@ -296,6 +298,14 @@ class ChatOptions:
         return chat_prompt(pair, messages, template=self.chat_template, parse_special=parse_special)
 
 
+def _optional_chat(*, chat: bool, chat_template: str | None, **given: Any) -> ChatOptions:
+    """Make ChatOptions; without --chat, the template that the lists give for a model does not matter."""
+    source = click.get_current_context().get_parameter_source("chat_template")
+    if not chat and source is ParameterSource.DEFAULT_MAP:
+        chat_template = None
+    return ChatOptions(chat=chat, chat_template=chat_template, **given)
+
+
 _CHAT: tuple[Decorator, ...] = (
     click.option("--system", metavar="TEXT", help="System prompt."),
     CHAT_TEMPLATE_OPTION,
@@ -305,7 +315,7 @@ _WHETHER = click.option(
 )
 # The command receives ChatOptions as `conversation`.
 chat_options = option_group("conversation", ChatOptions, _CHAT)
-optional_chat_options = option_group("conversation", ChatOptions, (_WHETHER, *_CHAT))
+optional_chat_options = option_group("conversation", _optional_chat, (_WHETHER, *_CHAT))
 
 
 # Statistics

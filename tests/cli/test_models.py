@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import pytest
@@ -52,6 +53,26 @@ def test_a_pair_and_a_target_are_one_too_many(env: dict[str, str]) -> None:
     assert "drop --target" in answer.stderr
     with_environment = {**env, "LLAMASPEC_TARGET": "missing.gguf"}  # the command line overrides it
     assert run("generate", "--pair", "big", "-n", "2", "--threads", "1", "x", env=with_environment).code == 0
+
+
+def test_options_of_a_model_hold_where_the_command_line_gives_none(
+    demo_files: tuple[Path, Path], own_list: Path
+) -> None:
+    path, template = str(demo_files[0]), own_list.parent / "short.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}:")
+    options = {"temperature": 0, "n_ctx": 64, "chat_template": str(template)}
+    own_list.write_text(json.dumps({"mine": {"path": path, "options": options}}))
+
+    def generated(*arguments: str) -> dict[str, Any]:
+        common = ("--threads", "1", "--seed", "3", "-n", "12", "--json", "--no-draft")
+        found: dict[str, Any] = invoke("generate", *common, *arguments, "def f(").json
+        return found
+
+    greedy, hot = generated("--target", path, "-t", "0"), generated("--target", path, "-t", "2")
+    assert generated("--pair", "mine")["text"] == generated("--target", "mine")["text"] == greedy["text"]
+    assert generated("--target", "mine", "-t", "2")["text"] == hot["text"] != greedy["text"]
+    assert len(generated("--target", "mine", "-n", "100")["tokens"]) < 64
+    assert generated("--target", "mine", "--chat")["prompt_tokens"] < 16
 
 
 @pytest.mark.parametrize(
