@@ -12,8 +12,9 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
-from llamaspec.catalog import defaults_of, locate_model, resolve_model
+from llamaspec.catalog import defaults_of, is_path, locate_model, read_catalog, resolve_model
 from llamaspec.cli.option_groups import Decorator, option_group
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import RemoteFile
@@ -67,6 +68,15 @@ KERNELS_OPTION = click.option(
 )  # fmt: skip
 
 
+def complete_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the names of models that the shell may offer; of pairs, for --pair; otherwise files, too."""
+    is_pair = parameter.name == "pair"
+    entries = [] if is_path(incomplete) else read_catalog().entries.values()
+    names = [entry.name for entry in entries if not is_pair or entry.draft is not None or entry.heads]
+    found = [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+    return found if is_pair else [*found, CompletionItem(incomplete, type="file")]
+
+
 def _use_defaults(ctx: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
     """Let the options that the lists give for a model hold where the command line gives none."""
     if name is not None and ctx.params.get("pair") is None and not ctx.resilient_parsing:
@@ -79,19 +89,20 @@ _A_MODEL = (
     "address of its page on the hub."
 )
 _TARGET = click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
-                       is_eager=True, callback=_use_defaults,
+                       is_eager=True, callback=_use_defaults, shell_complete=complete_names,
                        help=f"The large model: {_A_MODEL} -hf owner/repo:TYPE works, too.")  # fmt: skip
 _TARGETS = click.option("--target", "--model", "-m", metavar="[NAME=]MODEL", envvar="LLAMASPEC_TARGET",
-                        multiple=True, type=_ModelName(),
+                        multiple=True, type=_ModelName(), shell_complete=complete_names,
                         help=f"A model to serve, under a NAME of your choice: {_A_MODEL} May be repeated. "
                              "Default: all models at hand.")  # fmt: skip
 _DRAFT = click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram|none", multiple=True,
                       type=_ModelName(), callback=_only_one, envvar="LLAMASPEC_DRAFT",
+                      shell_complete=complete_names,
                       help="The small model that proposes tokens. auto = the draft known for the target, or "
                            "else its prediction heads; mtp = the target's own prediction heads; ngram = no "
                            "model, only copies of earlier text; none = no model. Default: auto if nothing "
                            "must be fetched and memory suffices.")  # fmt: skip
-_PAIR = partial(click.option, "--pair", metavar="NAME",
+_PAIR = partial(click.option, "--pair", metavar="NAME", shell_complete=complete_names,
                 help="A target and its draft, by a name from llamaspec models list.")  # fmt: skip
 _NGRAM = click.option("--ngram/--no-ngram", default=None,
                       help="Copy draft tokens from earlier text if the text repeats itself. Default: on, but "

@@ -10,11 +10,13 @@ from typing import Any
 
 import llama_cpp
 import pytest
+from click.shell_completion import ShellComplete
 from huggingface_hub import constants
 
 from command import ENTRY, environment, invoke, naming, python, run, said
 from hub_server import ADDRESS
 from llamaspec.catalog import Catalog, Entry, read_catalog
+from llamaspec.cli.main import main
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import RemoteFile
 from llamaspec.llama import resources
@@ -53,6 +55,25 @@ def test_a_pair_and_a_target_are_one_too_many(env: dict[str, str]) -> None:
     assert "drop --target" in answer.stderr
     with_environment = {**env, "LLAMASPEC_TARGET": "missing.gguf"}  # the command line overrides it
     assert run("generate", "--pair", "big", "-n", "2", "--threads", "1", "x", env=with_environment).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "begun", "names"),
+    [
+        (["generate", "--pair"], "b", ["big"]),
+        (["generate", "--pair"], "sm", []),  # it has no draft
+        (["serve", "--target"], "sm", ["small"]),
+        (["chat", "--draft"], "sm", ["small"]),
+        (["models", "show"], "sm", ["small"]),
+        (["serve", "--target"], "models/", []),  # a path
+    ],
+)
+def test_the_shell_completes_names_of_models(
+    own_list: Path, words: list[str], begun: str, names: list[str]
+) -> None:
+    found = ShellComplete(main, {}, "llamaspec", "_LLAMASPEC_COMPLETE").get_completions(words, begun)
+    assert [each.value for each in found if each.type == "plain"] == names
+    assert any(each.type == "file" for each in found) == (words[-1] != "--pair")
 
 
 def test_options_of_a_model_hold_where_the_command_line_gives_none(
