@@ -91,7 +91,8 @@ _OPTIONS: tuple[Decorator, ...] = (
                  help="Main memory for finished sequences, so that their prefixes are not processed again. "
                       "Default: a quarter of the free memory, at most 8192; 0 = none."),
     click.option("--cache-dir", metavar="DIR",
-                 help="Save finished sequences here when the server stops; load them when it starts."),
+                 help="Save finished sequences here every 45 seconds and at the end; load them at the "
+                      "start."),
     click.option("--cache-dir-gib", type=Number(min=0.0), default=8.0, show_default=True,
                  help="Maximum cache size on disk."),
     click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,

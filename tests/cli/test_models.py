@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import pytest
+from click.shell_completion import ShellComplete
 from huggingface_hub import constants
 
 from command import ENTRY, Answer, environment, invoke, naming, python, said
 from hub_server import ADDRESS
 from llamaspec.catalog import Catalog, Entry, read_catalog
+from llamaspec.cli.main import main
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import RemoteFile
 from llamaspec.llama import resources
@@ -53,6 +56,45 @@ def test_a_pair_and_a_target_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -
     assert "drop --target" in answer.stderr
     monkeypatch.setenv("LLAMASPEC_TARGET", "missing.gguf")  # the command line overrides it
     assert invoke("generate", "--pair", "big", "-n", "2", "--threads", "1", "x").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "begun", "names"),
+    [
+        (["generate", "--pair"], "b", ["big"]),
+        (["generate", "--pair"], "sm", []),  # it has no draft
+        (["serve", "--target"], "sm", ["small"]),
+        (["chat", "--draft"], "sm", ["small"]),
+        (["models", "show"], "sm", ["small"]),
+        (["serve", "--target"], "models/", []),  # a path
+    ],
+)
+def test_the_shell_completes_names_of_models(
+    own_list: Path, words: list[str], begun: str, names: list[str]
+) -> None:
+    found = ShellComplete(main, {}, "llamaspec", "_LLAMASPEC_COMPLETE").get_completions(words, begun)
+    assert [each.value for each in found if each.type == "plain"] == names
+    assert any(each.type == "file" for each in found) == (words[-1] != "--pair")
+
+
+def test_options_of_a_model_hold_where_the_command_line_gives_none(
+    demo_files: tuple[Path, Path], own_list: Path
+) -> None:
+    path, template = str(demo_files[0]), own_list.parent / "short.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}:")
+    options = {"temperature": 0, "n_ctx": 64, "chat_template": str(template)}
+    own_list.write_text(json.dumps({"mine": {"path": path, "options": options}}))
+
+    def generated(*arguments: str) -> dict[str, Any]:
+        common = ("--threads", "1", "--seed", "3", "-n", "12", "--json", "--no-draft")
+        found: dict[str, Any] = invoke("generate", *common, *arguments, "def f(").json
+        return found
+
+    greedy, hot = generated("--target", path, "-t", "0"), generated("--target", path, "-t", "2")
+    assert generated("--pair", "mine")["text"] == generated("--target", "mine")["text"] == greedy["text"]
+    assert generated("--target", "mine", "-t", "2")["text"] == hot["text"] != greedy["text"]
+    assert len(generated("--target", "mine", "-n", "100")["tokens"]) < 64
+    assert generated("--target", "mine", "--chat")["prompt_tokens"] < 16
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import sys
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from chat_models import TALKER, write_chat_model
 from command import invoke
 from llamaspec import ModelOptions, open_pair
 from model_store import ModelStore
@@ -128,6 +130,31 @@ def test_the_users_own_list(folder: Path, tmp_path: Path) -> None:
         assert ask(server, "mine").json()["choices"][0]["text"] == alone(one)
         about = httpx.get(f"{server.url}/props").json()
     assert len(about["drafts"]) == 1
+
+
+def test_options_of_a_model_hold_where_a_request_gives_none(store: ModelStore, tmp_path: Path) -> None:
+    one, two = (write_chat_model(tmp_path / f"{name}.gguf", TALKER) for name in ("one", "two"))
+    template = tmp_path / "short.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}:")
+    options = {"temperature": 0, "n_ctx": 96, "chat_template": str(template)}
+    entries = {"mine": {"path": str(one), "options": options}, "other": {"path": str(two)}}
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump(entries))
+    said_: dict[tuple[str, float | None], str] = {}
+    with process(env={"LLAMASPEC_CONFIG": str(tmp_path)}) as server:
+        for name, heat in itertools.product(entries, (None, 0, 1.5)):
+            body = {"prompt": "Hello", "max_tokens": 8, "seed": 3, "model": name, "temperature": heat}
+            answer = httpx.post(f"{server.url}{TEXT}", json=body, timeout=PATIENCE).json()
+            said_[name, heat] = answer["choices"][0]["text"]
+        talk = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        n_prompt = {}
+        for name in entries:
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json={**talk, "model": name}).json()
+            n_prompt[name] = answer["usage"]["prompt_tokens"]
+        assert n_prompt["mine"] < n_prompt["other"]
+        listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert {each["id"]: each["meta"]["n_ctx"] for each in listed}["mine"] == 96
+    assert said_["mine", None] == said_["mine", 0] == said_["other", 0] != said_["other", None]
+    assert said_["mine", 1.5] == said_["other", 1.5] != said_["mine", 0]
 
 
 def test_a_client_downloads_models_only_if_that_is_allowed(env: dict[str, str]) -> None:

@@ -209,30 +209,54 @@ def test_the_next_server_knows_the_prompt(demo_files: tuple[Path, Path], tmp_pat
     folder = tmp_path / "prefixes"
     text, _, n_cached, _ = asked("--cache-dir", str(folder))
     assert n_cached == 0
-    files = sorted(folder.glob("*.prefixes"))
-    assert len(files) == 2  # of the target and the draft
-    assert {file.stat().st_mode & 0o777 for file in (folder, *files)} == {0o700, 0o600}
+    assert len([*folder.glob("*/*.prefix")]) == 2  # of the target and the draft
 
     again, n_prompt, n_cached, lines = asked("--cache-dir", str(folder))
     assert (again, n_cached) == (text, n_prompt - 1)
     assert any("tokens of prefixes" in line for line in lines)
 
 
+OFTEN = """
+from llamaspec.__main__ import main
+from llamaspec.llama import prefix_folder
+
+prefix_folder.SAVE_SECONDS = 0.1
+main()
+"""
+
+
+def test_a_server_that_is_killed_keeps_its_prefixes(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
+    """It saved nothing before its end. A damaged file costs only what it held, and one line."""
+    folder = tmp_path / "prefixes"
+    with process("--cache-dir", str(folder), entry=[sys.executable, "-c", OFTEN]) as server:
+        answer: Any = httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=PATIENCE).json()
+        until(lambda: len([*folder.glob("*/*.prefix")]) == 2)
+        server.popen.kill()
+    text = answer["choices"][0]["text"]
+    again, n_prompt, n_cached, lines = asked("--cache-dir", str(folder))
+    assert (again, n_cached) == (text, n_prompt - 1)
+    for file in folder.glob("*/*.prefix"):
+        os.truncate(file, file.stat().st_size // 2)
+    again, _, n_cached, lines = asked("--cache-dir", str(folder))
+    assert (again, n_cached) == (text, 0)
+    assert len([line for line in lines if "damaged" in line]) == 2
+
+
 SAVING = """
 import sys, time
 from pathlib import Path
 from llamaspec.__main__ import main
-from llamaspec.llama import prefix_folder
+from llamaspec.llama.prefix_file import NodeFile
 
-write = prefix_folder._write_nodes
+write = NodeFile.write
 
-def held(path, *args):
+def held(self, used):
     print("saving", file=sys.stderr, flush=True)
-    while not (path.parent / "go").exists():
+    while not (self.folder.parent / "go").exists():
         time.sleep(.01)
-    return write(path, *args)
+    return write(self, used)
 
-prefix_folder._write_nodes = held
+NodeFile.write = held
 main()
 """
 
@@ -250,7 +274,7 @@ def test_a_second_signal_does_not_cut_the_saving_off(
         (folder / "go").touch()
         assert server.ended() == 0
         until(lambda: server.lines[-1] == "llamaspec: stopped")
-    assert len(list(folder.glob("*.prefixes"))) == 2
+    assert len(list(folder.glob("*/*.prefix"))) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what happens depends on the system")
