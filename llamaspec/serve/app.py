@@ -35,6 +35,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.serve import (
     ServeSettings,
+    address_of,
     anthropic,
     llama_server,
     ollama,
@@ -134,7 +135,7 @@ class _EndpointApp:
                 response = Response(status_code=CLIENT_LEFT)
             except Exception as error:  # noqa: BLE001  # the client gets the error; the server continues
                 self._models.log.fault(error)
-                response = error_response(http.url.path, error)
+                response = error_response(scope["path"], error)
             await response(scope, receive, send)
 
     async def _answer(self, http: Request, use: contextlib.ExitStack) -> Response:
@@ -163,7 +164,7 @@ async def _routing_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known = {404: "there is nothing at this path; see docs/server.md", 405: "wrong method for this path"}
     message = known.get(error.status_code, "this request cannot be answered")
-    response = error_response(http.url.path, RequestError(error.status_code, message))
+    response = error_response(http.scope["path"], RequestError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
 
@@ -221,7 +222,7 @@ def _host_name(host: str) -> str:
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 KNOWN_PATHS = frozenset({*_PAGE_FILES, *(endpoint.path for endpoint in ENDPOINTS)})
 MODEL = "llamaspec.model"  # key of a request's scope: the name of its model
-UNKNOWN = "unknown"  # in place of a method or path from the client, which may contain its key
+UNKNOWN = "unknown"  # in place of a method, path or address from the client, which may contain its key
 
 
 def _logging(app: ASGIApp, models: Models) -> ASGIApp:
@@ -246,7 +247,7 @@ def _logging(app: ASGIApp, models: Models) -> ASGIApp:
 
 def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any]]:
     """Return the log line of a response as text, and as fields for a JSON log."""
-    client = printable((scope.get("client") or ("-",))[0])
+    client = _client(scope)
     method = scope["method"] if scope["method"] in METHODS else UNKNOWN
     path = scope["path"] if scope["path"] in KNOWN_PATHS else UNKNOWN
     text = f"{client} {method} {path} {status} {seconds:.3f} s"
@@ -258,6 +259,12 @@ def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any
         work = scope[WORK]()
         text, fields = f"{text}: {_in_words(work)}", fields | work
     return text, fields
+
+
+def _client(scope: Scope) -> str:
+    """Return the address of the client, which a proxy of this machine may tell in X-Forwarded-For."""
+    host = str((scope.get("client") or ("-",))[0]).partition("%")[0]  # "%" begins text after an address
+    return host if address_of(host) is not None else UNKNOWN
 
 
 def _in_words(work: Mapping[str, Any]) -> str:

@@ -118,6 +118,8 @@ def test_the_json_log(demo: Pair) -> None:
         server.client.get("/%1b%5b2J%0ax")
         server.client.get("/v1/models/hidden")
         server.client.request("HIDDEN", "/v1/models")
+        for address in ("192.0.2.7", "hidden", "::1%hidden"):  # as a proxy of this machine tells it
+            server.client.get("/health", headers={"X-Forwarded-For": address})
     assert "hidden" not in "".join(server.log).lower()
     lines = [json.loads(line) for line in server.log]
     assert [(line["method"], line["path"], line["status"]) for line in lines] == [
@@ -125,7 +127,9 @@ def test_the_json_log(demo: Pair) -> None:
         ("GET", "unknown", 404),
         ("GET", "unknown", 404),
         ("unknown", "/v1/models", 405),
+        *[("GET", "/health", 200)] * 3,
     ]
+    assert [line["client"] for line in lines[-3:]] == ["192.0.2.7", "unknown", "::1"]
 
 
 def test_the_log_has_the_work_of_a_request(demo: Pair) -> None:
