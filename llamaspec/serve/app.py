@@ -32,7 +32,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llamaspec.errors import LlamaspecError, printable
+from llamaspec.errors import LlamaspecError
 from llamaspec.serve import (
     ServeSettings,
     address_of,
@@ -379,7 +379,10 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As in uvicorn, but without raising the signals again: the models must still be closed."""
+        """As in uvicorn, but without raising the signals again: the models must still be closed.
+
+        In a longer block, signals after the server's end do nothing.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -392,6 +395,6 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop the server at the first signal; end running requests at the second."""
-        if self.should_exit:
+        if self.should_exit and self.started and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._models.end)
         self.should_exit = True

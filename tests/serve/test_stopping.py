@@ -218,20 +218,23 @@ def test_the_next_server_knows_the_prompt(demo_files: tuple[Path, Path], tmp_pat
 
 
 SAVING = """
-import sys, time
+import asyncio, sys, time
 from pathlib import Path
 from llamaspec.__main__ import main
 from llamaspec.llama import prefix_folder
 
-write = prefix_folder._write_nodes
+folder = Path(sys.argv[sys.argv.index("--cache-dir") + 1])
 
-def held(path, *args):
-    print("saving", file=sys.stderr, flush=True)
-    while not (path.parent / "go").exists():
-        time.sleep(.01)
-    return write(path, *args)
+def held(place, function):
+    def wait(*args):
+        print(place, file=sys.stderr, flush=True)
+        while not (folder / place).exists():
+            time.sleep(.01)
+        return function(*args)
+    return wait
 
-prefix_folder._write_nodes = held
+asyncio.BaseEventLoop.close = held("ending", asyncio.BaseEventLoop.close)
+prefix_folder._write_nodes = held("saving", prefix_folder._write_nodes)
 main()
 """
 
@@ -244,9 +247,10 @@ def test_a_second_signal_does_not_cut_the_saving_off(
     with process("--cache-dir", str(folder), entry=[sys.executable, "-c", SAVING]) as server:
         assert httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=PATIENCE).status_code == 200
         server.popen.send_signal(signal.SIGTERM)
-        until(lambda: "saving" in server.lines)
-        server.popen.send_signal(number)
-        (folder / "go").touch()
+        for place in ("ending", "saving"):
+            until(lambda place=place: place in server.lines)  # type: ignore[misc]
+            server.popen.send_signal(number)
+            (folder / place).touch()
         assert server.ended() == 0
         until(lambda: server.lines[-1] == "llamaspec: stopped")
     assert len(list(folder.glob("*.prefixes"))) == 2
