@@ -19,7 +19,6 @@ from llamaspec.cli import options as shared
 from llamaspec.cli.model_options import ModelChoices, device_names, served_model_options
 from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, Number, refusing_values, section
 from llamaspec.cli.output import say
-from llamaspec.cli.signals import signals_wait
 from llamaspec.errors import LlamaspecError, WorkerError
 from llamaspec.files import cache_folder
 from llamaspec.llama.devices import PORT, find_devices, serve_worker
@@ -179,8 +178,9 @@ def serve(
             for line in lines:
                 say(line)
 
-        Server(make_app(served), served, ready).run(sockets=[opened])
-        with signals_wait():
+        server = Server(make_app(served), served, ready)
+        with server.capture_signals():  # until prefixes are saved
+            server.run(sockets=[opened])
             served.close()
     say("stopped")
 

@@ -21,7 +21,7 @@ from llamaspec.cli.model_options import (
 from llamaspec.cli.options import CHAT_TEMPLATE
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.engine.scheduler import MARGIN
-from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError, NoTemplateError
+from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError, NoTemplateError, printable
 from llamaspec.files import model_stem, part_names
 from llamaspec.hub import fetched_models, find_here
 from llamaspec.llama.file_facts import file_facts
@@ -183,7 +183,7 @@ def _source(
     name: str, path: Path, choice: ModelChoice, serving: Serving, aliases: Sequence[str] = ()
 ) -> ModelSource:
     served = Served(choice, serving)
-    return ModelSource(name, path, served.open, served.needed_bytes, tuple(aliases))
+    return ModelSource(printable(name), path, served.open, served.needed_bytes, tuple(aliases))
 
 
 def served_models(
@@ -230,7 +230,7 @@ def _only_source(name: str | None, choice: ModelChoice, serving: Serving) -> Mod
     """Return the only model of a server, which is loaded when the server starts."""
     served = Served(choice, serving, is_alone=True)
     path = served.plan.target.path
-    name = name or (DEMO if choice.is_embedded else path.stem)
+    name = printable(name or (DEMO if choice.is_embedded else path.stem))
     return ModelSource(name, path, served.open, served.needed_bytes, stays=serving.stays)
 
 

@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
+from llamaspec.chat.messages import finite
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.filters import Sampling
@@ -149,7 +150,7 @@ def refused(message: str = "not supported yet") -> AfterValidator:
 
 
 def at_most(limit: int) -> AfterValidator:
-    """Return a validator for a JSON value of at most `limit` values, at all depths."""
+    """Return a validator for a JSON value of at most `limit` values at all depths; see `finite`."""
 
     def check(given: Any) -> Any:
         left, n_values = [given], 0
@@ -160,7 +161,7 @@ def at_most(limit: int) -> AfterValidator:
                 if n_values > limit:
                     raise PydanticCustomError("too_long", f"has more than {limit} values")
                 left += value.values() if isinstance(value, dict) else value
-        return given
+        return finite(given)
 
     return AfterValidator(check)
 

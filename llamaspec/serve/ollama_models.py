@@ -26,6 +26,7 @@ from llamaspec.serve.errors import RequestError, ollama_error
 from llamaspec.serve.forms import Data, as_line
 from llamaspec.serve.models import Models, Pull
 from llamaspec.serve.ollama import OllamaForm, time_of
+from llamaspec.serve.scheduling import server_stopping
 from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import Endpoint, Service
 
@@ -168,6 +169,8 @@ async def _pulled(models: Models, pull: Pull, name: str) -> AsyncIterator[Data]:
     loop, news = asyncio.get_running_loop(), asyncio.Queue[Data]()
 
     def on_pull(file: str, n_here: int, n_bytes: int) -> None:
+        if models.queue.is_stopping:
+            raise server_stopping()
         part = {"status": f"pulling {file}", "digest": file, "total": n_bytes, "completed": n_here}
         loop.call_soon_threadsafe(news.put_nowait, part)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
 import signal
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import psutil
@@ -15,6 +18,7 @@ import yaml
 
 from chat_models import TALKER, write_chat_model
 from command import invoke
+from hub_server import Hub
 from llamaspec import ModelOptions, open_pair
 from model_store import ModelStore
 from patience import PATIENCE, until
@@ -65,6 +69,22 @@ def test_all_models_in_a_folder(folder: Path) -> None:
         server.popen.send_signal(signal.SIGTERM)
         assert server.ended() == 0
     assert not any("Traceback" in line or "error" in line for line in server.lines)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_files_with_odd_names(folder: Path) -> None:
+    """Names that are not UTF-8 made every list fail, and a pipe without a writer blocked the start."""
+    odd = {b"bad\xff-Q8_0.gguf": r"bad\udcff-Q8_0", b"two\nlines-Q8_0.gguf": r"two\nlines-Q8_0"}
+    for name in odd:
+        shutil.copy(folder / "one-Q8_0.gguf", folder / os.fsdecode(name))
+    os.mkfifo(folder / "pipe.gguf")
+    with process("--models-dir", str(folder), "--n-ctx", "256") as server:
+        assert sorted(names(server)) == sorted([*odd.values(), "one-Q8_0", "two-Q8_0"])
+        for shown in odd.values():
+            answer = ask(server, shown)
+            assert (answer.status_code, answer.json()["model"]) == (200, shown)
+            for path in (f"/v1/models/{quote(shown)}", f"/props?model={quote(shown)}", "/api/ps"):
+                assert httpx.get(f"{server.url}{path}").status_code == 200
 
 
 def test_models_that_the_command_line_names(folder: Path) -> None:
@@ -176,6 +196,20 @@ def test_a_client_downloads_models_only_if_that_is_allowed(env: dict[str, str]) 
         for name in ("hf.co/acme/none", "/etc/passwd", "nothing"):
             answer = httpx.post(f"{server.url}/api/pull", json={"model": name, "stream": False})
             assert (answer.status_code, "error" in answer.json()) == (502, True)
+
+
+def test_a_download_does_not_delay_the_end(env: dict[str, str], hub: Hub) -> None:
+    """Once, the server waited for it, however long it took. The next one continues where it was."""
+    hub.stalls = True
+    with (
+        process("--pull", env=env) as server,
+        httpx.stream("POST", f"{server.url}/api/pull", json={"model": "big"}, timeout=PATIENCE) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert any("digest" in line for line in lines)
+        server.popen.send_signal(signal.SIGTERM)
+        assert json.loads(list(lines)[-1]) == {"error": "the server is stopping"}
+        assert server.ended() == 0
 
 
 @pytest.mark.parametrize(
