@@ -28,7 +28,6 @@ GIVEN = frozenset({Source.PREDICTION, Source.GRAMMAR})  # sources that come with
 REACH = 4  # maximum positions of an evaluation at first; later 1.5 times the widest that was timed
 SURE = 0.95  # acceptance: if even this would lose, drafts are not explored
 FIRST = 16  # maximum tokens of a copy, until one of that length was accepted
-CAUTION = 0.5  # share of the usual length to count on: for a short answer, processing the prompt does not pay
 
 
 class AutoLength:
@@ -227,7 +226,7 @@ class AutoSequence:
 
     def _wakes(self, plan: RoundPlan) -> bool:
         """Whether the draft model should process the prompt now."""
-        n_left = CAUTION * self._shared.usual_length  # however long this one is: completions end by chance
+        n_left = self._shared.counted_length  # however long this one is: completions end by chance
         if self._max_tokens is not None:
             n_left = min(n_left, self._max_tokens - self.n_written)
         return self.reading.wakes(plan.plain, plan.rate, self.n_written, n_left)

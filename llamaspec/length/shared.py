@@ -21,6 +21,7 @@ FREE = COPIES | {Source.GRAMMAR}  # sources that need no draft step
 SHARE, CREDIT = 0.015, 2.0  # budget for timing and exploring: share of all time; plain tokens at first
 CHANGED = 0.1  # relative change of plain decoding after which it is timed again soon
 USUAL = 256.0  # tokens of a completion, before any has ended
+CAUTION = 0.5  # share of the usual length to count on, because completions end by chance
 REMEMBERED = 6  # completions in the average length: requests of a kind follow each other
 FARTHEST = 512  # maximum rounds between two explorations
 
@@ -95,9 +96,19 @@ class Shared:
         self.on_work: Callable[[float], object] = _ignore  # receives the seconds of each round
         self._latest = -1  # serial number of the latest evaluation
 
+    @property
+    def counted_length(self) -> float:
+        """Tokens of a completion to count on: for a short answer, processing the prompt does not pay."""
+        return CAUTION * self.usual_length
+
     def learn_length(self, n_written: int, max_tokens: int | None) -> None:
-        """Learn the usual length from a completion that has ended, unless its limit was shorter."""
-        if n_written and (max_tokens is None or max_tokens >= self.usual_length):
+        """Learn the usual length from a completion, unless a limit may have made it shorter.
+
+        A limit below what is counted on belongs to requests of another kind, such as those of editors.
+        """
+        limit = self.usual_length if max_tokens is None else max_tokens
+        was_cut = max_tokens is not None and n_written >= max_tokens
+        if n_written and limit >= (self.usual_length if was_cut else self.counted_length):
             self.usual_length += (n_written - self.usual_length) / REMEMBERED
 
     def experience(self) -> LearnedPrior:

@@ -402,17 +402,17 @@ def test_a_copy_does_not_keep_other_sequences_waiting(seconds: float, expected: 
     assert copying(sequence, 511) >= 1.5 * beside
 
 
-def test_completions_with_a_short_limit_do_not_change_the_usual_length() -> None:
+def test_completions_that_a_limit_made_short_do_not_change_the_usual_length() -> None:
     """An editor's short completions put the drafts of chats to sleep."""
     policy = AutoLength()
     usual = policy.shared.usual_length
-    for n, max_tokens in ((30, 30), (5, 30), (400, None), (2, 4000)):
+    for n, max_tokens in ((30, 30), (5, 30), (128, 128), (400, None), (2, 4000), (60, 160)):
         sequence = policy.start_sequence(drops=True, max_tokens=max_tokens)
         for i in range(n):
             sequence.observe(Round(Draft(), 0, 0, Evaluation(1, 1, i), verify_seconds=0.1))
         sequence.close()
         changed, usual = policy.shared.usual_length != usual, policy.shared.usual_length
-        assert changed == (max_tokens != 30)
+        assert changed == (max_tokens not in (30, 128)), (n, max_tokens)
 
 
 @pytest.mark.parametrize(("n_unread", "wakes"), [(1000, True), (3000, False)])

@@ -197,7 +197,11 @@ def test_no_text_of_a_stranger_is_markup(
     n_lines = len(markdown(report).splitlines())
     assert not {*outside} & {*'`<>"\\'}
     assert len(shown.splitlines()) == n_lines
-    assert {line.count("|") for line in shown.splitlines()} == {0, 13}
+    assert {line.count("|") for line in shown.splitlines()} == {
+        0,
+        7,
+        9,
+    }  # beside the tables, in those of answers, of speed
 
 
 @pytest.mark.parametrize(
