@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from llamaspec import Pair
 from llamaspec.serve import ServeSettings
+from llamaspec.serve.log import ServerLog
 from patience import until
 from serving import Gate, Served, open_demo, served
 
@@ -130,6 +132,17 @@ def test_the_json_log(demo: Pair) -> None:
         *[("GET", "/health", 200)] * 3,
     ]
     assert [line["client"] for line in lines[-3:]] == ["192.0.2.7", "unknown", "::1"]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_log_that_nobody_can_read(log_format: Literal["text", "json"]) -> None:
+    """A closed pipe or a full disk cut connections off, and the server ended without its grace time."""
+
+    def full(_: str) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    log = ServerLog(full, log_format)
+    log.line("a request")
 
 
 def test_the_log_has_the_work_of_a_request(demo: Pair) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from command import Answer, run, said
+from command import ENTRY, Answer, environment, run, said
 from llamaspec import Pair
 from llamaspec.serve import app
 from model_store import ModelStore
@@ -253,6 +254,22 @@ def test_a_second_signal_does_not_cut_the_saving_off(
             (folder / place).touch()
         assert server.ended() == 0
         until(lambda: server.lines[-1] == "llamaspec: stopped")
+    assert len(list(folder.glob("*.prefixes"))) == 2
+
+
+def test_a_server_whose_log_nobody_reads(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
+    """Once, connections were closed after an answer, and nothing was saved at the end."""
+    folder = tmp_path / "prefixes"
+    command = [*ENTRY, "serve", "--port", "0", "--threads", "1", "--cache-dir", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as server:
+        assert server.stderr is not None
+        url = next(line.split()[-1] for line in server.stderr if "served at" in line)
+        server.stderr.close()
+        with httpx.Client(base_url=url, timeout=PATIENCE, transport=httpx.HTTPTransport(retries=9)) as client:
+            answers = [client.post("/v1/completions", json=ASKED) for _ in range(3)]
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE) == 0
+    assert [answer.status_code for answer in answers] == [200] * 3
     assert len(list(folder.glob("*.prefixes"))) == 2
 
 
