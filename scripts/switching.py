@@ -30,9 +30,9 @@ import click
 from llamaspec.cli.output import print_table, stderr_console
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama.options import ModelOptions
-from llamaspec.measure.compare import in_turn
 from llamaspec.measure.served_arms import PLAIN, Server, ServerCommand, own_arms, peer_arms, serving
 from llamaspec.measure.tasks import read_tasks
+from llamaspec.measure.turns import in_turn
 from llamaspec.plan import DraftPlan, ModelFile
 
 GROUP = "chat and code"  # of the tasks of `llamaspec bench`
