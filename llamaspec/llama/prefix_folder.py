@@ -86,6 +86,7 @@ class PrefixFolder:
     limit: int  # bytes of all files together
     # By the key of a model, and that of a node: the latest use that needs no record on disk any more.
     _recorded: dict[str, dict[str, int]] = field(default_factory=dict)
+    _folders: dict[LlamaModel, Path] = field(default_factory=dict)  # of open models
 
     def __post_init__(self) -> None:
         try:
@@ -122,7 +123,7 @@ class PrefixFolder:
         """Load saved sequences into the empty stores of some models, and delete damaged files."""
         n_tokens = 0
         for model in models:
-            store, folder = model.store, self.folder_of(model)
+            store, folder = model.store, self._kept_folder(model)
             nodes = self._read(folder, store, report)
             n_tokens += call(partial(_add_nodes, store, [*nodes.values()]))
             self._recorded[folder.name] = {key: node.last_used for key, node in nodes.items()}
@@ -169,7 +170,7 @@ class PrefixFolder:
             for model in models:
                 while call(partial(model.store_finished, COPIED)):
                     pass
-                folder, used = self.folder_of(model), call(model.store.by_last_use)
+                folder, used = self._kept_folder(model), call(model.store.by_last_use)
                 for file, stamp in self._missing(folder, used, now):
                     begin = time.perf_counter()
                     max_bytes -= file.n_bytes
@@ -204,6 +205,12 @@ class PrefixFolder:
             if room.take(file.n_bytes, stamp):
                 yield file, stamp
             after[file.key] = last_uses[file.node]  # without room, it is not tried again before it is used
+
+    def _kept_folder(self, model: LlamaModel) -> Path:
+        """Return the folder of a model. It stays the same if another file takes the place of the model's."""
+        if model not in self._folders:
+            self._folders[model] = self.folder_of(model)
+        return self._folders[model]
 
     def folder_of(self, model: LlamaModel) -> Path:
         """Return the folder of a model: other weights, settings or builds of llama.cpp have other folders."""

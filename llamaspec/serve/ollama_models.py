@@ -122,8 +122,14 @@ def _about(model: ServedModel) -> Data:
         family, size, quantization = (*described.split(" ", 2), "", "", "")[:3]
     details = {"parent_model": "", "format": "gguf", "family": family, "families": [family],
                "parameter_size": size, "quantization_level": quantization}  # fmt: skip
-    return {"name": model.name, "model": model.name, "modified_at": time_of(model.created),
+    name = _tagged(model.name)
+    return {"name": name, "model": name, "modified_at": time_of(model.created),
             "size": facts.n_bytes, "digest": _digest(model.source.path), "details": details}  # fmt: skip
+
+
+def _tagged(name: str) -> str:
+    """Return a name as Ollama lists it. Open WebUI adds the tag to a name before it looks it up in the list."""
+    return name if ":" in name else f"{name}:latest"
 
 
 def _exists(model: ServedModel) -> bool:

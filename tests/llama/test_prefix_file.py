@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from llamaspec.llama.cells import Cells
 from llamaspec.llama.prefix_file import SUFFIX, NodeFile
 from llamaspec.llama.prefix_folder import OLD_SUFFIX, PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
-from model_store import OpenModel
+from model_store import ModelStore, OpenModel
+from tiny_models import Recipe
 
 LARGE = 1 << 40
 
@@ -142,6 +144,22 @@ def test_prefixes_of_other_models_or_settings_are_not_used(opened: OpenModel, tm
     folder.load([other], pytest.fail)  # reports what it loads
     folder.folder_of(model).rename(folder.folder_of(other))
     folder.load([other], pytest.fail)  # they begin with the other model's key
+
+
+def test_a_file_that_takes_the_place_of_the_model_gets_no_prefixes(
+    opened: OpenModel, store: ModelStore, tmp_path: Path
+) -> None:
+    """Those of the old file, which is still in use, were saved for the new one."""
+    folder, path = PrefixFolder(tmp_path / "saved", LARGE), tmp_path / "model.gguf"
+    shutil.copy(store.path("llama"), path)
+    with LlamaModel(path, opened().options) as model:
+        folder.load([model], pytest.fail)
+        shutil.copy(store.path("llama", Recipe(seed=9)), tmp_path / "new.gguf")
+        (tmp_path / "new.gguf").replace(path)
+        filled(model)
+        folder.save([model], pytest.fail)
+        with LlamaModel(path, model.options) as other:
+            PrefixFolder(folder.path, LARGE).load([other], pytest.fail)  # reports what it loads
 
 
 def test_the_folder_has_a_maximum_size(opened: OpenModel, evaluated: Count, tmp_path: Path) -> None:

@@ -313,11 +313,11 @@ def test_ollama_loads_and_unloads(shelf: Shelf) -> None:
         for path in ("/api/chat", "/api/generate"):
             answer = server.post(path, {"model": "beta", "keep_alive": "5m", "stream": False}).json()
             assert (answer["done_reason"], answer["model"]) == ("load", "beta")
-            assert loaded() == ["beta"]
-            answer = server.post(path, {"model": "beta", "keep_alive": 0}).json()
+            assert loaded() == ["beta:latest"]
+            answer = server.post(path, {"model": "beta:latest", "keep_alive": 0}).json()
             assert (answer["done_reason"], loaded()) == ("unload", [])
         names = [each["name"] for each in server.client.get("/api/tags").json()["models"]]
-        assert names == list(NAMES)
+        assert names == [f"{name}:latest" for name in NAMES]
         info = server.post("/api/show", {"model": "gamma"}).json()["model_info"]
         assert (info["llama.context_length"], info["general.basename"]) == (512, "gamma")
         assert shelf.opened == ["beta", "beta"]
