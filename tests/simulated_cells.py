@@ -84,9 +84,6 @@ class SimulatedCells(Cells):
         if freed:
             self.head = min(self.head, freed[0])
 
-    def n_positions(self, sequence: int) -> int:
-        return len(self.of(sequence))
-
     def share(self, source: int, sequence: int, start: int, end: int) -> None:
         for cell in self.cells:
             if source in cell.owners and start <= cell.position < end:

@@ -222,9 +222,10 @@ class KVCache:
         self._store.clear()
 
     def fault(self) -> str | None:
-        """Return how the records of cells and store contradict each other or llama.cpp; None if they do not.
+        """Return how the records of cells and store contradict each other; None if they do not.
 
-        None, too, after an interrupted change, because the next change empties all cells.
+        None, too, after an interrupted change, because the next change empties all cells. llama.cpp is not
+        asked, since another thread may be closing the context.
         """
         if self._is_changing or self._is_evaluating:
             return None

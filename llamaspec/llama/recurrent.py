@@ -133,14 +133,7 @@ class RecurrentCache:
         self._store.clear()
 
     def fault(self) -> str | None:
-        """Return how the records of state and store contradict themselves or llama.cpp; None if they do not.
-
-        None, too, after an interrupted evaluation, because the next one begins with an empty memory.
-        """
-        if not self._is_settled:
-            return None
-        if int(lib.llama_memory_seq_pos_max(self._memory, SEQUENCE)) + 1 != self._held.n:
-            return f"llama.cpp holds a state of other tokens than the recorded {self._held.n}"
+        """Return how the records of the store contradict themselves; None if they do not."""
         return self._store.fault()
 
     def reset(self) -> None:
