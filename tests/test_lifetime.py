@@ -117,8 +117,8 @@ def test_a_broken_cache_is_emptied_and_the_next_text_is_right(opened: OpenModel,
         expected = stream(pair, 1).run().tokens
         (context,) = pair.target._contexts
         assert pair.call(pair.target.recover) is None
-        pair.call(lambda: lib.llama_memory_clear(lib.llama_get_memory(context.pointer), True))
-        assert "other" in str(pair.call(pair.target.recover))
+        pair.target.store._room.n_bytes += 1
+        assert "bytes in the store" in str(pair.call(pair.target.recover))
         assert context.cache.n_used == pair.target.store.n_bytes == 0
         assert stream(pair, 1).run().tokens == expected
 
