@@ -107,18 +107,18 @@ class SequenceDrafters:
         self, heads: PredictionHeads | BlockDraft, config: Speculation
     ) -> HiddenDrafter | BlockDrafter:
         """Return the drafter that uses a draft with hidden rows."""
+        reading, n_prompt, deferred = config.length.reading, len(config.prompt), None
+        if reading is not None and not reading.is_winning:
+            # It wakes later, and then sees no more than the last part of the prompt.
+            deferred = DeferredPrompt(reading, lambda _: max(n_prompt - KEPT_ROWS, 0))
+        window = RowWindow(MTP, int(not isinstance(heads, BlockDraft)), is_asleep=deferred is not None)
         if isinstance(heads, BlockDraft):
             file, n_vocabulary = heads.file, heads.vocabulary_size
             shape = BlockShape(
                 n_vocabulary, file.block, file.mask, file.from_anchor, file.has_confidence, file.n_candidates
             )
-            window = RowWindow(MTP, 0)
-            return BlockDrafter(shape, window, config.sampler, config.rule, config.streams, MTP)
-        reading, n_prompt, deferred = config.length.reading, len(config.prompt), None
-        if reading is not None and not reading.is_winning:
-            # It wakes later, and then sees no more than the last part of the prompt.
-            deferred = DeferredPrompt(reading, lambda _: max(n_prompt - KEPT_ROWS, 0))
-        window = RowWindow(MTP, 1, is_asleep=deferred is not None)
+            chance = config.sampler, config.rule, config.streams
+            return BlockDrafter(shape, window, *chance, MTP, deferred=deferred)
         settings = {"source": heads.source, "longest": heads.longest, "row_window": window}
         made = self._asking(heads, config, MTP, kind=HiddenDrafter, deferred=deferred, **settings)
         assert isinstance(made, HiddenDrafter)

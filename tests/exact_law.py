@@ -198,11 +198,12 @@ def rounds(
     streams: RandomStreams,
     n_tokens: int = N_TOKENS,
     constraint: SequenceConstraint | None = None,
+    prompt: TokenArray = PROMPT,
 ) -> list[Round]:
     """Run the loop on a prompt without a scheduler; return its rounds."""
     row = length.start_sequence(drops=rule.drops)
     config = Speculation(
-        PROMPT, n_tokens, models[TARGET].context_size, rule, sampling, streams, constraint, drafter, row
+        prompt, n_tokens, models[TARGET].context_size, rule, sampling, streams, constraint, drafter, row
     )
     made: list[Round] = answer_alone(speculate(config), models)
     return made
@@ -213,13 +214,18 @@ def text(made: list[Round]) -> tuple[int, ...]:
     return tuple(int(token) for round_ in made for token in round_.tokens)
 
 
-def plain_law(target: FakeModel, sampling: Sampling, constraint: SequenceConstraint | None = None) -> Law:
+def plain_law(
+    target: FakeModel,
+    sampling: Sampling,
+    constraint: SequenceConstraint | None = None,
+    prompt: TokenArray = PROMPT,
+) -> Law:
     """Multiply the target's own distributions, without the loop."""
     law: Law = {}
     for sequence in itertools.product(range(target.vocabulary_size), repeat=N_TOKENS):
-        probability, path = 1.0, PROMPT
+        probability, path = 1.0, prompt
         for token in sequence:
-            generated = path[len(PROMPT) :]
+            generated = path[len(prompt) :]
             seen = path if sampling.penalty_window is not None else generated
             scores = target.after(path)
             allowed = None if constraint is None else constraint.allowed(generated)

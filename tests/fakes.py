@@ -172,6 +172,14 @@ class FakeModel:
         start = max(n_cached, request.rows_from or 0)
         return HiddenRows(start, hidden_rows(path, start, len(path)))
 
+    def rows(self, request: ForwardRequest) -> HiddenRows | None:
+        """Return the hidden rows that a request asks for: the target's, or a draft's own of its last."""
+        n = request.n_tokens
+        start = n - 1 if request.hidden is not None else request.rows_from
+        if start is None:
+            return None
+        return HiddenRows(start, hidden_rows(np.concatenate([request.tokens, request.draft]), start, n))
+
     def hidden(self, row: int) -> HiddenRows | None:
         hidden = self._hidden.get(row)
         return hidden if hidden is not None and len(hidden.rows) else None
@@ -210,7 +218,8 @@ def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:
                 except EVALUATION_FAULTS as error:
                     wanted = text.throw(error)
                     continue
-                wanted = text.send(Forward(logits, 0.0, 0, Evaluation(wanted.n_scored, 1, len(said))))
+                seen, rows = Evaluation(wanted.n_scored, 1, len(said)), models[wanted.model].rows(wanted)
+                wanted = text.send(Forward(logits, 0.0, 0, seen, rows))
             else:
                 said.append(wanted)
                 wanted = text.send(wanted)
@@ -336,3 +345,22 @@ class OverDelivers(CountingUp):
 
 def tokens(*ids: int) -> TokenArray:
     return np.array(ids, dtype=np.int32) if ids else NO_TOKENS
+
+
+class Asleep:
+    """Lets a model process the prompt when it drafts; notes the tokens that it has not processed."""
+
+    unused, is_winning = None, False
+
+    def __init__(self, n_to_read: int = 0) -> None:
+        self.n_to_read, self.n_unread, self.n_read = n_to_read, 0, 0
+
+    def start_prompt(self, n_unread: int) -> None:
+        self.n_unread = n_unread
+
+    def observe_prompt(self, evaluation: Evaluation, seconds: float) -> None: ...
+
+    def observe_reading(self, n: int, seconds: float) -> None:
+        self.n_read += n
+
+    def plain_seconds(self, evaluation: Evaluation) -> float | None: ...

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.drafters.hidden import RowWindow, asking
+from llamaspec.drafters.model import DeferredPrompt
 from llamaspec.errors import (
     EVALUATION_FAULTS,
     ContextFullError,
@@ -49,6 +50,7 @@ class BlockDrafter:
     streams: RandomStreams  # the same as the target's
     model: str = DRAFT  # its name in requests
     source: Source = Source.BLOCK
+    deferred: DeferredPrompt | None = None  # None: the model gets the rows of the prompt at once
     fault: str | None = field(default=None, init=False)  # the error after which the model is not used again
 
     @property
@@ -69,22 +71,22 @@ class BlockDrafter:
         self.row_window.rows.add(position, rows)
 
     def prepare(self, context: TokenArray) -> Preparing:
-        """Give the model the rows of all tokens but the last."""
-        n, window = len(context) - 1, self.row_window
-        if self.fault is not None or n <= window.begin:
-            return
-        try:
-            yield from asking(
-                window, n, lambda: ForwardRequest(self.model, context[:n], 0, hidden=window.input())
-            )
-        except EVALUATION_FAULTS as error:
-            self._note_fault(error)
+        """Give the model the rows of all tokens but the last, or report them if it sleeps."""
+        if self.deferred is None:
+            yield from self._process(context[:-1])
+        else:
+            self.deferred.start(context, self.sampler.n_prompt)
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """Draft a block, or as much of it as the policy wants."""
-        draft, window = Draft(source=self.source), self.row_window
+        draft, window, deferred = Draft(source=self.source), self.row_window, self.deferred
         if self.fault is not None or not window.reaches(context) or not length.wants_more(draft):
             return draft
+        if deferred is not None and deferred.is_pending:
+            n_chunk = deferred.reading.n_to_read
+            yield from self._process(deferred.advance(context[:-1], n_chunk))
+            if n_chunk or self.fault is not None:
+                return draft
         open_ = np.full(self.shape.n_positions - 1, self.shape.mask, dtype=np.int32)
         try:
             forward = yield from asking(
@@ -96,6 +98,21 @@ class BlockDrafter:
             self._note_fault(error)
             return draft
         return self._drawn(draft, context, forward, length)
+
+    def _process(self, prefix: TokenArray) -> Preparing:
+        """Give the model the rows of some tokens; a failure only ends the use of the model."""
+        n, window = len(prefix), self.row_window
+        if self.fault is not None or n <= window.begin:
+            return
+        try:
+            forward = yield from asking(
+                window, n, lambda: ForwardRequest(self.model, prefix, 0, hidden=window.input())
+            )
+        except EVALUATION_FAULTS as error:
+            self._note_fault(error)
+            return
+        if self.deferred is not None:
+            self.deferred.reading.observe_reading(n - forward.n_cached, forward.seconds)
 
     def _drawn(self, draft: Draft, context: TokenArray, forward: Forward, length: SequenceLength) -> Draft:
         """Draw tokens while the policy wants more."""

@@ -57,12 +57,15 @@ class LearnedPrior:
     copy_log_odds: tuple[float, ...] = ()  # acceptance of copies of earlier text
     counts: tuple[int, ...] = ()  # tokens from which each of `log_odds` was learnt, at most `KEPT`
     copy_counts: tuple[int, ...] = ()  # the same for `copy_log_odds`
+    earlier_log_odds: tuple[float, ...] = ()  # acceptance of copies of earlier answers
+    earlier_counts: tuple[int, ...] = ()  # the same for `earlier_log_odds`
     gain: Gain = Gain()  # since the latest benchmark
 
     def __post_init__(self) -> None:
         kinds = (
             (self.log_odds, self.counts, Acceptance()),
             (self.copy_log_odds, self.copy_counts, Acceptance(is_copied=True)),
+            (self.earlier_log_odds, self.earlier_counts, Acceptance(is_copied=True)),
         )
         is_whole = all(
             len(log_odds) in (0, len(usual.log_odds)) and len(counts) in (0, len(log_odds))
@@ -70,9 +73,9 @@ class LearnedPrior:
         )
         if not is_whole or self.distance < 1:
             raise ValueError("a prior of another kind")
-        if not all(0 <= n <= KEPT for n in (*self.counts, *self.copy_counts)):
+        if not all(0 <= n <= KEPT for _, counts, _ in kinds for n in counts):
             raise ValueError(f"counts must be from 0 to {KEPT}")
-        if not all(abs(number) < 50 for number in (*self.log_odds, *self.copy_log_odds)):
+        if not all(abs(number) < 50 for log_odds, _, _ in kinds for number in log_odds):
             raise ValueError("a prior must be finite")
 
     @property
@@ -85,15 +88,18 @@ class LearnedPrior:
 
         `start` is what this run started from, or what it has kept last.
         """
-        log_odds, counts = _newest(_bins(self), _bins(start), _bins(kept))
-        copies, copy_counts = _newest(_copy_bins(self), _copy_bins(start), _copy_bins(kept))
+        drafts, copies, earlier = (
+            _newest(*bins) for bins in zip(_bins(self), _bins(start), _bins(kept), strict=True)
+        )
         return replace(
             self,
             curve=self.curve.merged(kept.curve) if self.curve and kept.curve else self.curve or kept.curve,
-            log_odds=log_odds,
-            counts=counts,
-            copy_log_odds=copies,
-            copy_counts=copy_counts,
+            log_odds=drafts[0],
+            counts=drafts[1],
+            copy_log_odds=copies[0],
+            copy_counts=copies[1],
+            earlier_log_odds=earlier[0],
+            earlier_counts=earlier[1],
             gain=kept.gain.plus(self.gain.plus(start.gain, -1.0)),
             distance=kept.distance if self.distance == start.distance else self.distance,
         )
@@ -102,12 +108,14 @@ class LearnedPrior:
 _Bin = tuple[float, int]  # log-odds, and the tokens that they were learnt from
 
 
-def _bins(prior: LearnedPrior) -> list[_Bin]:
-    return [*zip(prior.log_odds, prior.counts or (0,) * len(prior.log_odds), strict=True)]
-
-
-def _copy_bins(prior: LearnedPrior) -> list[_Bin]:
-    return [*zip(prior.copy_log_odds, prior.copy_counts or (0,) * len(prior.copy_log_odds), strict=True)]
+def _bins(prior: LearnedPrior) -> list[list[_Bin]]:
+    """Return the bins of drafts, of copies, and of copies of earlier answers."""
+    kinds = (
+        (prior.log_odds, prior.counts),
+        (prior.copy_log_odds, prior.copy_counts),
+        (prior.earlier_log_odds, prior.earlier_counts),
+    )
+    return [[*zip(log_odds, counts or (0,) * len(log_odds), strict=True)] for log_odds, counts in kinds]
 
 
 def _newest(

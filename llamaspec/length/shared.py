@@ -86,6 +86,9 @@ class Shared:
         self.acceptance = {source: Acceptance(is_copied=source in COPIES) for source in Source}
         self.acceptance[self.drafting] = Acceptance(prior.log_odds, prior.counts)
         self.acceptance[Source.NGRAM] = Acceptance(prior.copy_log_odds, prior.copy_counts, is_copied=True)
+        self.acceptance[Source.EARLIER] = Acceptance(
+            prior.earlier_log_odds, prior.earlier_counts, is_copied=True
+        )
         self.drafts, self.plain = Exploration(prior.distance), Exploration()  # each while the other is used
         self._earlier = prior.gain.faded()
         self._n_tokens = self._seconds = self._plain_seconds = 0.0  # of this run; see `Gain`
@@ -113,7 +116,9 @@ class Shared:
 
     def experience(self) -> LearnedPrior:
         """Return what the next run should start with."""
-        drafts, copies = (self.acceptance[source] for source in (self.drafting, Source.NGRAM))
+        drafts, copies, earlier = (
+            self.acceptance[source] for source in (self.drafting, Source.NGRAM, Source.EARLIER)
+        )
         return LearnedPrior(
             self.costs.learned(),
             tuple(drafts.log_odds.tolist()),
@@ -121,6 +126,8 @@ class Shared:
             tuple(copies.log_odds.tolist()),
             counts=drafts.counts,
             copy_counts=copies.counts,
+            earlier_log_odds=tuple(earlier.log_odds.tolist()),
+            earlier_counts=earlier.counts,
             gain=self._earlier.plus(Gain(self._n_tokens, self._seconds, self._plain_seconds)),
         )
 

@@ -8,15 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fakes import Length, tokens
+from fakes import Asleep, Length, tokens
 from llamaspec.drafters.block import BlockDrafter, BlockShape
 from llamaspec.drafters.hidden import RowWindow
+from llamaspec.drafters.model import DeferredPrompt
 from llamaspec.errors import ContextFullError, EvaluationAbortedError, EvaluationError
 from llamaspec.sampling.acceptance_rules import Coupled
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import MTP, Draft, Evaluation, Forward, HiddenRows, Logits, Rows, Source
+from llamaspec.values import (
+    MTP,
+    NO_TOKENS,
+    Draft,
+    Evaluation,
+    Forward,
+    ForwardRequest,
+    HiddenRows,
+    Logits,
+    Rows,
+    Source,
+)
 
 V, MASK = 6, 5
 CONTEXT = tokens(1, 2, 3)
@@ -94,3 +106,30 @@ def test_an_aborted_evaluation_is_raised() -> None:
     next(asking)
     with pytest.raises(EvaluationAbortedError):
         asking.throw(EvaluationAbortedError("x"))
+
+
+@pytest.mark.parametrize(("n_chunk", "processed"), [(0, [2]), (1, [1, 2])])
+def test_a_sleeping_model_processes_the_prompt_when_it_drafts(n_chunk: int, processed: list[int]) -> None:
+    """In chunks, if the policy wants that; then there is no draft in the rounds before."""
+    drafter, reading, asked = drafter_of(), Asleep(n_chunk), list[ForwardRequest]()
+    drafter.deferred = DeferredPrompt(reading, lambda _: 0)
+
+    def answered(asking: Generator[ForwardRequest, Forward, Any]) -> Any:
+        try:
+            request = next(asking)
+            while True:
+                asked.append(request)
+                request = asking.send(Forward(scores(0, 1, 2, 3), 0.1, 0, Evaluation(4)))
+        except StopIteration as end:
+            return end.value
+
+    answered(drafter.prepare(CONTEXT))
+    assert (asked, reading.n_unread) == ([], 3)
+    assert not len(answered(drafter.propose(CONTEXT, Length(0))))
+    assert not asked, "the policy wants no draft"
+    n_without = len(processed) if n_chunk else 0
+    drafts = [answered(drafter.propose(CONTEXT, Length(9))) for _ in range(n_without + 1)]
+    assert [len(draft) for draft in drafts] == [0] * n_without + [3]
+    assert [len(each.tokens) for each in asked] == [*processed, 3]
+    assert asked[0].draft is NO_TOKENS
+    assert reading.n_read == sum(processed)

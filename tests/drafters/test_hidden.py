@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fake_constraint import Steps
-from fakes import Length, tokens
+from fakes import Asleep, Length, tokens
 from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.hidden import HiddenDrafter, RowWindow
 from llamaspec.drafters.model import DeferredPrompt
@@ -166,24 +166,6 @@ def test_the_first_row_is_the_one_before_the_first_token_that_is_not_cached(
     """The model has been asked, so it holds what it has cached."""
     prompt = tokens(1, 2, 3, 1, 0)
     assert Asked(n_cached).run(drafter_of().first_row(prompt)) == first
-
-
-class Asleep:
-    """Lets a model process the prompt when it drafts; notes the tokens that it has not processed."""
-
-    n_to_read, unused, is_winning = 0, None, False
-
-    def __init__(self) -> None:
-        self.n_unread = 0
-
-    def start_prompt(self, n_unread: int) -> None:
-        self.n_unread = n_unread
-
-    def observe_prompt(self, evaluation: Evaluation, seconds: float) -> None: ...
-
-    def observe_reading(self, n: int, seconds: float) -> None: ...
-
-    def plain_seconds(self, evaluation: Evaluation) -> float | None: ...
 
 
 def test_a_sleeping_model_sees_only_the_end_of_the_prompt() -> None:

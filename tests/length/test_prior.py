@@ -16,11 +16,13 @@ from llamaspec.values import NO_DRAFT, Draft, Evaluation, Round, Source
 CURVE = CostCurve((1, 4), (1.0, 1.5), 0.1)
 
 
-def learnt(confidence: float, n: int, prior: LearnedPrior | None = None) -> LearnedPrior:
+def learnt(
+    confidence: float, n: int, prior: LearnedPrior | None = None, source: Source = Source.MODEL
+) -> LearnedPrior:
     """Return what a run has learnt from `n` accepted draft tokens."""
     policy = AutoLength(prior or LearnedPrior(CURVE))
     for _ in range(n):
-        policy.shared.acceptance[Source.MODEL].learn(1.0, confidence)
+        policy.shared.acceptance[source].learn(1.0, confidence)
     return policy.experience()
 
 
@@ -46,6 +48,16 @@ def test_a_run_keeps_its_own_bins_and_those_of_others() -> None:
     assert belief.probability(0.6) == mine_believes.probability(0.6) != others_belief.probability(0.6)
     assert belief.probability(0.99) == others_belief.probability(0.99) != mine_believes.probability(0.99)
     assert sum(merged.counts[:-1]) == 5 + 20 + 20
+
+
+@pytest.mark.parametrize("source", [Source.MODEL, Source.NGRAM, Source.EARLIER])
+def test_the_acceptance_of_each_source_is_kept(source: Source) -> None:
+    start, kept = learnt(0.6, 0), learnt(0.6, 30, source=source)
+    for prior in (kept, start.merged(start, kept), kept.merged(start, start)):
+        found = AutoLength(prior).shared.acceptance
+        for other in (Source.MODEL, Source.NGRAM, Source.EARLIER):
+            usual = Acceptance(is_copied=other is not Source.MODEL).probability(0.6)
+            assert (found[other].probability(0.6) > usual) == (other is source)
 
 
 def test_what_another_run_has_timed_better_is_kept_at_the_speed_of_this_one() -> None:
@@ -74,6 +86,8 @@ def test_counts_belong_to_their_bins() -> None:
         LearnedPrior(log_odds=(0.1,) * 10, counts=(1, 2))
     with pytest.raises(ValueError, match="counts"):
         LearnedPrior(log_odds=(0.1,) * 10, counts=(KEPT + 1,) * 10)
+    with pytest.raises(ValueError, match="of another kind"):
+        LearnedPrior(earlier_log_odds=(0.1,) * 3)
 
 
 def test_the_gain_of_real_requests_adds_up_over_runs() -> None:

@@ -11,7 +11,7 @@ import { answerView, grow, isEnter, size, userView } from "./view.js";
 
 const SETTINGS = ["system", "temperature", "max-tokens", "seed", "models"];
 const LARGEST_FILE = 256000; // bytes
-const COPIES = ["ngram", "prediction"]; // sources of draft tokens that are copied from earlier text
+const COPIES = ["ngram", "prediction", "earlier"]; // sources of draft tokens that are copied from text
 const NEAR = 60; // pixels from the bottom, within which the page scrolls with the text
 
 const chats = loadChats();
