@@ -41,6 +41,10 @@ def test_two_requests_at_once(store: ModelStore, kind: str, monkeypatch: pytest.
     assert count['draft_tokens_by_rows_total{rows="2"}'] > 60
     assert count["spec_decode_num_accepted_tokens_total"] > 10
     with open_pair(files[0], target_options=CPU) as pair:
-        how = {"sampling": NOT_TRUNCATED, "max_tokens": 60, "drafter": NoDrafter()}
-        alone = [pair.stream(prompt, seed=seed, **how).run().text for seed, prompt in enumerate(PROMPTS)]
+        alone = [
+            pair.stream(
+                prompt, seed=seed, sampling=NOT_TRUNCATED, max_tokens=60, drafter=NoDrafter()
+            ).run().text
+            for seed, prompt in enumerate(PROMPTS)
+        ]  # fmt: skip
     assert texts == alone
