@@ -1,17 +1,22 @@
-"""The report of scripts/demo.py; scripts/switching.py with tiny models."""
+"""The report of scripts/demo.py; scripts/switching.py and scripts/serve_several.py with tiny models."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
+import serve_several
 import switching
 from chat_models import TALKER, write_chat_model
 from demo import Probed, most_gained, report
 from fake_server import write_program
 from llamaspec.measure.served_arms import PEER_PLAIN
+from model_store import ModelStore
+from tiny_models import Recipe
 
 
 def test_the_demo_reports_every_quantisation_and_compares_the_best() -> None:
@@ -34,3 +39,12 @@ def test_switching_measures_loading_and_turns(tmp_path: Path) -> None:
     assert [[*row] for row in found["loads"]] == 2 * [["llamaspec", PEER_PLAIN]]
     assert found["loading"]["llamaspec"] > 0
     assert [[*row] for row in found["switches"]] == 2 * [["alone", "switching"]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_texts_and_memory_of_several_models(store: ModelStore) -> None:
+    recipes = [("llama", Recipe()), ("llama", Recipe(seed=1)), ("gemma3", Recipe()), ("jamba", Recipe())]
+    options = [f"--target={store.path(*recipe)}" for recipe in recipes]
+    answer = CliRunner().invoke(serve_several.main, [*options, "--requests", "60"])
+    assert answer.exit_code == 0, answer.output
+    assert 2 <= json.loads(answer.stdout)["most_loaded"] < len(recipes)

@@ -105,11 +105,19 @@ class PrefixFolder:
     def keeping(self, models: Sequence[LlamaModel], report: Report, call: Call) -> Iterator[None]:
         """Load the saved sequences of some models on entry, and save new ones during the block."""
         self.load(models, report, call)
-        is_over = threading.Event()
+        is_over, told = threading.Event(), set[str]()
+
+        def tell(line: str) -> None:
+            if line not in told:  # a full disk stays full for a while
+                told.add(line)
+                report(line)
 
         def save_often() -> None:
             while not is_over.wait(SAVE_SECONDS):
-                self.save(models, report, call, SAVED_BYTES, is_over)
+                try:
+                    self.save(models, tell, call, SAVED_BYTES, is_over)
+                except Exception as error:  # noqa: BLE001, PERF203  # the next time may succeed
+                    tell(f"cannot save prefixes: {str(error) or type(error).__name__}")
 
         thread = threading.Thread(target=save_often, name="llamaspec-prefixes", daemon=True)
         thread.start()

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from forward_requests import Count, assert_same, request, text
-from llamaspec import LlamaModel, LlamaspecError
+from llamaspec import ClosedError, LlamaModel, LlamaspecError
+from llamaspec.llama import prefix_folder
 from llamaspec.llama.cells import Cells
 from llamaspec.llama.prefix_file import SUFFIX, NodeFile
 from llamaspec.llama.prefix_folder import OLD_SUFFIX, PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import ModelStore, OpenModel
+from patience import until
 from tiny_models import Recipe
 
 LARGE = 1 << 40
@@ -280,6 +282,25 @@ def test_a_sequence_keeps_its_cells_when_it_is_saved(
     evaluated.taken()
     assert np.array_equal(model.forward(request(90), number=1), before)
     assert evaluated.taken() == 1
+
+
+def test_a_background_save_that_fails_is_reported_once_and_tried_again(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(prefix_folder, "SAVE_SECONDS", 0.01)
+    model, folder, reported, n_calls = opened(), PrefixFolder(tmp_path / "saved", LARGE), list[str](), 0
+
+    def call(function: Callable[[], Any], /) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if 1 < n_calls < 4:
+            raise ClosedError("not now")
+        return function()
+
+    filled(model)
+    with folder.keeping([model], reported.append, call):
+        until(lambda: bool(files_of(folder)))
+    assert reported == ["cannot save prefixes: not now"]
 
 
 def test_temporary_files_of_killed_processes_go(opened: OpenModel, tmp_path: Path) -> None:
