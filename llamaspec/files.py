@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from glob import escape
+from io import FileIO
 from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
@@ -53,14 +54,21 @@ def read_file(path: Path, limit: int) -> bytes:
 
 def read_beginning(path: Path, n: int) -> bytes:
     """Read the first `n` bytes of a regular file, or all if it is shorter; otherwise an OSError."""
+    with regular_file(path) as file:
+        return file.read(n) or b""
+
+
+@contextmanager
+def regular_file(path: Path) -> Iterator[FileIO]:
+    """Open a file to read it, without a buffer; OSError if it is a device, or a pipe, which could block."""
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)  # otherwise a pipe without a writer would block
+        return os.open(name, flags | os.O_NONBLOCK)
 
     with open(path, "rb", buffering=0, opener=opener) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
-        return file.read(n) or b""
+        yield file
 
 
 def file_identity(path: Path) -> str:

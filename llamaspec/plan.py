@@ -16,10 +16,11 @@ from llamaspec.catalog import is_path, locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
 from llamaspec.llama.devices import find_devices
-from llamaspec.llama.gguf_file import file_parts, kv_row_sizes, read_gguf
+from llamaspec.llama.gguf_file import file_parts, read_gguf
 from llamaspec.llama.heads_file import check_heads, heads_in_file, is_shared_head
 from llamaspec.llama.hidden_draft_file import HiddenDraftFile, check_target, hidden_draft
-from llamaspec.llama.options import DEFAULT_CONTEXT, DRAFT_SCORED, ModelOptions, cache_bytes
+from llamaspec.llama.needed_memory import needed_bytes
+from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.resources import available_bytes
 from llamaspec.values import MTP, Copying
 
@@ -140,27 +141,18 @@ def make_plan(
     return DraftPlan(ModelFile(path, options), small, None, copying)
 
 
-def estimated_bytes(plan: DraftPlan) -> int:
-    """Return an estimate of the memory that a plan takes once it is loaded: weights and KV caches.
+def estimated_bytes(plan: DraftPlan, n_sequences: int = 1) -> int:
+    """Return an estimate of the memory that a plan takes once it is loaded and runs some sequences.
 
-    Weights are mapped, but evaluations are fast only while they are in memory. ModelFileError if a file
-    cannot be read.
+    ModelFileError if a file cannot be read.
     """
     files = [*plan.models]
     if plan.heads is not None and not plan.has_own_heads:
         files.append(plan.heads)
     try:
-        return sum(_estimated_bytes(file.path, file.options) for file in files)
+        return sum(needed_bytes(file.path, file.options, n_sequences) for file in files)
     except OSError as error:
         raise ModelFileError(f"cannot read {error.filename}: {error.strerror}; check the path") from error
-
-
-def _estimated_bytes(path: Path, options: ModelOptions) -> int:
-    n_weights = sum(part.stat().st_size for part in file_parts(path))
-    key_bytes, value_bytes = cache_bytes(options.cache_type_k), cache_bytes(options.cache_type_v)
-    rows = kv_row_sizes(read_gguf(path))
-    per_token = sum(n_key * key_bytes + n_value * value_bytes for n_key, n_value in rows)
-    return n_weights + round(per_token * max(options.n_ctx or DEFAULT_CONTEXT, options.n_cells or 0))
 
 
 def known_draft(target: str | Path, find: Find = locate_model) -> str | None:

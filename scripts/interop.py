@@ -11,7 +11,8 @@ checks, and the parsing of tool calls.
 
 A check is "ok" if the agent had the right effect on disk, else "failed". A table goes to stderr; with
 `--json`, one JSON object goes to stdout. The exit code is 1 if a check failed. `make test` runs the
-packages of OpenAI, Anthropic and Ollama, and `llm`.
+packages of OpenAI, Anthropic and Ollama, and `llm`. Here, these packages, if they are installed, and the
+requests of Open WebUI list, load, use and unload the models of a server with two models.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from interop_parts import several_models
 from interop_parts.agents import aider, codex, continue_cli, mini_swe_agent, opencode
 from interop_parts.server import Exchange, Script, scripted_server
+from interop_parts.several_models import SEVERAL, server_of_two
 from interop_parts.trial import Result, Trial
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,9 +124,9 @@ def results_of(client: Client, trial: Trial) -> Iterator[Result]:
 @click.option(
     "--only",
     "names",
-    type=click.Choice(list(CLIENTS)),
+    type=click.Choice([*CLIENTS, *SEVERAL]),
     multiple=True,
-    help="Run only this agent. May be repeated.",
+    help="Run only this client. May be repeated.",
 )
 @click.option("--folder", type=Path, default=ROOT / "build" / "interop", help="Where agents are installed.")
 @click.option(
@@ -148,11 +151,12 @@ def main(
 ) -> None:
     script, exchanges, found = Script(), list[Exchange](), dict[str, list[Result]]()
     table = Table("agent", "version", "check", "result", "details")
+    agents = [name for name in names or CLIENTS if name in CLIENTS]
     with (
         scripted_server(script, exchanges) as url,
         tempfile.TemporaryDirectory(prefix="interop-", ignore_cleanup_errors=True) as work,
     ):
-        for name in names or CLIENTS:
+        for name in agents:
             client, found[name] = CLIENTS[name], []
             trial = Trial(url, exchanges, script, folder.resolve(), Path(work), seconds)
             for result in results_of(client, trial):
@@ -164,6 +168,11 @@ def main(
                         {"path": each.path, "body": json.loads(each.request or b"null")} for each in exchanges
                     ]
                     (record / f"{name}, {result.check}.json").write_text(json.dumps(requests, indent=1))
+    with server_of_two() as url:
+        for name in (name for name in names or SEVERAL if name in SEVERAL):
+            found[name] = [*several_models.results_of(name, url)]
+            for result in found[name]:
+                table.add_row(name, "", result.check, result.state, result.reason)
     Console(stderr=True).print(table)
     if as_json:
         print(json.dumps({name: [asdict(result) for result in results] for name, results in found.items()}))

@@ -239,3 +239,17 @@ def models(target_file: Path, draft_file: Path) -> list[Path]:
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty cache folder for commands in this process."""
     monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path))
+
+
+@pytest.fixture
+def cache(hub: Hub, own_list: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder of the hub, for commands in this process; the list has `big` and `small`."""
+    from huggingface_hub import constants  # it reads the environment, which pytest_configure changes
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{hub.url}{''.join(template[1:])}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(own_list.parent / "deep" / "hub"))
+    monkeypatch.setenv("LLAMASPEC_CACHE", str(own_list.parent / "cache"))
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    return own_list.parent / "deep" / "hub"

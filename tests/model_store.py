@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llamaspec import LlamaModel, demo_draft, demo_target
+from tiny_hidden import DraftRecipe, write_draft
 from tiny_models import HEAD_WRITERS, WRITERS, Recipe
 
 OpenModel = Callable[..., LlamaModel]  # (kind, recipe, **options), see the fixture `opened`
@@ -17,7 +18,7 @@ class ModelStore:
     """Writes a model at its first use."""
 
     folder: Path
-    _written: dict[tuple[str, Recipe], Path] = field(default_factory=dict)
+    _written: dict[tuple[str, Recipe] | DraftRecipe, Path] = field(default_factory=dict)
 
     def path(self, kind: str = "llama", recipe: Recipe | None = None) -> Path:
         """Return the file of a recipe."""
@@ -26,6 +27,13 @@ class ModelStore:
             path = self.folder / f"{len(self._written)}-{kind}.gguf"
             self._written[key] = (WRITERS | HEAD_WRITERS)[kind](path, key[1])
         return self._written[key]
+
+    def draft(self, recipe: DraftRecipe) -> Path:
+        """Return the file of a draft that reads hidden rows."""
+        if recipe not in self._written:
+            path = self.folder / f"{len(self._written)}-{recipe.kind}.gguf"
+            self._written[recipe] = write_draft(path, recipe)
+        return self._written[recipe]
 
 
 def demo_pair() -> tuple[Path, Path] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from command import invoke, naming, run, said
+from command import invoke, naming, said
 from fuzz_gguf import put_together, take_apart
 from llamaspec import FixedLength, ModelOptions, open_pair
 from llamaspec.errors import ScoresError
@@ -35,7 +35,7 @@ def bad(request: pytest.FixtureRequest, store: ModelStore, tmp_path: Path) -> Pa
 
 
 def test_a_target_names_its_file(bad: Path) -> None:
-    answer = run("generate", "x", *naming([bad]))
+    answer = invoke("generate", "x", *naming([bad]))
     assert said(answer) == f"llamaspec: {bad} gives scores that are not numbers; download or convert it again"
 
 

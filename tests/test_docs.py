@@ -7,8 +7,11 @@ needs more is only parsed.
 
 from __future__ import annotations
 
+import json
+import plistlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -225,3 +228,52 @@ def test_the_table_of_curves_is_what_its_curves_say() -> None:
         least = break_even(seconds)
         assert least is not None
         assert [f"{least:.2f}", f"{best_length(seconds, 0.7).speed_up:.2f}"] == cells[4:], line
+
+
+# Services and the image
+
+
+def check_serves(command: list[str]) -> None:
+    """Raise if `llamaspec serve` would refuse the options of a command."""
+    program, subcommand, *options = command
+    assert (Path(program).name, subcommand) == ("llamaspec", "serve")
+    serve = main.get_command(click.Context(main), subcommand)
+    assert serve is not None
+    serve.make_context(subcommand, options).close()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+@pytest.mark.parametrize("manager", ["--user", "--system"])
+def test_systemd_takes_the_unit(tmp_path: Path, manager: str) -> None:
+    (text,) = blocks(ROOT / "docs" / "server.md", "ini")
+    start = re.search(r"^ExecStart=(.*)", text, re.MULTILINE)
+    assert start is not None
+    check_serves(shlex.split(start[1]))
+    unit = tmp_path / "llamaspec.service"
+    unit.write_text(text.replace("%h/.local/bin/llamaspec", sys.executable))
+    command = ["systemd-analyze", manager, "verify", unit]
+    env = {**environment(), "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, env=env)
+    complaints = [line for line in done.stderr.splitlines() if "llamaspec.service" in line]
+    assert (done.returncode, complaints) == (0, [])
+
+
+def test_the_property_list_starts_the_server() -> None:
+    (text,) = blocks(ROOT / "docs" / "server.md", "xml")
+    service = plistlib.loads(text.encode())
+    check_serves(service["ProgramArguments"])
+    assert service["KeepAlive"] == {"SuccessfulExit": False}
+    assert service["ExitTimeOut"] > 30  # seconds of --grace
+
+
+def test_the_image_has_what_it_copies_and_starts() -> None:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    for line in re.findall(r"^COPY (?!--from)(.*)", text, re.MULTILINE):
+        *sources, _ = line.split()
+        assert all((ROOT / source).exists() for source in sources), line
+    started = json.loads(re.findall(r"^ENTRYPOINT (.*)", text, re.MULTILINE)[-1])
+    check_serves([*started, "--models-dir", "/models"])
+    (healthy,) = re.findall(r"CMD (\[.*\])", text)
+    python, option, code = json.loads(healthy)
+    assert (python, option) == ("python", "-c")
+    compile(code, "HEALTHCHECK", "exec")

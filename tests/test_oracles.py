@@ -36,6 +36,7 @@ from llamaspec.sampling.filters import distribution
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.values import TARGET, Draft, Evaluation, ForwardRequest, Round, Source
 from model_store import ModelStore
+from tiny_hidden import DraftRecipe
 from tiny_models import Recipe
 
 CPU = ModelOptions(threads=1, gpu_layers=0)
@@ -43,11 +44,15 @@ Q8_0 = Recipe(dtype="q8_0")
 CLOSE = 0.05  # nats; a tiny model's logits differ by up to 0.03 between widths
 TEMPERATURES = (0.0, 0.5, 0.8, 1.5)
 AT_TEMPERATURES = [Sampling(temperature=temperature) for temperature in TEMPERATURES]
+NOT_TRUNCATED = [replace(each, top_k=None, top_p=None, min_p=None) for each in AT_TEMPERATURES]
 WARM = [Sampling(temperature=1.0)]  # multiplied by the number of seeds
 REPEATED = "the end of the beginning and the beginning of the end, " * 3
 LENGTHS = (0, 1, 2, 3, 5, 8)
 NOISES = (0.0, 0.01, 0.1, 0.5)
 RULES = ("coupled", "rejection", "block")
+# Drafts that read hidden rows. They are random, so the target's scores matter little, and noise decides.
+SOURCES = {"eagle3": Source.EAGLE3, "dflash": Source.BLOCK, "dspark": Source.BLOCK, "dflash2": Source.BLOCK}
+HIDDEN = {kind: DraftRecipe(Recipe(dtype="q8_0", spread=0.02), kind) for kind in SOURCES}
 PROMPTS = (
     "def quicksort(items):\n",
     "import os\nimport sys\n\n\nclass Reader:\n    ",
@@ -255,28 +260,38 @@ def test_a_draft_equal_to_the_target_is_never_rejected(store: ModelStore, dtype:
         assert set(self_draft_rates(pair, rule, 40, (1, 2, 5, 8))) == {1.0}
 
 
+def files_with_rows(store: ModelStore, kind: str) -> tuple[Path, Path | str]:
+    """Return a target with its own prediction heads, or with a draft that reads its hidden rows."""
+    if kind in HIDDEN:
+        return store.path("llama", HIDDEN[kind].target), store.draft(HIDDEN[kind])
+    return store.path(kind, Recipe(dtype="q8_0")), "mtp"
+
+
 @contextmanager
-def opened_with_heads(store: ModelStore, kind: str) -> Iterator[Pair]:
-    """Open a target whose own prediction heads draft."""
-    with open_pair(store.path(kind, Recipe(dtype="q8_0")), "mtp", target_options=CPU) as pair:
+def opened_with_heads(store: ModelStore, kind: str, ngram: bool | None = None) -> Iterator[Pair]:
+    """Open a target with a draft that reads its hidden rows."""
+    with open_pair(*files_with_rows(store, kind), ngram=ngram, target_options=CPU) as pair:
         yield pair
 
 
-@pytest.mark.parametrize("kind", ["step35-one", "step35"])
+@pytest.mark.parametrize("kind", ["step35-one", "step35", *HIDDEN])
 def test_same_seed_same_tokens_with_prediction_heads(store: ModelStore, kind: str) -> None:
+    samplings = NOT_TRUNCATED if kind in HIDDEN else AT_TEMPERATURES
     with opened_with_heads(store, kind) as pair:
-        completions = assert_same(pair, "the end", LENGTHS)
-    assert {round_.source for found in completions for round_ in found.rounds} == {Source.MTP}
-    assert sum(found.summary.n_accepted for found in completions) > 100
+        completions = assert_same(pair, "the end", LENGTHS, samplings)
+    sources = {round_.source for found in completions for round_ in found.rounds if len(round_.draft)}
+    assert sources == {SOURCES.get(kind, Source.MTP)}
+    n_accepted = sum(found.summary.n_accepted for found in completions)
+    assert n_accepted > (0 if kind == "dflash2" else 100), "it has few candidates, and they are random"
 
 
-def test_same_seed_same_tokens_with_prediction_heads_and_copies(store: ModelStore) -> None:
-    """While earlier text is copied, the heads process nothing; they catch up later."""
-    path = store.path("step35", Recipe(dtype="q8_0"))
-    with open_pair(path, "mtp", ngram=True, target_options=CPU) as pair:
+@pytest.mark.parametrize("kind", ["step35", "eagle3", "dspark"])
+def test_same_seed_same_tokens_with_prediction_heads_and_copies(store: ModelStore, kind: str) -> None:
+    """While earlier text is copied, the draft processes nothing; it catches up later."""
+    with opened_with_heads(store, kind, ngram=True) as pair:
         completions = assert_same(pair, REPEATED, [4], 4 * WARM, 120)
     sources = {round_.source for found in completions for round_ in found.rounds if len(round_.draft)}
-    assert sources == {Source.NGRAM, Source.MTP}
+    assert sources == {Source.NGRAM, SOURCES.get(kind, Source.MTP)}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -344,15 +359,15 @@ def test_what_a_draft_equal_to_the_target_leaves_out_would_have_been_accepted(
                 assert shadows or part == "what is sure"
 
 
-@pytest.mark.parametrize("kind", ["step35-one", "step35"])
+@pytest.mark.parametrize("kind", ["step35-one", "step35", "eagle3", "dflash", "dflash2"])
 @pytest.mark.parametrize("part", list(PARTS))
 def test_same_seed_same_tokens_where_a_part_of_the_heads_drafts_is_verified(
     store: ModelStore, part: str, kind: str
 ) -> None:
-    """Copies are drafted, too, and the heads process nothing meanwhile."""
-    with open_pair(store.path(kind, Recipe(dtype="q8_0")), "mtp", ngram=True, target_options=CPU) as pair:
+    """Copies are drafted, too, and the draft processes nothing meanwhile."""
+    with opened_with_heads(store, kind, ngram=True) as pair:
         completions = assert_same(pair, REPEATED, [PARTS[part]], n=40)
-    assert sum(n_left_out(found, Source.MTP) for found in completions) > 5
+    assert sum(n_left_out(found, SOURCES.get(kind, Source.MTP)) for found in completions) > 5
 
 
 @pytest.mark.parametrize("kind", [*MEMORIES, "qwen35"])
@@ -376,18 +391,20 @@ class Kept(Partly):
         return self
 
 
-@pytest.mark.parametrize("kind", [*MEMORIES, "step35-one", "step35", "qwen35"])
+@pytest.mark.parametrize("kind", [*MEMORIES, "step35-one", "step35", "qwen35", "eagle3", "dflash"])
 @pytest.mark.parametrize("n", [nothing, every_second])
 def test_drafts_are_those_of_a_fresh_pair_whatever_was_drafted_in_vain(
     store: ModelStore, n: Callable[[Draft, Sequence[Round]], int], kind: str
 ) -> None:
     """With stale tokens or stale hidden rows the text is still right, so the drafts are compared."""
-    target = Recipe()
-    draft = store.path(kind, target.draft(0.01)) if kind in MEMORIES else "mtp"
+    target, options = Recipe(), replace(CPU, **EXACT)  # type: ignore[arg-type]
+    files = files_with_rows(store, kind)
+    if kind not in HIDDEN:
+        draft = store.path(kind, target.draft(0.01)) if kind in MEMORIES else "mtp"
+        files = store.path(kind, target), draft
     sampling = Sampling(temperature=0.7, top_k=None, top_p=None, min_p=None)
     used, fresh = Kept(3, n), Kept(3, nothing)
-    options = replace(CPU, **EXACT)  # type: ignore[arg-type]
-    with open_pair(store.path(kind, target), draft, target_options=options, draft_options=options) as pair:
+    with open_pair(*files, target_options=options, draft_options=options) as pair:
         prompt, n_right = pair.target.vocabulary.tokenize(b"the end of"), 0
         found = pair.stream(prompt, policy=used, sampling=sampling, seed=1, max_tokens=40).run()
         ends = [0, *itertools.accumulate(len(round_.tokens) for round_ in found.rounds)]
@@ -423,6 +440,8 @@ FAILING: dict[str, Callable[[ModelStore], tuple[Path, Path | str]]] = {
     "draft": lambda store: (store.path("llama", Q8_0), store.path("llama", Q8_0.draft(0.1))),
     "heads": lambda store: (store.path("step35", Q8_0), "mtp"),
     "assistant": lambda store: (store.path("gemma4"), store.path("gemma4-assistant")),
+    "EAGLE-3": lambda store: files_with_rows(store, "eagle3"),
+    "DFlash": lambda store: files_with_rows(store, "dflash"),
 }
 
 

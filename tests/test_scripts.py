@@ -1,8 +1,17 @@
-"""The report of scripts/demo.py."""
+"""The report of scripts/demo.py; scripts/switching.py with tiny models."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from click.testing import CliRunner
+
+import switching
+from chat_models import TALKER, write_chat_model
 from demo import Probed, most_gained, report
+from fake_server import write_program
+from llamaspec.measure.served_arms import PEER_PLAIN
 
 
 def test_the_demo_reports_every_quantisation_and_compares_the_best() -> None:
@@ -13,3 +22,15 @@ def test_the_demo_reports_every_quantisation_and_compares_the_best() -> None:
         "  F16   2.05 times the speed with 5 draft tokens a round: not below 0.31",
         "Comparing on F16, where it should gain most:",
     ]
+
+
+def test_switching_measures_loading_and_turns(tmp_path: Path) -> None:
+    one, two = (write_chat_model(tmp_path / f"{name}.gguf", TALKER) for name in ("one", "two"))
+    peer = write_program(tmp_path / "llama-server", ["one ", "two"])
+    options = ["--target", one, "--other", two, "--llama-server", peer, "--requests", 1, "-n", 2, "-r", 2]
+    answer = CliRunner().invoke(switching.main, [*map(str, options)])
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    assert [[*row] for row in found["loads"]] == 2 * [["llamaspec", PEER_PLAIN]]
+    assert found["loading"]["llamaspec"] > 0
+    assert [[*row] for row in found["switches"]] == 2 * [["alone", "switching"]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +36,11 @@ from llamaspec.measure.probe import sample_tokens
 from llamaspec.protocols import LengthPolicy
 from llamaspec.values import ForwardRequest, Logits, TokenArray
 from model_store import ModelStore
+from tiny_hidden import DraftRecipe
 from tiny_models import Recipe
 
 LONG = 2048  # tokens that the longest model was trained on
+HIDDEN = ("eagle3", "dflash", "dspark", "dflash2")  # drafts that read hidden rows
 
 
 @dataclass(frozen=True)
@@ -194,16 +196,21 @@ def test_texts_among_others_are_the_texts_alone(
         assert_same_texts(threaded(pair, texts, 5), expected, n_short=4)
 
 
-@pytest.mark.parametrize("kind", ["qwen35", "step35", "step35-one"])
-def test_texts_among_others_with_prediction_heads(
+@pytest.mark.parametrize("kind", ["qwen35", "step35", "step35-one", *HIDDEN])
+def test_texts_among_others_with_hidden_rows(
     store: ModelStore, compactions: list[CellTable], kind: str
 ) -> None:
     """A sequence keeps its hidden rows if others share its evaluations, leave, or take over its prefix."""
     rng = np.random.default_rng(7)
     texts = some_texts(rng, 24, longest_prompt=90, longest=60)
     options = ModelOptions(threads=1, n_ctx=160, n_cells=512, **EXACT)  # type: ignore[arg-type]
-    path = store.path(kind, Recipe(n_context=LONG))
-    with open_pair(path, "mtp", target_options=options) as pair:
+    recipe = Recipe(n_context=LONG)
+    if kind in HIDDEN:
+        draft = DraftRecipe(replace(recipe, spread=0.5), kind)
+        files: tuple[Path, Path | str] = (store.path("llama", draft.target), store.draft(draft))
+    else:
+        files = (store.path(kind, recipe), "mtp")
+    with open_pair(*files, target_options=options) as pair:
         expected = alone(pair, texts)
         outcome = interleaved(pair, texts, rng, n_sequences=7)
         assert_same_texts(outcome, expected, n_short=4)

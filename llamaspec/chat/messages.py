@@ -6,6 +6,7 @@ tokens, and each HTTP API writes them as its own JSON. Templates get messages as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -123,6 +124,18 @@ class ArgumentsDelta:
 
 
 Delta: TypeAlias = "ContentDelta | ReasoningDelta | CallDelta | ArgumentsDelta"
+
+
+def finite(value: Json) -> Json:
+    """Return a JSON value with null for numbers that JSON cannot write, as JavaScript writes them.
+
+    1e999 is JSON, but is read as infinity; some writers also write NaN.
+    """
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def message_of(deltas: Iterable[Delta]) -> Message:

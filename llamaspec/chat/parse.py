@@ -25,6 +25,7 @@ from llamaspec.chat.messages import (
     Json,
     ReasoningDelta,
     ToolCall,
+    finite,
 )
 from llamaspec.chat.xml_values import json_or_text, quoted
 
@@ -202,7 +203,7 @@ class AnswerParser:
     def _call_in(self, text: str, *, is_cut: bool) -> ToolCall | None:
         """Return the text as a call of a known tool, perhaps a cut one; None if it is anything else."""
         try:
-            found = json.loads(text)
+            found = finite(json.loads(text))
         except (ValueError, RecursionError):
             return self._cut_call_in(text) if is_cut else None
         if found.keys() != {"name", "arguments"} or not isinstance(found["arguments"], dict):

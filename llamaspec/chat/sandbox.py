@@ -176,7 +176,7 @@ def respond(request: dict[str, Any]) -> dict[str, str]:
         pieces: list[str] = []
         n_characters = 0
         helpers = {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-        for piece in template.generate(**request["variables"], **helpers):
+        for piece in template.generate({**request["variables"], **helpers}):
             pieces.append(piece)
             n_characters += len(piece)
             if n_characters > MAX_CHARACTERS:

@@ -29,12 +29,17 @@ def quoted(text: str) -> str:
 def json_or_text(text: str, types: Iterable[str] = ()) -> str:
     """Return a text if it is JSON, otherwise as a string; scalars stay strings if `types` allow strings."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return quoted(text)
     kind = "null" if value is None else "array" if isinstance(value, list) else "object"
     is_scalar = isinstance(value, str | float | int)
     return text.strip() if "string" not in types or (kind in types and not is_scalar) else quoted(text)
+
+
+def _refuse(constant: str) -> Json:
+    """Refuse NaN and Infinity, which Python reads although they are no JSON."""
+    raise ValueError(f"{constant} is no JSON")
 
 
 def as_json(text: str, schema: Json) -> str:

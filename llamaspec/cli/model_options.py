@@ -6,13 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
-from llamaspec.catalog import locate_model, resolve_model
+from llamaspec.catalog import defaults_of, is_path, locate_model, read_catalog, resolve_model
 from llamaspec.cli.option_groups import Decorator, option_group
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.hub import RemoteFile
@@ -65,29 +67,46 @@ KERNELS_OPTION = click.option(
          "processor and the weights; off = only llama.cpp's.",
 )  # fmt: skip
 
+
+def complete_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the names of models that the shell may offer; of pairs, for --pair; otherwise files, too."""
+    is_pair = parameter.name == "pair"
+    entries = [] if is_path(incomplete) else read_catalog().entries.values()
+    names = [entry.name for entry in entries if not is_pair or entry.draft is not None or entry.heads]
+    found = [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
+    return found if is_pair else [*found, CompletionItem(incomplete, type="file")]
+
+
+def _use_defaults(ctx: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
+    """Let the options that the lists give for a model hold where the command line gives none."""
+    if name is not None and ctx.params.get("pair") is None and not ctx.resilient_parsing:
+        ctx.default_map = dict(defaults_of(name).given)
+    return name
+
+
 _A_MODEL = (
     "a file, a name from llamaspec models list, hf:owner/repo:FILE, hf:owner/repo:QUANTIZATION, or the "
     "address of its page on the hub."
 )
 _TARGET = click.option("--target", "--model", "-m", metavar="MODEL", envvar="LLAMASPEC_TARGET",
+                       is_eager=True, callback=_use_defaults, shell_complete=complete_names,
                        help=f"The large model: {_A_MODEL} -hf owner/repo:TYPE works, too.")  # fmt: skip
 _TARGETS = click.option("--target", "--model", "-m", metavar="[NAME=]MODEL", envvar="LLAMASPEC_TARGET",
-                        multiple=True, type=_ModelName(),
+                        multiple=True, type=_ModelName(), shell_complete=complete_names,
                         help=f"A model to serve, under a NAME of your choice: {_A_MODEL} May be repeated. "
                              "Default: all models at hand.")  # fmt: skip
-_NAMES: tuple[Decorator, ...] = (
-    click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram|none", multiple=True,
-                 type=_ModelName(), callback=_only_one, envvar="LLAMASPEC_DRAFT",
-                 help="The small model that proposes tokens. auto = the draft known for the target, or else "
-                      "its prediction heads; mtp = the target's own prediction heads; ngram = no model, only "
-                      "copies of earlier text; none = no model. Default: auto if nothing must be fetched and "
-                      "memory suffices."),
-    click.option("--pair", metavar="NAME",
-                 help="A target and its draft, by a name from llamaspec models list."),
-    click.option("--ngram/--no-ngram", default=None,
-                 help="Copy draft tokens from earlier text if the text repeats itself. Default: on, but off "
-                      "beside a draft model with a fixed draft length."),
-)  # fmt: skip
+_DRAFT = click.option("--draft", "--model-draft", "-md", metavar="MODEL|auto|mtp|ngram|none", multiple=True,
+                      type=_ModelName(), callback=_only_one, envvar="LLAMASPEC_DRAFT",
+                      shell_complete=complete_names,
+                      help="The small model that proposes tokens. auto = the draft known for the target, or "
+                           "else its prediction heads; mtp = the target's own prediction heads; ngram = no "
+                           "model, only copies of earlier text; none = no model. Default: auto if nothing "
+                           "must be fetched and memory suffices.")  # fmt: skip
+_PAIR = partial(click.option, "--pair", metavar="NAME", shell_complete=complete_names,
+                help="A target and its draft, by a name from llamaspec models list.")  # fmt: skip
+_NGRAM = click.option("--ngram/--no-ngram", default=None,
+                      help="Copy draft tokens from earlier text if the text repeats itself. Default: on, but "
+                           "off beside a draft model with a fixed draft length.")  # fmt: skip
 _COMPUTING: tuple[Decorator, ...] = (
     click.option("--n-ctx", "--ctx-size", "-c", type=int,
                  help="Context size in tokens; default: the model's training context, limited by memory."),
@@ -202,8 +221,9 @@ def _shares(text: str | None) -> tuple[float, ...]:
 
 
 # The command receives a ModelChoice as `models`.
-model_options = option_group("models", _choice, (_TARGET, *_NAMES, *_COMPUTING))
-model_or_plain_options = option_group("models", _choice, (_TARGET, *_NAMES, *_COMPUTING, _NO_DRAFT))
+_ONE_MODEL = (_TARGET, _DRAFT, _PAIR(is_eager=True, callback=_use_defaults), _NGRAM, *_COMPUTING)
+model_options = option_group("models", _choice, _ONE_MODEL)
+model_or_plain_options = option_group("models", _choice, (*_ONE_MODEL, _NO_DRAFT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +262,9 @@ def _named(given: str) -> tuple[str | None, str]:
 
 
 # The command receives ModelChoices as `models`.
-served_model_options = option_group("models", _choices, (_TARGETS, *_NAMES, *_COMPUTING, _NO_DRAFT))
+served_model_options = option_group(
+    "models", _choices, (_TARGETS, _DRAFT, _PAIR(), _NGRAM, *_COMPUTING, _NO_DRAFT)
+)
 
 
 def fetched_model(name: str | Path) -> Path:

@@ -30,7 +30,7 @@ from llamaspec.catalog import (
     read_catalog,
     remove_own,
 )  # fmt: skip
-from llamaspec.cli.model_options import fetched_model
+from llamaspec.cli.model_options import complete_names, fetched_model
 from llamaspec.cli.option_groups import Group
 from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import say, table_of
@@ -174,7 +174,7 @@ Examples:
   llamaspec models show qwen3-14b
 """
 )
-@click.argument("name")
+@click.argument("name", shell_complete=complete_names)
 @JSON_OPTION
 def show(name: str, as_json: bool) -> None:
     """Show the details of a model."""
@@ -211,7 +211,8 @@ Examples:
   llamaspec models pull hf:Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf
 """
 )
-@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE...", nargs=-1, required=True)
+@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE...", nargs=-1, required=True,
+                shell_complete=complete_names)  # fmt: skip
 @click.option("--no-draft", is_flag=True, help="Fetch no drafts.")
 def pull(called: tuple[str, ...], no_draft: bool) -> None:
     """Fetch models and their drafts."""
@@ -231,7 +232,7 @@ Examples:
   llama-cli -m "$(llamaspec models path qwen3-14b)"
 """
 )
-@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE")
+@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE", shell_complete=complete_names)
 def path(called: str) -> None:
     """Print the path of a model on this machine. Nothing is fetched."""
     _echo_path(locate_model(called))
@@ -245,7 +246,7 @@ Examples:
   llamaspec models remove my-model          your own entry; a file of yours is never deleted
 """,
 )
-@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE")
+@click.argument("called", metavar="NAME|hf:OWNER/REPO:FILE", shell_complete=complete_names)
 def remove_model(called: str) -> None:
     """Delete a model's fetched files, and its entry if it is your own."""
     remote = find_remote(called, ask=False)

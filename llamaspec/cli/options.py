@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from llamaspec.cli.option_groups import Command, Decorator, Integer, Number, option_group
 from llamaspec.cli.output import Detail, say
@@ -115,8 +116,9 @@ def _check_template(source: str) -> None:
     check_template(source)
 
 
+CHAT_TEMPLATE = _TextFile("chat template", _check_template)
 CHAT_TEMPLATE_OPTION = click.option(
-    "--chat-template", type=_TextFile("chat template", _check_template), metavar="FILE",
+    "--chat-template", type=CHAT_TEMPLATE, metavar="FILE",
     help="Jinja chat template to use instead of the target's own.",
 )  # fmt: skip
 
@@ -305,6 +307,14 @@ class ChatOptions:
         return chat_prompt(pair, messages, template=self.chat_template, parse_special=parse_special)
 
 
+def _optional_chat(*, chat: bool, chat_template: str | None, **given: Any) -> ChatOptions:
+    """Make ChatOptions; without --chat, the template that the lists give for a model does not matter."""
+    source = click.get_current_context().get_parameter_source("chat_template")
+    if not chat and source is ParameterSource.DEFAULT_MAP:
+        chat_template = None
+    return ChatOptions(chat=chat, chat_template=chat_template, **given)
+
+
 _CHAT: tuple[Decorator, ...] = (
     click.option("--system", metavar="TEXT", help="System prompt."),
     CHAT_TEMPLATE_OPTION,
@@ -314,7 +324,7 @@ _WHETHER = click.option(
 )
 # The command receives ChatOptions as `conversation`.
 chat_options = option_group("conversation", ChatOptions, _CHAT)
-optional_chat_options = option_group("conversation", ChatOptions, (_WHETHER, *_CHAT))
+optional_chat_options = option_group("conversation", _optional_chat, (_WHETHER, *_CHAT))
 
 
 # Statistics

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,8 +60,9 @@ _REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
 
 
 def say(message: str) -> None:
-    """Print one line on stderr."""
-    click.echo(f"llamaspec: {printable(message)}", err=True)
+    """Print one line on stderr. If nobody can read it any more, nothing happens."""
+    with suppress(OSError, ValueError):  # the other end of a pipe, or stderr itself, may be closed
+        click.echo(f"llamaspec: {printable(message)}", err=True)
 
 
 def message_of(error: LlamaspecError) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from pathlib import Path
 
 from llamaspec.catalog import find_remote, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError
@@ -54,12 +57,25 @@ def _fetch(address: str, on_pull: OnPull) -> None:
         nonlocal n_missing
         n_missing = n
 
-    with ThreadPoolExecutor(1, thread_name_prefix="llamaspec-pull") as thread:
-        fetching = thread.submit(resolve_model, address, on_fetch)
-        while not wait((fetching,), POLL_SECONDS).done:
-            on_pull(file.file, min(_n_bytes(file) - n_before, n_missing), n_missing)
-        check_gguf(fetching.result())
+    fetching = _in_thread(lambda: resolve_model(address, on_fetch))
+    while not wait((fetching,), POLL_SECONDS).done:
+        on_pull(file.file, min(_n_bytes(file) - n_before, n_missing), n_missing)
+    check_gguf(fetching.result())
     on_pull(file.file, n_missing, n_missing)
+
+
+def _in_thread(fetch: Callable[[], Path]) -> Future[Path]:
+    """Fetch in a thread that ends with the process; the next fetch continues from there."""
+    fetching = Future[Path]()
+
+    def run() -> None:
+        try:
+            fetching.set_result(fetch())
+        except BaseException as error:  # noqa: BLE001  # raised where the result is read
+            fetching.set_exception(error)
+
+    threading.Thread(target=run, name="llamaspec-pull", daemon=True).start()
+    return fetching
 
 
 def _n_bytes(file: RemoteFile) -> int:

@@ -19,7 +19,6 @@ from llamaspec.cli import options as shared
 from llamaspec.cli.model_options import ModelChoices, device_names, served_model_options
 from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, Number, refusing_values, section
 from llamaspec.cli.output import say
-from llamaspec.cli.signals import signals_wait
 from llamaspec.errors import LlamaspecError, WorkerError
 from llamaspec.files import cache_folder
 from llamaspec.llama.devices import PORT, find_devices, serve_worker
@@ -91,7 +90,8 @@ _OPTIONS: tuple[Decorator, ...] = (
                  help="Main memory for finished sequences, so that their prefixes are not processed again. "
                       "Default: a quarter of the free memory, at most 8192; 0 = none."),
     click.option("--cache-dir", metavar="DIR",
-                 help="Save finished sequences here when the server stops; load them when it starts."),
+                 help="Save finished sequences here every 45 seconds and at the end; load them at the "
+                      "start."),
     click.option("--cache-dir-gib", type=Number(min=0.0), default=8.0, show_default=True,
                  help="Maximum cache size on disk."),
     click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
@@ -178,8 +178,9 @@ def serve(
             for line in lines:
                 say(line)
 
-        Server(make_app(served), served, ready).run(sockets=[opened])
-        with signals_wait():
+        server = Server(make_app(served), served, ready)
+        with server.capture_signals():  # until prefixes are saved
+            server.run(sockets=[opened])
             served.close()
     say("stopped")
 

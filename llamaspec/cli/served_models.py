@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from llamaspec.catalog import Entry, locate_model, read_catalog
+from llamaspec.catalog import Defaults, Entry, defaults_of, locate_model, read_catalog
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli.model_options import (
     ModelChoice,
@@ -18,9 +18,10 @@ from llamaspec.cli.model_options import (
     find_plan,
     reporting,
 )
+from llamaspec.cli.options import CHAT_TEMPLATE
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.engine.scheduler import MARGIN
-from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError, NoTemplateError
+from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError, NoTemplateError, printable
 from llamaspec.files import model_stem, part_names
 from llamaspec.hub import fetched_models, find_here
 from llamaspec.llama.file_facts import file_facts
@@ -76,11 +77,16 @@ class Served:
         else:
             draft = None if choice.draft == AUTO else choice.draft  # by default, one that is on this machine
             plan = find_plan(replace(choice, draft=draft), locate_model)
-        return _with_room(plan, choice, self.serving)
+        return _with_room(plan, choice, self.serving, self.defaults.n_ctx)
+
+    @cached_property
+    def defaults(self) -> Defaults:
+        """The options that the lists give for it."""
+        return defaults_of(self.choice.target)
 
     def needed_bytes(self) -> int:
         """Return an estimate of the memory that it takes once it is loaded."""
-        return estimated_bytes(self.plan)
+        return estimated_bytes(self.plan, self.serving.parallel)
 
     @contextmanager
     def open(self, on_load: LoadProgress) -> Iterator[OpenModel]:
@@ -100,7 +106,15 @@ class Served:
             if stays:
                 with SlowProgress("preparing the server"), suppress(ConstraintError):
                     pair.json_schema({})  # prepares the vocabulary before the first request with a schema
-            yield OpenModel(pair, pair.length, _template(pair, serving.chat_template))
+            template = _template(pair, serving.chat_template or self._own_template())
+            yield OpenModel(
+                pair, pair.length, template, self.defaults.sampling, self.defaults.reasoning_budget
+            )
+
+    def _own_template(self) -> str | None:
+        """Return the chat template that the lists give; PromptError if it cannot be read."""
+        path = self.defaults.given.get("chat_template")
+        return None if path is None else CHAT_TEMPLATE.convert(path, None, None)
 
 
 def _check_room(choice: ModelChoice, serving: Serving) -> None:
@@ -112,10 +126,13 @@ def _check_room(choice: ModelChoice, serving: Serving) -> None:
         )
 
 
-def _with_room(plan: DraftPlan, choice: ModelChoice, serving: Serving) -> DraftPlan:
-    """Return the plan with one KV cache that all requests share."""
+def _with_room(plan: DraftPlan, choice: ModelChoice, serving: Serving, n_usual: int | None) -> DraftPlan:
+    """Return the plan with one KV cache that all requests share.
+
+    `n_usual` is the context of a request if the command line gives none.
+    """
     n_ctx = choice.target_options.n_ctx
-    per_request = serving.ctx_per_request or n_ctx
+    per_request = serving.ctx_per_request or n_ctx or n_usual
     n_cells = n_ctx or ((per_request or DEFAULT_CONTEXT) + MARGIN) * serving.parallel
 
     def roomy(file: ModelFile, n_ctx: int | None) -> ModelFile:
@@ -141,14 +158,14 @@ def _leaving_store(pair: Pair) -> Iterator[None]:
 
 @contextmanager
 def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
-    """Load stored prefixes on entry, and save them on exit."""
-    models = [model for model in (pair.target, pair.draft) if model is not None]
-    if folder is not None:
-        pair.call(lambda: folder.load(models, say))
-    yield
-    if folder is not None:
-        with SlowProgress("saving prefixes"):
-            pair.call(lambda: folder.save(models, say))
+    """Load stored prefixes on entry, save new ones meanwhile, and all on exit."""
+    if folder is None:
+        yield
+        return
+    with folder.keeping(pair.models, say, pair.call):
+        yield
+    with SlowProgress("saving prefixes"):
+        folder.save(pair.models, say, pair.call)
 
 
 def _template(pair: Pair, source: str | None) -> ChatTemplate | None:
@@ -166,7 +183,7 @@ def _source(
     name: str, path: Path, choice: ModelChoice, serving: Serving, aliases: Sequence[str] = ()
 ) -> ModelSource:
     served = Served(choice, serving)
-    return ModelSource(name, path, served.open, served.needed_bytes, tuple(aliases))
+    return ModelSource(printable(name), path, served.open, served.needed_bytes, tuple(aliases))
 
 
 def served_models(
@@ -213,7 +230,7 @@ def _only_source(name: str | None, choice: ModelChoice, serving: Serving) -> Mod
     """Return the only model of a server, which is loaded when the server starts."""
     served = Served(choice, serving, is_alone=True)
     path = served.plan.target.path
-    name = name or (DEMO if choice.is_embedded else path.stem)
+    name = printable(name or (DEMO if choice.is_embedded else path.stem))
     return ModelSource(name, path, served.open, served.needed_bytes, stays=serving.stays)
 
 

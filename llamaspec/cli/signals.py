@@ -45,21 +45,6 @@ def interrupts_end_the_process() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def signals_wait() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM within a block that must be finished."""
-    if not _is_main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def leave_the_terminal_as_found() -> None:
     """Restore the terminal if SIGTERM or SIGHUP ends the process, unless they have another handler."""
     terminals = [fd for fd in (0, 1, 2) if os.isatty(fd)]

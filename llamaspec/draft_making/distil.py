@@ -22,14 +22,8 @@ from gguf import GGUFWriter
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llamaspec.draft_making.student import (
-    Llama,
-    Shape,
-    copy_vocabulary,
-    loss_of,
-    train,
-    write_model,
-)
+from llamaspec.draft_making.gguf_writing import copy_vocabulary
+from llamaspec.draft_making.student import Llama, Shape, loss_of, train, write_model
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.files import file_identity, write_file
 from llamaspec.llama.model import LlamaModel

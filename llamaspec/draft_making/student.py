@@ -20,15 +20,15 @@ from typing import Any, cast
 import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf import GGUFWriter
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, scaled_dot_product_attention, silu
 
+from llamaspec.draft_making.gguf_writing import write_gguf
+
 ROPE_BASE = 10_000.0
 RMS_EPSILON = 1e-5
-_QUANTIZATION_VERSION = 2  # ggml's current layout of quantised blocks
-_VOCABULARY = "tokenizer."  # prefix of the vocabulary's metadata
 N_ROWS = 1024  # positions whose logits exist at once
 WARMUP, DECAY_FROM = 0.02, 0.4  # shares of the time
 LEAST_RATE = 0.02  # share of the peak learning rate
@@ -306,69 +306,46 @@ def _restore(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimize
 
 def write_model(path: Path, model: Llama, describe: Callable[[GGUFWriter], None]) -> None:
     """Write a model in one step; `describe` adds the vocabulary, a name and other metadata."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Another file, renamed at the end: processes that have mapped the old one can go on using it.
-    partial = path.with_suffix(".partial")
-    try:
-        writer = GGUFWriter(partial, "llama")
-        shape = model.shape
-        writer.add_block_count(shape.n_layers)
-        writer.add_context_length(shape.n_context)
-        writer.add_embedding_length(shape.width)
-        writer.add_feed_forward_length(shape.n_ffn)
-        writer.add_head_count(shape.n_heads)
-        writer.add_head_count_kv(shape.n_heads)
-        writer.add_layer_norm_rms_eps(RMS_EPSILON)
-        writer.add_rope_freq_base(ROPE_BASE)
-        writer.add_rope_dimension_count(shape.head_size)
-        writer.add_vocab_size(shape.n_vocab)
-        writer.add_type(gguf.GGUFType.MODEL)
+
+    def add_metadata(writer: GGUFWriter) -> None:
+        describe_layers(writer, model.shape)
         writer.add_size_label(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f}M")
-        writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
-        writer.add_quantization_version(_QUANTIZATION_VERSION)
         describe(writer)
-        for name, weight in _tensors(model):
-            if weight.ndim == 1:
-                writer.add_tensor(name, weight)
-                continue
-            blocks = gguf.quants.quantize(weight, GGMLQuantizationType.Q8_0)
-            writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q8_0)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+
+    write_gguf(path, "llama", _tensors(model), add_metadata)
 
 
-def copy_vocabulary(writer: GGUFWriter, source: Path) -> None:
-    """Add the vocabulary and the chat template of another file."""
-    for key, field in GGUFReader(source).fields.items():
-        if not key.startswith(_VOCABULARY):
-            continue
-        kind, value = field.types[0], field.contents()
-        if kind == GGUFValueType.ARRAY:
-            writer.add_key_value(key, value, kind, sub_type=field.types[-1])
-        else:
-            writer.add_key_value(key, value, kind)
+def describe_layers(writer: GGUFWriter, shape: Shape) -> None:
+    """Add the sizes of a model's layers."""
+    writer.add_block_count(shape.n_layers)
+    writer.add_context_length(shape.n_context)
+    writer.add_embedding_length(shape.width)
+    writer.add_feed_forward_length(shape.n_ffn)
+    writer.add_head_count(shape.n_heads)
+    writer.add_head_count_kv(shape.n_heads)
+    writer.add_layer_norm_rms_eps(RMS_EPSILON)
+    writer.add_rope_freq_base(ROPE_BASE)
+    writer.add_rope_dimension_count(shape.head_size)
+    writer.add_vocab_size(shape.n_vocab)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
 
 
 def _tensors(model: Llama) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Yield each tensor with llama.cpp's name; without an output matrix, llama.cpp uses the embedding."""
-    yield "token_embd.weight", _array(model.embedding.weight)
-    yield "output_norm.weight", _array(model.final_norm.weight)
+    yield "token_embd.weight", array_of(model.embedding.weight)
+    yield "output_norm.weight", array_of(model.final_norm.weight)
     for i, block in enumerate(model.layers()):
-        for part, rows in zip("qkv", np.split(_array(block.qkv.weight), 3), strict=True):
+        for part, rows in zip("qkv", np.split(array_of(block.qkv.weight), 3), strict=True):
             yield f"blk.{i}.attn_{part}.weight", rows
-        for part, rows in zip(("gate", "up"), np.split(_array(block.gate_up.weight), 2), strict=True):
+        for part, rows in zip(("gate", "up"), np.split(array_of(block.gate_up.weight), 2), strict=True):
             yield f"blk.{i}.ffn_{part}.weight", rows
-        yield f"blk.{i}.attn_norm.weight", _array(block.attention_norm.weight)
-        yield f"blk.{i}.attn_output.weight", _array(block.attention_out.weight)
-        yield f"blk.{i}.ffn_norm.weight", _array(block.ffn_norm.weight)
-        yield f"blk.{i}.ffn_down.weight", _array(block.down.weight)
+        yield f"blk.{i}.attn_norm.weight", array_of(block.attention_norm.weight)
+        yield f"blk.{i}.attn_output.weight", array_of(block.attention_out.weight)
+        yield f"blk.{i}.ffn_norm.weight", array_of(block.ffn_norm.weight)
+        yield f"blk.{i}.ffn_down.weight", array_of(block.down.weight)
 
 
-def _array(weight: Tensor) -> NDArray[np.float32]:
+def array_of(weight: Tensor) -> NDArray[np.float32]:
+    """Return the numbers of a tensor."""
     array: NDArray[np.float32] = weight.detach().cpu().float().contiguous().numpy()
     return array

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.files import part_names, read_beginning
+from llamaspec.files import part_names, read_beginning, regular_file
 
 TOKENS = "tokenizer.ggml.tokens"
 _HEAD = struct.Struct("<4sIqq")  # magic, version, tensors, metadata entries
@@ -136,7 +136,7 @@ def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
     """Read the metadata, without the vocabulary unless `with_tokens`; OSError if the file cannot be read."""
     found = GgufFile()
     with (
-        path.open("rb") as file,
+        regular_file(path) as file,
         suppress(struct.error, KeyError, ValueError, OverflowError),  # truncated, empty or damaged
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):

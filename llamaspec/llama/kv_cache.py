@@ -191,14 +191,22 @@ class KVCache:
             if self.running and not self._keeps_finished:
                 self._move_to_store(sequence)
                 self._has_left = True
+            else:
+                self._store.touch(self._store.find(sequence.tokens[: sequence.n]))
         self._is_changing = False
 
-    def store_finished(self) -> None:
-        """Move all finished sequences to the store."""
+    def store_finished(self, n_most: int) -> int:
+        """Copy finished sequences to the store, at most `n_most` new tokens of each; return their number."""
         self._start_change()
+        n_copied = 0
         for sequence in self._unused():
-            self._move_to_store(sequence)
+            tokens = sequence.tokens[: sequence.n]
+            n_known = self._store.find(tokens).n
+            if sequence.n >= n_known + MIN_COPIED:
+                self._copy_to_store(sequence, min(sequence.n, n_known + n_most))
+                n_copied += self._store.find(tokens).n - n_known
         self._is_changing = False
+        return n_copied
 
     def forget(self) -> None:
         """Empty all cells. Running sequences find their tokens in the store, or evaluate them again."""
@@ -237,14 +245,19 @@ class KVCache:
 
     def _move_to_store(self, sequence: CachedSequence, n_known: int = 0) -> None:
         """Empty a finished sequence; store it if it has enough tokens beyond the first `n_known`."""
+        if sequence.n >= n_known + MIN_COPIED:
+            self._copy_to_store(sequence, sequence.n)
+        self._table.cut(sequence, 0)
+
+    def _copy_to_store(self, sequence: CachedSequence, n: int) -> None:
+        """Store the first `n` tokens of a sequence."""
         cells = self._table.cells
 
         def copy(start: int, end: int) -> Bytes | None:
             return cells.copy_out(sequence.seq_id, start, end)
 
-        if sequence.n >= n_known + MIN_COPIED and cells.block:
-            self._store.put(sequence.tokens[: sequence.n], cells.block, copy)
-        self._table.cut(sequence, 0)
+        if cells.block:
+            self._store.put(sequence.tokens[:n], cells.block, copy)
 
     def _has_much_garbage(self) -> bool:
         """Whether a compaction saves time: never for less than a block, unless one sequence is left alone."""

@@ -32,6 +32,7 @@ from llamaspec.values import TARGET, ForwardRequest, HiddenRows, Logits, TokenAr
 TILE = 64  # positions
 STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # the store takes at most 1 / STORE_SHARE of the free memory
 N_TEXT, N_DRAFT, N_REJECTED = 16, 4, 2  # tokens of `try_memory`
+NO_LIMIT = 1 << 31  # tokens
 N_WIDE = 64  # positions of `why_inexact`: from 32 on, llama.cpp may give products to BLAS or a GPU
 
 
@@ -220,7 +221,7 @@ class LlamaModel:
         context.cache.release(number)
         idle = [each for each in self._contexts if not each.cache.running]
         if len(idle) > 1:  # the last one was opened at a peak
-            idle[-1].cache.store_finished()
+            idle[-1].cache.store_finished(NO_LIMIT)
             self._contexts.remove(idle[-1])
             idle[-1].close()
 
@@ -234,10 +235,9 @@ class LlamaModel:
         faults = [context.recover() for context in self._contexts]
         return next((fault for fault in faults if fault is not None), None)
 
-    def store_finished(self) -> None:
-        """Move or copy all finished sequences to the store."""
-        for context in self._contexts:
-            context.cache.store_finished()
+    def store_finished(self, n_most: int = NO_LIMIT) -> int:
+        """Copy finished sequences to the store, about `n_most` new tokens of each; return how many."""
+        return sum(context.cache.store_finished(n_most) for context in self._contexts)
 
     def abort(self) -> None:
         """Abort the running evaluation, or otherwise the next one; may be called from any thread."""

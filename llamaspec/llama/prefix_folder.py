@@ -1,57 +1,92 @@
-"""Prefix stores on disk: a file for each model and each way to compute its keys and values.
+"""Prefix stores on disk: a folder for each model and each way to compute its keys and values.
 
-llama.cpp hardly checks the content that it restores, so a hash chain covers the key of a file and all its
-nodes: only content for the same model and settings reaches llama.cpp. tests/llama/test_prefix_file.py.
+While sequences are generated, new ones are saved in the background, so a process that is killed loses only
+the last minute. Several processes may use a folder: all give a node the same file, and write it in one step.
+At a limit in bytes, the files that were not used for longest are deleted. tests/llama/test_prefix_file.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-import stat
-import struct
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
-from filelock import BaseFileLock, FileLock, Timeout
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from llamaspec.errors import LlamaspecError
-from llamaspec.files import replacing
 from llamaspec.llama import runtime
-from llamaspec.llama.prefix_store import Node, PrefixStore
+from llamaspec.llama.prefix_file import (
+    KEY_LENGTH,
+    SUFFIX,
+    DamagedError,
+    NodeFile,
+    files_of,
+    is_private,
+    read_node,
+)
+from llamaspec.llama.prefix_store import KnownPrefix, Node, PrefixStore
 from llamaspec.llama.trial import release_key
 
 if TYPE_CHECKING:
     from llamaspec.llama.model import LlamaModel
 
-SUFFIX = ".prefixes"
-_MAGIC = b"llamaspec prefixes 3\n"
-_HEAD = struct.Struct("<iiiq")  # index of the parent or -1, flags, number of tokens, bytes of content
-_WHOLE, _SHARED = 1, 2  # flags of a node
+T = TypeVar("T")
+Report = Callable[[str], object]  # receives a line
+
+OLD_SUFFIX = ".prefixes"  # of files that llamaspec 0.2 wrote
+SAVE_SECONDS = 45.0  # between two saves in the background: with the time of a save less than a minute
+SAVED_BYTES = 1 << 30  # maximum bytes that one of them writes
+REST = 3.0  # seconds of rest after each second of writing
+COPIED = 2048  # tokens that are copied to the store at once, between two evaluations
+STALE_SECONDS = 60.0  # a temporary file that is not written to for so long is that of a killed process
 
 
-class DamagedError(Exception):
-    """The file was changed since it was written, or was written for another model."""
+class Call(Protocol):
+    """Calls a function in the thread that uses the models."""
+
+    def __call__(self, function: Callable[[], T], /) -> T:
+        """Call it and return its result."""
+        ...
+
+
+def call_here(function: Callable[[], T], /) -> T:
+    """Call a function in this thread."""
+    return function()
+
+
+class SavedFile(NamedTuple):
+    """A file in a folder. They are in the order in which they are worth keeping."""
+
+    ns_unused: int  # negative time of the latest use, in nanoseconds
+    path: Path  # the parent of a node before the node
+    n_bytes: int
+
+    @property
+    def used(self) -> int:
+        """Time of the latest use, in nanoseconds since 1970."""
+        return -self.ns_unused
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixFolder:
-    """A private folder with a file for each model and each way to compute its keys and values.
+    """A private folder with saved sequences of any models.
 
-    The first process that loads a file has a lock on it until it has saved; others load it, but do not save,
-    because they would replace the sequences of the first. Raises LlamaspecError if the folder cannot be
-    created or others can write to it.
+    Its methods may be called in any thread; `call` calls what touches a model or its store. Raises
+    LlamaspecError if the folder cannot be created or others can write to it.
     """
 
     path: Path
     limit: int  # bytes of all files together
-    _locks: dict[str, BaseFileLock] = field(default_factory=dict)  # by the file's stem
-    _foreign: set[str] = field(default_factory=set)  # stems of files that another process had locked
+    # By the key of a model, and that of a node: the latest use that needs no record on disk any more.
+    _recorded: dict[str, dict[str, int]] = field(default_factory=dict)
+    _folders: dict[LlamaModel, Path] = field(default_factory=dict)  # of open models
 
     def __post_init__(self) -> None:
         try:
@@ -60,170 +95,185 @@ class PrefixFolder:
         except OSError as error:
             message = f"cannot use the folder {self.path}: {error.strerror}; name another"
             raise LlamaspecError(message) from error
-        if not _is_private(facts):
+        if not is_private(facts):
             raise LlamaspecError(
                 f"others can write to {self.path}, and llama.cpp trusts its files; "
                 f"name another folder, or run: chmod 700 {self.path}"
             )
 
-    def load(self, models: Sequence[LlamaModel], report: Callable[[str], None]) -> None:
-        """Load saved sequences into the empty stores of some models."""
+    @contextmanager
+    def keeping(self, models: Sequence[LlamaModel], report: Report, call: Call) -> Iterator[None]:
+        """Load the saved sequences of some models on entry, and save new ones during the block."""
+        self.load(models, report, call)
+        is_over = threading.Event()
+
+        def save_often() -> None:
+            while not is_over.wait(SAVE_SECONDS):
+                self.save(models, report, call, SAVED_BYTES, is_over)
+
+        thread = threading.Thread(target=save_often, name="llamaspec-prefixes", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def load(self, models: Sequence[LlamaModel], report: Report, call: Call = call_here) -> None:
+        """Load saved sequences into the empty stores of some models, and delete damaged files."""
         n_tokens = 0
         for model in models:
-            path = self.file_of(model)
-            if not self._owns(path.stem):
-                name = model.path.name
-                report(f"another process saves prefixes of {name} in {self.path}, so this one will not")
-            try:
-                n_tokens += _read_nodes(path, model.store)
-            except FileNotFoundError:
-                pass
-            except (OSError, DamagedError) as error:
-                model.forget()
-                reason = (isinstance(error, OSError) and error.strerror) or "it is damaged"
-                report(f"ignoring {path}: {reason}")
+            store, folder = model.store, self._kept_folder(model)
+            nodes = self._read(folder, store, report)
+            n_tokens += call(partial(_add_nodes, store, [*nodes.values()]))
+            self._recorded[folder.name] = {key: node.last_used for key, node in nodes.items()}
         if n_tokens:
             report(f"loaded {n_tokens} tokens of prefixes")
 
-    def save(self, models: Sequence[LlamaModel], report: Callable[[str], None]) -> None:
-        """Save the finished sequences of some models; delete the oldest files of others over the limit."""
+    def _read(self, folder: Path, store: PrefixStore, report: Report) -> dict[str, Node]:
+        """Return the saved nodes for which the store has room, by their keys, each after its parent."""
+        nodes, n_left, damaged = {folder.name: store.root}, store.limit - store.n_bytes, list[Path]()
+        for file in sorted(_found(folder, f"*{SUFFIX}")):
+            try:
+                key, node = read_node(file.path, nodes)
+            except DamagedError:  # noqa: PERF203
+                damaged.append(file.path)
+            except (OSError, LookupError):  # deleted or locked by another process, or without its parent
+                continue
+            else:
+                n_left -= node.n_bytes
+                if n_left < 0:
+                    break
+                nodes[key] = node
+        for path in damaged:
+            path.unlink(missing_ok=True)
+        if damaged:
+            others = f" and {len(damaged) - 1} others" if len(damaged) > 1 else ""
+            report(f"ignoring {damaged[0]}{others}: damaged")
+        del nodes[folder.name]
+        return nodes
+
+    def save(
+        self,
+        models: Sequence[LlamaModel],
+        report: Report,
+        call: Call = call_here,
+        max_bytes: float = math.inf,
+        is_over: threading.Event | None = None,
+    ) -> None:
+        """Save what is new of the finished sequences of some models, up to `max_bytes`.
+
+        With `is_over`, leave time to others, until it is set: then stop.
+        """
+        now = time.time_ns()
         try:
-            room = self.limit - self._sweep()
-            saved = [(self.file_of(model), model) for model in models]
-            saved = [(path, model) for path, model in saved if self._owns(path.stem)]
-            for path, model in saved:
-                model.store_finished()
-                room -= _write_nodes(path, model.store, room)
-            others = [path for path in self.path.glob(f"*{SUFFIX}") if path not in dict(saved)]
-            for path in sorted(others, key=lambda path: path.lstat().st_mtime, reverse=True):
-                room -= path.lstat().st_size
-                if room < 0:
-                    path.unlink()
+            for model in models:
+                while call(partial(model.store_finished, COPIED)):
+                    pass
+                folder, used = self._kept_folder(model), call(model.store.by_last_use)
+                for file, stamp in self._missing(folder, used, now):
+                    begin = time.perf_counter()
+                    max_bytes -= file.n_bytes
+                    if max_bytes < 0:
+                        return
+                    file.write(stamp)
+                    if is_over is not None and is_over.wait(REST * (time.perf_counter() - begin)):
+                        return
         except OSError as error:
             report(f"cannot save prefixes in {self.path}: {error.strerror}")
-        finally:
-            while self._locks:
-                self._locks.popitem()[1].release()
 
-    def _owns(self, stem: str) -> bool:
-        """Whether this process may replace a file: no other had it when this process first asked."""
-        if stem not in self._locks and stem not in self._foreign:
-            lock = self._lock(stem)
-            if lock is None:
-                self._foreign.add(stem)
+    def _missing(
+        self, folder: Path, used: Sequence[tuple[Node, int]], now: int
+    ) -> Iterator[tuple[NodeFile, int]]:
+        """Yield the files to write, each with its time of use once there is room, and touch the others.
+
+        The times on disk have the order in which the files are worth keeping, a nanosecond apart.
+        """
+        folder.mkdir(mode=0o700, exist_ok=True)
+        before, after = self._recorded.get(folder.name, {}), dict[str, int]()
+        self._recorded[folder.name] = after
+        last_uses, n_bytes, missing = dict(used), 0, []
+        for rank, file in enumerate(files_of(last_uses, folder)):
+            n_bytes += file.n_bytes
+            is_new = n_bytes <= self.limit and last_uses[file.node] > before.get(file.key, 0)
+            if is_new and not _touch(file.path, now - rank):
+                missing.append((file, now - rank))
             else:
-                self._locks[stem] = lock
-        return stem in self._locks
+                after[file.key] = last_uses[file.node]
+        room = _Room(self, now)
+        for file, stamp in missing:
+            if room.take(file.n_bytes, stamp):
+                yield file, stamp
+            after[file.key] = last_uses[file.node]  # without room, it is not tried again before it is used
 
-    def _lock(self, stem: str) -> BaseFileLock | None:
-        """Take the lock of a file, which ends with this process; None if another process has it."""
-        self.path.stat()  # raises an error if the folder is gone, which FileLock would make again, for all
-        lock = FileLock(self.path / f"{stem}.lock", mode=0o600, thread_local=False)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            return None
-        return lock
+    def _kept_folder(self, model: LlamaModel) -> Path:
+        """Return the folder of a model. It stays the same if another file takes the place of the model's."""
+        if model not in self._folders:
+            self._folders[model] = self.folder_of(model)
+        return self._folders[model]
 
-    def _sweep(self) -> int:
-        """Delete the temporary files of killed processes; return the bytes of those still being written."""
-        n_bytes = 0
-        for path in self.path.glob(".*.tmp"):
-            stem = path.name[1:].partition(".")[0]
-            lock = None if stem in self._locks else self._lock(stem)
-            if stem in self._locks or lock is not None:
-                path.unlink(missing_ok=True)
-            else:
-                with suppress(FileNotFoundError):  # it has its final name now
-                    n_bytes += path.lstat().st_size
-            if lock is not None:
-                lock.release()
-        return n_bytes
-
-    def file_of(self, model: LlamaModel) -> Path:
-        """Return the file for a model: other weights, settings or builds of llama.cpp have other files."""
+    def folder_of(self, model: LlamaModel) -> Path:
+        """Return the folder of a model: other weights, settings or builds of llama.cpp have other folders."""
         options = model.options
         key = json.dumps([
             release_key(model.path), runtime.backend_description(), options.gpu_layers, options.repack,
             *options.placement,
             options.flash_attention, options.cache_type_k, options.cache_type_v, options.heads,
         ])  # fmt: skip
-        return self.path / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}{SUFFIX}"
+        return self.path / hashlib.sha256(key.encode()).hexdigest()[:KEY_LENGTH]
 
 
-def _write_nodes(path: Path, store: PrefixStore, limit: int) -> int:
-    """Write nodes up to `limit` bytes; return the size of the file. May raise OSError."""
-    places = {store.root: -1}
-    if path.is_symlink():
-        path.unlink()  # otherwise its target would be written
-    with replacing(path, private=True) as file:
-        file.write(_MAGIC)
-        digest = _digest(b"", path.stem.encode())
-        for node in store.nodes():
-            assert node.parent is not None
-            tokens, content = node.tokens.tobytes(), node.content.data
-            flags = _WHOLE * node.is_whole | _SHARED * node.is_shared
-            head = _HEAD.pack(places[node.parent], flags, len(node.tokens), len(content))
-            if file.tell() + len(head) + len(tokens) + len(content) + len(digest) > limit:
-                break
-            digest = _digest(digest, head, tokens, content)
-            for part in (head, tokens, content, digest):
-                file.write(part)
-            places[node] = len(places) - 1
-        return file.tell()
+class _Room:
+    """The bytes that a folder has left. The files that were not used for longest make room for others."""
+
+    def __init__(self, folder: PrefixFolder, now: int) -> None:
+        self._files = sorted([*_found(folder.path, f"*/*{SUFFIX}"), *_found(folder.path, f"*{OLD_SUFFIX}")])
+        self._n_left = folder.limit - sum(file.n_bytes for file in self._files)
+        for file in _found(folder.path, "*/.*.tmp"):
+            if now - file.used < STALE_SECONDS * 1e9:
+                self._n_left -= file.n_bytes
+            else:
+                file.path.unlink(missing_ok=True)
+        self.take(0, now + 1)
+
+    def take(self, n_bytes: int, used: int) -> bool:
+        """Take some bytes for a file that was used at a time; False if there is no room for it."""
+        while self._n_left < n_bytes and self._files and self._files[-1].used < used:
+            file = self._files.pop()
+            file.path.unlink(missing_ok=True)
+            self._n_left += file.n_bytes
+        is_there = self._n_left >= n_bytes
+        self._n_left -= n_bytes if is_there else 0
+        return is_there
 
 
-def _read_nodes(path: Path, store: PrefixStore) -> int:
-    """Add the nodes of a file to a store, each after its hash was checked; return their number of tokens.
+def _found(folder: Path, pattern: str) -> Iterator[SavedFile]:
+    for path in folder.glob(pattern):
+        with suppress(FileNotFoundError):  # another process has deleted it
+            facts = path.lstat()
+            yield SavedFile(-facts.st_mtime_ns, path, facts.st_size)
 
-    Stops when the store is full. Raises OSError or DamagedError.
+
+def _touch(path: Path, now: int) -> bool:
+    """Record the use of a file; False if there is none."""
+    try:
+        os.utime(path, ns=(now, now), follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _add_nodes(store: PrefixStore, nodes: Sequence[Node]) -> int:
+    """Add nodes to a store, the most recently used first, each after its parent; return their tokens.
+
+    Stops when the store is full.
     """
-    nodes, n_tokens = [store.root], 0
-    with open(path, "rb", opener=_open_private) as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise DamagedError
-        n_left = os.fstat(file.fileno()).st_size - len(_MAGIC)
-        digest = _digest(b"", path.stem.encode())
-        while n_left:
-            head = file.read(_HEAD.size)
-            if len(head) < _HEAD.size:
-                raise DamagedError
-            parent, flags, n, n_bytes = _HEAD.unpack(head)
-            n_left -= _HEAD.size + 4 * n + n_bytes + len(digest)
-            if min(n - 1, n_bytes, n_left) < 0:
-                raise DamagedError
-            tokens, content = np.fromfile(file, np.uint8, 4 * n), np.fromfile(file, np.uint8, n_bytes)
-            digest = _digest(digest, head, tokens.data, content.data)
-            if file.read(len(digest)) != digest or not -1 <= parent < len(nodes) - 1:
-                raise DamagedError
-            node = Node(nodes[parent + 1], tokens.view(np.int32), content)
-            node.is_whole, node.is_shared = bool(flags & _WHOLE), bool(flags & _SHARED)
-            if store.n_bytes + node.n_bytes > store.limit:
-                break
-            store.add(node)
-            nodes.append(node)
-            n_tokens += n
-    return n_tokens
-
-
-def _digest(before: bytes, *parts: bytes | memoryview) -> bytes:
-    """Return a hash over the previous hash and some parts."""
-    made = hashlib.sha256(before)
-    for part in parts:
-        made.update(part)
-    return made.digest()
-
-
-def _open_private(name: str, flags: int) -> int:
-    """Open a file; DamagedError unless it is a regular file that only this user can write."""
-    file = os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
-    facts = os.fstat(file)
-    if stat.S_ISREG(facts.st_mode) and _is_private(facts):
-        return file
-    os.close(file)
-    raise DamagedError
-
-
-def _is_private(facts: os.stat_result) -> bool:
-    """Whether only this user can write a file or folder."""
-    return facts.st_uid == os.geteuid() and not facts.st_mode & 0o022
+    added: list[Node] = []
+    for node in nodes:
+        if store.n_bytes + node.n_bytes > store.limit:
+            break
+        store.add(node)
+        added.append(node)
+    for node in reversed(added):
+        store.touch(KnownPrefix((node,)))
+    return sum(len(node.tokens) for node in added)

@@ -185,13 +185,17 @@ class PrefixStore:
                 return False
         return True
 
-    def nodes(self) -> list[Node]:
-        """Return all nodes: the most recently used sequences first, and each node after its parent."""
+    def by_last_use(self) -> list[tuple[Node, int]]:
+        """Return all nodes, each after its parent and with the latest use of a sequence that has it.
+
+        The most recently used sequences come first.
+        """
         newest: dict[Node, int] = {}
         nodes = list(self.root.below())
         for node in reversed(nodes):
             newest[node] = max([node.last_used, *(newest[child] for child in node.children)])
-        return sorted(nodes, key=lambda node: -newest[node])  # stable: parents stay before children
+        # Stable: parents stay before children.
+        return sorted(((node, newest[node]) for node in nodes), key=lambda found: -found[1])
 
     def close(self) -> None:
         """Drop everything, leave the shared limit to the other stores, and store nothing from now on."""

@@ -148,10 +148,13 @@ class RecurrentCache:
         self.running.clear()
         self.clear()
 
-    def store_finished(self) -> None:
-        """Copy a finished sequence to the store."""
-        if not self.running:
+    def store_finished(self, n_most: int) -> int:
+        """Copy a finished sequence to the store, however long it is; return its number of new tokens."""
+        tokens = self._held.tokens[: self._held.n]
+        n_known = self._store.find(tokens).n
+        if not self.running and n_known < self._held.n:
             self._put()
+        return self._store.find(tokens).n - n_known
 
     def _put(self, *, is_shared: bool = False) -> None:
         held = self._held

@@ -256,7 +256,7 @@ def heads_finding(plan: DraftPlan, heads: ModelFile, target: LlamaModel, working
 
 def prompt_seconds(pair: Pair, drafter: Drafter | None) -> float:
     """Return the least time of a prompt, processed twice; drafts process it at once."""
-    n, seconds = min(N_TIMED, pair.target.context_size - 2), list[float]()
+    n, seconds = max(1, min(N_TIMED, pair.target.context_size - 2)), list[float]()
     prompt = sample_tokens(pair.target.vocabulary, n)
     for _ in range(2):
         pair.forget()
@@ -332,7 +332,8 @@ def _token(token: int) -> str:
 
 def acceptance_finding(pair: Pair) -> Finding:
     """Check acceptance in a short trial with default sampling."""
-    begin, prompt = pair.clock(), sample_tokens(pair.target.vocabulary, N_PROMPT)
+    n_prompt = min(N_PROMPT, pair.target.context_size // 2)
+    begin, prompt = pair.clock(), sample_tokens(pair.target.vocabulary, n_prompt)
     stream = pair.stream(prompt, seed=0, max_tokens=N_WRITTEN, policy=FixedLength(N_DRAFT))
     for _ in stream:
         if pair.clock() - begin > TRIAL_SECONDS:

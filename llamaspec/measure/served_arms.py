@@ -35,7 +35,7 @@ _ENTRY = (  # sets the program's name in messages
     "from llamaspec.__main__ import main; main()"
 )
 _PLAINLY = ["--no-draft", "--no-ngram", "-k", "0"]  # -k 0: a schema's forced tokens are not drafted either
-_STREAM = {"model": "any", "stream": True, "stream_options": {"include_usage": True}}
+_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,9 @@ class Server:
         timings: Mapping[str, Any] = {}
         begin = time.perf_counter()
         try:
-            with self.client.stream("POST", "/v1/chat/completions", json={**body, **_STREAM}) as response:
+            with self.client.stream(
+                "POST", "/v1/chat/completions", json={"model": "any", **body, **_STREAM}
+            ) as response:
                 if response.status_code != httpx.codes.OK:
                     raise RefusedError(f"{self.name} refused it: {_reason(response.read())}")
                 for line in response.iter_lines():
@@ -238,7 +240,7 @@ def _await_ready(name: str, client: httpx.Client, process: subprocess.Popen[byte
                 return
         except httpx.TransportError:
             pass
-        time.sleep(0.1)
+        time.sleep(0.02)
     raise LlamaspecError(
         f"the server of {name!r} is not ready after {READY_SECONDS:.0f} s; use a smaller model"
     )

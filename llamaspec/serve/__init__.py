@@ -54,7 +54,7 @@ class ServeSettings:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach the server."""
-        address = _address(self.host)
+        address = address_of(self.host)
         return self.host == "localhost" if address is None else address.is_loopback
 
     def knows_host(self, name: str) -> bool:
@@ -63,14 +63,15 @@ class ServeSettings:
         An address is always right: only a name can resolve to this machine for the web page of a stranger.
         """
         known = {_plain(each) for each in ("localhost", self.host, *self.allowed_hosts)}
-        return _plain(name) in known or _address(name.strip("[]")) is not None
+        return _plain(name) in known or address_of(name.strip("[]")) is not None
 
     def knows_key(self, given: str) -> bool:
         """Whether a key is valid. Takes the same time however many characters are right."""
         return sum(secrets.compare_digest(given.encode(), key.encode()) for key in self.keys) > 0
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an address that is written as a host; None if the host is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

@@ -32,10 +32,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llamaspec.errors import LlamaspecError, printable
+from llamaspec.errors import LlamaspecError
 from llamaspec.measure.explain import gain_in_words
 from llamaspec.serve import (
     ServeSettings,
+    address_of,
     anthropic,
     llama_server,
     ollama,
@@ -139,7 +140,7 @@ class _EndpointApp:
                 response = Response(status_code=CLIENT_LEFT)
             except Exception as error:  # noqa: BLE001  # the client gets the error; the server continues
                 self._models.log.fault(error)
-                response = error_response(http.url.path, error)
+                response = error_response(scope["path"], error)
             await response(scope, receive, send)
 
     async def _answer(self, http: Request, use: contextlib.ExitStack) -> Response:
@@ -168,7 +169,7 @@ async def _routing_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known = {404: "there is nothing at this path; see docs/server.md", 405: "wrong method for this path"}
     message = known.get(error.status_code, "this request cannot be answered")
-    response = error_response(http.url.path, RequestError(error.status_code, message))
+    response = error_response(http.scope["path"], RequestError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
 
@@ -226,7 +227,7 @@ def _host_name(host: str) -> str:
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 KNOWN_PATHS = frozenset({*_PAGE_FILES, *(endpoint.path for endpoint in ENDPOINTS)})
 MODEL = "llamaspec.model"  # key of a request's scope: the name of its model
-UNKNOWN = "unknown"  # in place of a method or path from the client, which may contain its key
+UNKNOWN = "unknown"  # in place of a method, path or address from the client, which may contain its key
 
 
 def _logging(app: ASGIApp, models: Models) -> ASGIApp:
@@ -251,7 +252,7 @@ def _logging(app: ASGIApp, models: Models) -> ASGIApp:
 
 def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any]]:
     """Return the log line of a response as text, and as fields for a JSON log."""
-    client = printable((scope.get("client") or ("-",))[0])
+    client = _client(scope)
     method = scope["method"] if scope["method"] in METHODS else UNKNOWN
     path = scope["path"] if scope["path"] in KNOWN_PATHS else UNKNOWN
     text = f"{client} {method} {path} {status} {seconds:.3f} s"
@@ -263,6 +264,12 @@ def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any
         work = scope[WORK]()
         text, fields = f"{text}: {_in_words(work)}", fields | work
     return text, fields
+
+
+def _client(scope: Scope) -> str:
+    """Return the address of the client, which a proxy of this machine may tell in X-Forwarded-For."""
+    host = str((scope.get("client") or ("-",))[0]).partition("%")[0]  # "%" begins text after an address
+    return host if address_of(host) is not None else UNKNOWN
 
 
 def _in_words(work: Mapping[str, Any]) -> str:
@@ -377,7 +384,10 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As in uvicorn, but without raising the signals again: the models must still be closed."""
+        """As in uvicorn, but without raising the signals again: the models must still be closed.
+
+        In a longer block, signals after the server's end do nothing.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -390,6 +400,6 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop the server at the first signal; end running requests at the second."""
-        if self.should_exit:
+        if self.should_exit and self.started and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._models.end)
         self.should_exit = True

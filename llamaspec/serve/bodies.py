@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 
+from llamaspec.chat.messages import finite
 from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.filters import Sampling
@@ -149,7 +150,7 @@ def refused(message: str = "not supported yet") -> AfterValidator:
 
 
 def at_most(limit: int) -> AfterValidator:
-    """Return a validator for a JSON value of at most `limit` values, at all depths."""
+    """Return a validator for a JSON value of at most `limit` values at all depths; see `finite`."""
 
     def check(given: Any) -> Any:
         left, n_values = [given], 0
@@ -160,7 +161,7 @@ def at_most(limit: int) -> AfterValidator:
                 if n_values > limit:
                     raise PydanticCustomError("too_long", f"has more than {limit} values")
                 left += value.values() if isinstance(value, dict) else value
-        return given
+        return finite(given)
 
     return AfterValidator(check)
 
@@ -222,7 +223,7 @@ class SpeculativeFields(Fields):
 
 
 class SamplingFields(Fields):
-    """How to sample tokens. Null and missing fields have llama.cpp's defaults."""
+    """How to sample tokens. Null and missing fields have the model's defaults, or llama.cpp's."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -249,29 +250,34 @@ class SamplingFields(Fields):
                 found[token] = found.get(token, 0.0) + (_NEVER if bias is False else bias)
         return found | dict.fromkeys(vocabulary.ends, _NEVER) if self.ignore_eos else found
 
-    def sampling(self, biases: Mapping[int, float] | None = None) -> Sampling:
-        """Return the sampling parameters."""
-        default = Sampling()
-        top_p = default.top_p if self.top_p is None else self.top_p
-        min_p = default.min_p if self.min_p is None else self.min_p
-        top_k = default.top_k if self.top_k is None else self.top_k
+    def sampling(
+        self, biases: Mapping[int, float] | None = None, default: Sampling | None = None
+    ) -> Sampling:
+        """Return the sampling parameters; `default` has those that the request does not give."""
+        default = default or Sampling()
+
+        def given(name: str) -> Any:
+            value = getattr(self, name)
+            return getattr(default, name) if value is None else value
+
+        top_p, top_k = given("top_p"), given("top_k")
         is_penalised = self.repeat_last_n != 0
+        repeat_penalty = given("repeat_penalty") if given("repeat_penalty") != 1 else None
         return Sampling(
-            temperature=default.temperature if self.temperature is None else self.temperature,
+            temperature=given("temperature"),
             top_k=top_k if top_k is not None and top_k > 0 else None,
-            top_p=None if top_p == 1 else max(top_p or 0.0, _TINY_TOP_P),
-            min_p=min_p or None,
-            repeat_penalty=self.repeat_penalty if is_penalised and self.repeat_penalty != 1 else None,
-            presence_penalty=(is_penalised and self.presence_penalty) or None,
-            frequency_penalty=(is_penalised and self.frequency_penalty) or None,
-            penalty_window=self._penalty_window,
+            top_p=None if top_p in (None, 1) else max(top_p, _TINY_TOP_P),
+            min_p=given("min_p") or None,
+            repeat_penalty=repeat_penalty if is_penalised else None,
+            presence_penalty=(is_penalised and given("presence_penalty")) or None,
+            frequency_penalty=(is_penalised and given("frequency_penalty")) or None,
+            penalty_window=self._penalty_window(repeat_penalty),
             logit_bias=biases or None,
         )
 
-    @property
-    def _penalty_window(self) -> int | None:
-        """How many last tokens penalties cover; None, for OpenAI's two alone: all generated ones."""
-        if self.repeat_last_n is None and self.repeat_penalty in (None, 1):
+    def _penalty_window(self, repeat_penalty: float | None) -> int | None:
+        """Return how many last tokens penalties cover; None, for OpenAI's two alone: all generated ones."""
+        if self.repeat_last_n is None and repeat_penalty is None:
             return None
         if self.repeat_last_n == -1:
             return _ALL_TOKENS
@@ -325,7 +331,7 @@ class ReasoningOptions(NamedTuple):
     """How the model reasons before it answers."""
 
     template_kwargs: Mapping[str, Any]  # variables of the chat template
-    budget: int | None  # maximum number of tokens; 0: no reasoning, None: no limit
+    budget: int | None  # maximum number of tokens; 0: no reasoning, None: not given
 
 
 class ReasoningFields(Fields):
@@ -348,5 +354,6 @@ class ReasoningFields(Fields):
         if enabled is not None:
             kwargs["enable_thinking"] = enabled
         if self.thinking_budget_tokens is not None:
-            budget = None if self.thinking_budget_tokens < 0 else self.thinking_budget_tokens
+            n = self.thinking_budget_tokens
+            budget = _ALL_TOKENS if n < 0 else n
         return ReasoningOptions(kwargs, 0 if enabled is False else budget)

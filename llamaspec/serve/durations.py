@@ -21,10 +21,17 @@ def seconds_of(given: float | str) -> float:
     >>> seconds_of("1h30m"), seconds_of(5), seconds_of("-1")
     (5400.0, 5.0, inf)
     """
-    found = _WHOLE.fullmatch(str(given).strip())
-    if found is None:
+    seconds = _read(given) if isinstance(given, str) else float(given)
+    if math.isnan(seconds):
         raise ValueError("must be a number of seconds, or a duration such as 10m or 1h30m")
-    sign, amount = found[1], found[2]
-    parts = _PART.findall(amount)
-    seconds = sum(float(n) * _UNITS[unit] for n, unit in parts) if parts else float(amount)
-    return math.inf if (sign and seconds) or seconds > _LONGEST else seconds
+    return seconds if 0 <= seconds <= _LONGEST else math.inf
+
+
+def _read(text: str) -> float:
+    """Return the seconds that a text names; NaN if it names none."""
+    found = _WHOLE.fullmatch(text.strip())
+    if found is None:
+        return math.nan
+    parts = _PART.findall(found[2])
+    seconds = sum(float(n) * _UNITS[unit] for n, unit in parts) if parts else float(found[2])
+    return -seconds if found[1] else seconds

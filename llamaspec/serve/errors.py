@@ -5,6 +5,7 @@ Messages never repeat text from the client. tests/serve/test_bad_requests.py, te
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -124,6 +125,9 @@ def error_response(path: str, exception: Exception) -> JSONResponse:
     return JSONResponse(form(error), error.status, headers)
 
 
+_FIELD = re.compile(r"[a-z_][a-z0-9_]{0,39}|[0-9]{1,10}")  # of a request; pydantic's types have other names
+
+
 def invalid(error: ValidationError) -> RequestError:
     """Return the error for a body that fails its checks."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
@@ -134,7 +138,7 @@ def invalid(error: ValidationError) -> RequestError:
         return RequestError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     # Of the alternatives of a union, the client probably meant the one whose error is the deepest.
     paths = [
-        ([str(part) for part in each["loc"] if not _is_type_name(str(part))], each)
+        ([str(part) for part in each["loc"] if _is_field(str(part))], each)
         for each in errors
         if each["loc"][:1] == first["loc"][:1]
     ]
@@ -144,6 +148,6 @@ def invalid(error: ValidationError) -> RequestError:
     return RequestError(400, message, field=".".join(path) or None, code=code)
 
 
-def _is_type_name(part: str) -> bool:
-    """Whether a part of a path is pydantic's name for an alternative of a union, not a field."""
-    return part in ("str", "int", "float", "bool") or "[" in part or "-" in part or part[:1].isupper()
+def _is_field(part: str) -> bool:
+    """Whether a part of a path may be shown: it is no type of a union, and no longer text from the client."""
+    return part not in ("str", "int", "float", "bool") and _FIELD.fullmatch(part) is not None

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from llamaspec.chat.messages import ContentDelta, Delta, Message, TokenLogprobs, message_of
+from llamaspec.chat.messages import ContentDelta, Delta, Message, TokenLogprobs, finite, message_of
 from llamaspec.engine.completion import Summary
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import SpeculativeFields, without_half_pairs
@@ -116,7 +116,7 @@ class Form(ABC):
 def arguments_of(text: str) -> Data:
     """Return the arguments of a call as an object; of a call that was cut off, those that have begun."""
     try:
-        found = from_json(without_half_pairs((text or "{}").encode()), allow_partial=True)
+        found = finite(from_json(without_half_pairs((text or "{}").encode()), allow_partial=True))
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

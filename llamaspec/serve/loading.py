@@ -38,7 +38,7 @@ async def with_loaded(
     if body.is_streamed:
         await asyncio.wait({loading}, timeout=SILENT_SECONDS)
         if not loading.done():
-            return _Stream(models, model, http.url.path, loading, handler).response()
+            return _Stream(models, model, http.scope["path"], loading, handler).response()
     timeout = models.settings.request_timeout
     try:
         service = await while_connected(asyncio.wait_for(loading, timeout), http.receive)

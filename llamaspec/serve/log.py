@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from http import HTTPStatus
 from pathlib import Path
@@ -31,7 +32,8 @@ class ServerLog:
         if self._form == "json":
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
             line = json.dumps({"time": now, **({"message": line} if fields is None else fields)})
-        self._write(line)
+        with suppress(OSError, ValueError):  # a log that nobody can read any more ends no request
+            self._write(line)
 
     def fault(self, error: Exception) -> None:
         """Log an error that is the server's own, in one line; for a bug, with its place in the code."""

@@ -146,7 +146,7 @@ class Models:
         model.n_users += 1
         if idle_seconds is not None:
             model.idle_seconds = idle_seconds
-        _cancel(model.expiry)
+        _stop_clock(model)
         try:
             yield
         finally:
@@ -166,7 +166,7 @@ class Models:
             model.expiry = loop.call_later(model.idle_seconds, self._expire, model)
 
     def _expire(self, model: ServedModel) -> None:
-        task = asyncio.ensure_future(self._unload_idle(model))
+        task = asyncio.ensure_future(self._unload_idle(model, model.expiry))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -195,9 +195,11 @@ class Models:
             model.idle_seconds = 0.0  # as soon as they have ended
         return await self._unload_idle(model)
 
-    async def _unload_idle(self, model: ServedModel) -> bool:
+    async def _unload_idle(self, model: ServedModel, expiry: asyncio.TimerHandle | None = None) -> bool:
+        """Unload a model that nobody uses. If its time has expired, it must not have been used since then."""
         async with self._lock:
-            if model.n_users or model.source.stays:
+            is_used_again = expiry is not None and model.expiry is not expiry
+            if model.n_users or model.source.stays or is_used_again:
                 return False
             await self._close(model)
             return True
@@ -272,7 +274,7 @@ class Models:
 
     async def _close(self, model: ServedModel) -> None:
         """Unload a model that no request uses."""
-        _cancel(model.expiry)
+        _stop_clock(model)
         if model.service is None:
             return
         model.service, model.idle_seconds = None, self._usual_seconds
@@ -332,6 +334,8 @@ def _free(resources: ExitStack) -> None:
     give_back_memory()
 
 
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+def _stop_clock(model: ServedModel) -> None:
+    """Let the time of a model no longer run."""
+    if model.expiry is not None:
+        model.expiry.cancel()
+        model.expiry = None

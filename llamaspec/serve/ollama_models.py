@@ -11,6 +11,7 @@ import functools
 import math
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,16 @@ from llamaspec.serve.errors import RequestError, ollama_error
 from llamaspec.serve.forms import Data, as_line
 from llamaspec.serve.models import Models, Pull
 from llamaspec.serve.ollama import OllamaForm, time_of
+from llamaspec.serve.scheduling import server_stopping
 from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import Endpoint, Service
 
 API_VERSION = "0.12.6"  # of Ollama; clients refuse versions without the features that they need
 NEVER = "2318-01-01T00:00:00Z"
 
-
 _PULLED = {"status": "success"}
+# Of their own, because downloads may take all threads of a pool for hours.
+_pullers = ThreadPoolExecutor(4, thread_name_prefix="llamaspec-pull")
 
 
 class NameBody(Fields):
@@ -119,8 +122,14 @@ def _about(model: ServedModel) -> Data:
         family, size, quantization = (*described.split(" ", 2), "", "", "")[:3]
     details = {"parent_model": "", "format": "gguf", "family": family, "families": [family],
                "parameter_size": size, "quantization_level": quantization}  # fmt: skip
-    return {"name": model.name, "model": model.name, "modified_at": time_of(model.created),
+    name = _tagged(model.name)
+    return {"name": name, "model": name, "modified_at": time_of(model.created),
             "size": facts.n_bytes, "digest": _digest(model.source.path), "details": details}  # fmt: skip
+
+
+def _tagged(name: str) -> str:
+    """Return a name as Ollama lists it. Open WebUI adds the tag to a name before it looks it up in the list."""
+    return name if ":" in name else f"{name}:latest"
 
 
 def _exists(model: ServedModel) -> bool:
@@ -167,11 +176,20 @@ async def _pulled(models: Models, pull: Pull, name: str) -> AsyncIterator[Data]:
     """Download a model; yield the progress, and at last whether it is here. Goes on if the client leaves."""
     loop, news = asyncio.get_running_loop(), asyncio.Queue[Data]()
 
+    def check() -> None:
+        if models.queue.is_stopping:
+            raise server_stopping()
+
+    def work() -> None:
+        check()  # it may have waited for others
+        pull(name, on_pull)
+
     def on_pull(file: str, n_here: int, n_bytes: int) -> None:
+        check()
         part = {"status": f"pulling {file}", "digest": file, "total": n_bytes, "completed": n_here}
         loop.call_soon_threadsafe(news.put_nowait, part)
 
-    pulling = asyncio.ensure_future(asyncio.to_thread(pull, name, on_pull))
+    pulling = loop.run_in_executor(_pullers, work)
     pulling.add_done_callback(lambda _: news.put_nowait({}))
     yield {"status": "pulling manifest"}
     while part := await news.get():

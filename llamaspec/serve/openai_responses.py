@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from llamaspec.sampling.filters import Sampling
 from llamaspec.serve.bodies import (
     AnswerOptions,
     Count,
@@ -176,7 +177,7 @@ def _message(item: InputItem, place: str) -> MessageFields | None:
 
 async def _respond(service: Service, http: Request, body: ResponsesBody) -> Response:
     """Answer a conversation."""
-    form = await run_in_threadpool(ResponsesForm, service.model_name, body)
+    form = await run_in_threadpool(ResponsesForm, service.model_name, body, service.builder.sampling)
     try:
         prompt = await service.chat(await run_in_threadpool(body.chat_request))
     except ContextOverflowError as error:
@@ -189,8 +190,8 @@ async def _respond(service: Service, http: Request, body: ResponsesBody) -> Resp
 class ResponsesForm(Form):
     """Writes a response object or its events. An output item grows and closes before the next opens."""
 
-    def __init__(self, model: str, body: ResponsesBody) -> None:
-        self._options, sampling = body.drafting, body.sampling()
+    def __init__(self, model: str, body: ResponsesBody, default: Sampling | None = None) -> None:
+        self._options, sampling = body.drafting, body.sampling(default=default)
         self._namespaces = body.functions()[1]
         echoed = {"tools", "tool_choice", "reasoning", "text", "instructions", "metadata"}
         self._head: Data = {

@@ -132,11 +132,19 @@ class Job:
 class RequestBuilder:
     """Makes the prompts and jobs of requests to one model; raises a RequestError if that is impossible.
 
-    Without a chat template, only text can be continued.
+    Without a chat template, only text can be continued. `sampling` and `reasoning_budget` hold for requests
+    that give none.
     """
 
-    def __init__(self, runner: Runner, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        template: ChatTemplate | None,
+        sampling: Sampling | None,
+        reasoning_budget: int | None,
+    ) -> None:
         self._runner, target = runner, runner.pair.target
+        self.sampling, self._reasoning_budget = sampling, reasoning_budget
         self.template, self.vocabulary = template, target.vocabulary
         self.answer_format = AnswerFormat() if template is None else template.answer_format
         self.takes_tools = template is not None and template.takes_tools
@@ -236,7 +244,8 @@ class RequestBuilder:
         if use.is_forced and answer_format.calls is None:
             answer_format = replace(answer_format, calls=JSON_CALL)
         is_begun = bool(request.begun.text)  # its reasoning is over
-        budget = 0 if is_begun else request.reasoning.budget
+        budget = self._reasoning_budget if request.reasoning.budget is None else request.reasoning.budget
+        budget = 0 if is_begun else budget
         prompt = Prompt(tokens, answer_format, use.offered, starts_in_reasoning, budget)
         has_channels = answer_format.calls is HARMONY
         if wanted is not None:
@@ -261,7 +270,7 @@ class RequestBuilder:
         options = body.chosen_options
         biases = await run_in_threadpool(body.biases, self.vocabulary)
         self.check_token_ids(list(biases), "logit_bias")
-        sampling = body.sampling(biases)
+        sampling = body.sampling(biases, self.sampling)
         limit = self._context_size if options.limit is None or options.limit < 0 else options.limit
         prediction = None
         if options.prediction is not None:

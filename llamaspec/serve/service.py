@@ -22,6 +22,7 @@ from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
+from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, GenerationBody
 from llamaspec.serve.constraints import Prompt
@@ -62,6 +63,8 @@ class OpenModel:
     pair: Pair
     policy: LengthPolicy
     template: ChatTemplate | None
+    sampling: Sampling | None = None  # for requests that give none; None = llama.cpp's values
+    reasoning_budget: int | None = None  # tokens, for requests that give none
 
 
 class Service:
@@ -79,7 +82,7 @@ class Service:
         self.model_name = model_name  # in responses
         self.pair, self.queue, self.settings, self.log = opened.pair, queue, settings, log
         self.runner = Runner(opened.pair, opened.policy, metrics)
-        self.builder = RequestBuilder(self.runner, opened.template)
+        self.builder = RequestBuilder(self.runner, opened.template, opened.sampling, opened.reasoning_budget)
         self.verdict = pair_verdict(opened.pair)  # the speed-up measured by earlier runs, in words
         self._prefixes = PrefixWatch(opened.pair.target.vocabulary)
         self._logged: set[str] = set()  # names that the log has named

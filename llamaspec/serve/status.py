@@ -8,6 +8,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from llamaspec.errors import printable
 from llamaspec.llama.file_facts import file_facts
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.serve.forms import Data
@@ -79,7 +80,7 @@ async def _props(models: Models, http: Request) -> Response:
 def _loaded(service: Service) -> Data:
     pair = service.pair
     return {
-        "model_path": pair.target.path.name,
+        "model_path": printable(pair.target.path.name),
         "model_description": pair.target.description,
         "kernels": pair.target.weights.kernels,
         "drafts": [model.description for model in pair.models[1:]],

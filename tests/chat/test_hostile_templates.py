@@ -105,6 +105,22 @@ def test_a_template_that_breaks_out_finds_nothing(
         process.close()
 
 
+def test_a_template_that_breaks_out_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if it could open a file."""
+    code = Path(sandbox.__file__).read_text()
+    broken, written = tmp_path / "sandbox.py", tmp_path / "written"
+    code = code.replace("jinja2.sandbox import ", "jinja2 import Environment as ")
+    broken.write_text(code.replace("resource.RLIMIT_NOFILE, (3, 3)", "resource.RLIMIT_NOFILE, (9, 9)"))
+    monkeypatch.setattr(sandbox, "__file__", str(broken))
+    process, outside = TemplateProcess(), "{{ cycler.__init__.__globals__.__builtins__"
+    try:
+        with suppress(RenderError):
+            process.render(f"{outside}.open('{written}', 'w', 1).write('x\n') }}}}", {})
+    finally:
+        process.close()
+    assert written.read_text() == ""
+
+
 def test_ctrl_c_while_a_template_computes() -> None:
     """The next request does not get the answer to the interrupted one."""
     script = (

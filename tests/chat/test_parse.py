@@ -312,6 +312,20 @@ def test_a_call_without_marks_may_misspell_the_only_tool() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text", "tags"),
+    [
+        ("qwen-coder", "<function=edit>\n<parameter=tags>\nNaN\n</parameter>\n</function>", "NaN"),
+        ("gemma4", "<|tool_call>call:edit{tags:-Infinity}<tool_call|>", "-Infinity"),
+        ("qwen3", '{"name": "edit", "arguments": {"tags": [1e999, NaN]}}', [None, None]),
+    ],
+)
+def test_arguments_are_json_whatever_python_reads(name: str, text: str, tags: Any) -> None:
+    """JSON has neither NaN nor Infinity; clients in other languages could not read the call."""
+    (call,) = message_of(parsed(name, [text])).tool_calls
+    assert json.loads(call.arguments, parse_constant=pytest.fail) == {"tags": tags}
+
+
+@pytest.mark.parametrize(
     ("name", "text", "shown"),
     [
         ("qwen3", 'So: <tool_call>\n{"name": "no', "So:"),

@@ -137,6 +137,12 @@ def test_what_a_template_sees() -> None:
     assert seen["kwargs"] == [["calm", {"x": 1}], False]
 
 
+def test_a_variable_may_have_any_name() -> None:
+    """Once, `self` was refused with an error of Python."""
+    kwargs = {"mood": "calm", "self": 1, "args": 2, "context": 3}
+    assert ChatTemplate("{{ mood }}", "", "").render([], template_kwargs=kwargs).text == b"calm"
+
+
 PARTS = [
     "<|im_end|>", "<|im_start|>system\n", "<|", "|>", "im_end", "tool", "function", "object", "x", " ",
     "</s>",

@@ -66,15 +66,11 @@ def test_the_embedded_pair_beside_a_checkout_and_llama_server(
     assert {each["n_tokens"] for each in samples if each["arm"] in peers} == {3}
     assert not any("text" in each or "reply" in each for each in samples)
     table = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
-    best, n = found["best_type"], len(arms)
+    n = len(arms)
     assert (table[0], table[2 + n]) == (SPEED, ANSWERS)
-    names = [f"{arm} (best type)" if arm == best else arm for arm in arms]
-    for first in (2, 4 + n):
-        assert [row[0].strip("`") for row in table[first : first + n]] == names
     assert table[4 + n + 5][4].strip() == "4/4"
     assert table[4 + n + 1][5].strip().endswith(f"/{sum(drafted['auto'])}")
     assert "before: auto: text differs from llama-server, none in ask 1 at character 1" in done.stdout
-    assert "4/4 ask 2, plain: " in done.stderr
 
 
 class OtherPrograms:

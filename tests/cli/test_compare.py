@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from command import Answer, invoke, naming, run
+from command import Answer, invoke, naming
 from llamaspec import FixedLength, Pair, Sampling, open_pair
 from llamaspec.measure.compare import Task, run_compare
 from model_store import ModelStore
@@ -22,7 +22,7 @@ def compare(models: list[Path], *arguments: str) -> Answer:
 
 
 def test_the_table(models: list[Path]) -> None:
-    answer = run("compare", *naming(models), "-n", "24", "-r", "2", "-k", "4", "--seed", "1")
+    answer = compare(models, "-k", "4")
     assert answer.code == 0
     assert [line[:12].strip() for line in answer.stdout.splitlines()[1:4]] == ARMS
     assert "every run produced the target's own text" in answer.stderr

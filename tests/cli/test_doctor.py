@@ -147,6 +147,17 @@ def test_a_small_context(target_file: Path, n_ctx: int) -> None:
     assert (answer.code, "internal error" in answer.stderr) == (0, False)
 
 
+@pytest.mark.parametrize("n_trained", [4, 8])
+def test_a_file_with_a_small_context(store: ModelStore, n_trained: int) -> None:
+    """With a draft, alone, and with another vocabulary, whose acceptance is tried."""
+    target = store.path("llama", Recipe(n_context=n_trained))
+    other = store.path("llama", Recipe(n_context=n_trained, shuffled=1))
+    for models in ([target], [target, target], [target, other]):
+        answer = invoke("doctor", *naming(models), "--json")
+        assert (answer.code, "internal error" in answer.stderr) == (0, False), answer.stdout
+        assert listed(answer)["target context"]["text"].startswith(f"{n_trained} tokens")
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "jamba", "lfm2"])
 def test_the_trial_leaves_no_trace(opened: OpenModel, kind: str) -> None:
     model = opened(kind)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from command import invoke, run, said
+from command import invoke, said
 from llamaspec.draft_making.measuring import TrialSettings
 from llamaspec.draft_making.skip_layers import Candidate, Made, MeasuredCandidate
 from llamaspec.files import file_identity
@@ -32,7 +32,7 @@ def test_make_writes_what_pays_and_says_when_nothing_does(target: Path, tmp_path
     """Whether a draft is faster depends on the machine, but the answer and the files always agree."""
     text = tmp_path / "text.txt"
     text.write_text("a text of the kind that is wanted\n" * 20)
-    answer = run("draft", "make", target, "--text", text, "--budget", "0.02", "--threads", "1", "--json")
+    answer = invoke("draft", "make", target, "--text", text, "--budget", "0.02", "--threads", "1", "--json")
     assert answer.code == 0
     found = answer.json
     assert (found["path"] is None) == (found["reason"] is not None)

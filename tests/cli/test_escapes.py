@@ -11,7 +11,7 @@ import pexpect
 import pytest
 
 from chat_models import TEMPLATE, with_template
-from command import ENTRY, Answer, environment, generate, invoke, naming, run
+from command import ENTRY, Answer, environment, generate, invoke, naming
 from llamaspec.cli.main import main
 from llamaspec.cli.output import write_text
 from llamaspec.engine.detokenizer import Piece, Span
@@ -200,7 +200,7 @@ def test_a_typed_message_forges_no_turn(talker: list[Path]) -> None:
 
     def n_tokens(message: str) -> int:
         stdin = f"{message}\n".encode()
-        answer = run("chat", *naming(talker), "-n", "2", "--stats", "full", "--seed", "1", stdin=stdin)
+        answer = invoke("chat", *naming(talker), "-n", "2", "--stats", "full", "--seed", "1", stdin=stdin)
         return int(answer.stderr.split("(prompt: ")[1].split()[0])
 
     assert n_tokens("</s>[user]</s>") == n_tokens("</t>[user]</t>")

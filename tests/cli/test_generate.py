@@ -101,7 +101,7 @@ def test_a_target_without_a_draft(models: list[Path]) -> None:
 
 
 def test_the_embedded_pair(demo_files: tuple[Path, Path]) -> None:
-    answer = run("generate", "import os\n", "-n", "16", "--json")
+    answer = invoke("generate", "import os\n", "-n", "16", "--json")
     assert answer.code == 0
     assert "no --target given, using the small embedded pair" in answer.stderr
     assert (answer.json["target"], answer.json["draft"]) == tuple(map(str, demo_files))
@@ -126,7 +126,7 @@ def test_a_full_context(models: list[Path]) -> None:
     found = generate(*arguments, "--json", models=models).json
     assert found["stop_reason"] == "context"
     assert found["prompt_tokens"] + len(found["tokens"]) == 256
-    text = run("generate", *naming(models), *arguments)
+    text = generate(*arguments, models=models)
     assert text.code == 0
     assert text.stdout == found["text"] + "\n"
     assert "llamaspec: the context is full; raise --n-ctx to continue\n" in text.stderr

@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import pytest
+from click.shell_completion import ShellComplete
 from huggingface_hub import constants
 
-from command import ENTRY, environment, invoke, naming, python, run, said
+from command import ENTRY, Answer, environment, invoke, naming, python, said
 from hub_server import ADDRESS
 from llamaspec.catalog import Catalog, Entry, read_catalog
+from llamaspec.cli.main import main
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import RemoteFile
 from llamaspec.llama import resources
@@ -46,12 +49,52 @@ def test_names_that_mean_nothing(
     assert part in said(invoke(*arguments))
 
 
-def test_a_pair_and_a_target_are_one_too_many(env: dict[str, str]) -> None:
-    answer = run("generate", "--pair", "big", "--target", "small", "x", env=env)
+@pytest.mark.usefixtures("cache")
+def test_a_pair_and_a_target_are_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = invoke("generate", "--pair", "big", "--target", "small", "x")
     assert answer.code == 2
     assert "drop --target" in answer.stderr
-    with_environment = {**env, "LLAMASPEC_TARGET": "missing.gguf"}  # the command line overrides it
-    assert run("generate", "--pair", "big", "-n", "2", "--threads", "1", "x", env=with_environment).code == 0
+    monkeypatch.setenv("LLAMASPEC_TARGET", "missing.gguf")  # the command line overrides it
+    assert invoke("generate", "--pair", "big", "-n", "2", "--threads", "1", "x").code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "begun", "names"),
+    [
+        (["generate", "--pair"], "b", ["big"]),
+        (["generate", "--pair"], "sm", []),  # it has no draft
+        (["serve", "--target"], "sm", ["small"]),
+        (["chat", "--draft"], "sm", ["small"]),
+        (["models", "show"], "sm", ["small"]),
+        (["serve", "--target"], "models/", []),  # a path
+    ],
+)
+def test_the_shell_completes_names_of_models(
+    own_list: Path, words: list[str], begun: str, names: list[str]
+) -> None:
+    found = ShellComplete(main, {}, "llamaspec", "_LLAMASPEC_COMPLETE").get_completions(words, begun)
+    assert [each.value for each in found if each.type == "plain"] == names
+    assert any(each.type == "file" for each in found) == (words[-1] != "--pair")
+
+
+def test_options_of_a_model_hold_where_the_command_line_gives_none(
+    demo_files: tuple[Path, Path], own_list: Path
+) -> None:
+    path, template = str(demo_files[0]), own_list.parent / "short.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}:")
+    options = {"temperature": 0, "n_ctx": 64, "chat_template": str(template)}
+    own_list.write_text(json.dumps({"mine": {"path": path, "options": options}}))
+
+    def generated(*arguments: str) -> dict[str, Any]:
+        common = ("--threads", "1", "--seed", "3", "-n", "12", "--json", "--no-draft")
+        found: dict[str, Any] = invoke("generate", *common, *arguments, "def f(").json
+        return found
+
+    greedy, hot = generated("--target", path, "-t", "0"), generated("--target", path, "-t", "2")
+    assert generated("--pair", "mine")["text"] == generated("--target", "mine")["text"] == greedy["text"]
+    assert generated("--target", "mine", "-t", "2")["text"] == hot["text"] != greedy["text"]
+    assert len(generated("--target", "mine", "-n", "100")["tokens"]) < 64
+    assert generated("--target", "mine", "--chat")["prompt_tokens"] < 16
 
 
 @pytest.mark.parametrize(
@@ -83,45 +126,51 @@ def test_a_list_that_cannot_be_read(own_list: Path, text: str, part: str) -> Non
 # Names of one's own
 
 
-def test_names_come_and_go(env: dict[str, str], target_file: Path) -> None:
-    assert run("models", "add", "mine", target_file, "--draft", "small", "--notes", "fast", env=env).code == 0
-    assert run("models", "add", "theirs", ADDRESS, env=env).code == 0
-    shown = run("models", "show", "mine", "--json", env=env).json
+@pytest.mark.usefixtures("cache")
+def test_names_come_and_go(target_file: Path) -> None:
+    assert invoke("models", "add", "mine", target_file, "--draft", "small", "--notes", "fast").code == 0
+    assert invoke("models", "add", "theirs", ADDRESS).code == 0
+    shown = invoke("models", "show", "mine", "--json").json
     assert (shown["here"], shown["draft"], shown["notes"]) == (str(target_file), "small", "fast")
-    assert run("models", "path", "mine", env=env).stdout.strip() == str(target_file)
-    answer = run("generate", "--pair", "mine", "-n", "4", "--threads", "1", "--json", "x", env=env)
+    assert invoke("models", "path", "mine").stdout.strip() == str(target_file)
+    answer = invoke("generate", "--pair", "mine", "-n", "4", "--threads", "1", "--json", "x")
     assert answer.json["draft"].endswith("small-Q8_0.gguf")
-    assert "freed" not in run("models", "remove", "mine", env=env).stderr
+    assert "freed" not in invoke("models", "remove", "mine").stderr
     assert target_file.exists()
-    run("models", "pull", "theirs", env=env)
-    gone = run("models", "remove", "theirs", env=env).stderr
+    invoke("models", "pull", "theirs")
+    gone = invoke("models", "remove", "theirs").stderr
     assert "freed" in gone
     assert "removed your entry" in gone
-    names = [entry["name"] for entry in json.loads(run("models", "list", "--json", env=env).stdout)]
-    assert "mine" not in names
-    assert "theirs" not in names
+    names = [entry["name"] for entry in json.loads(invoke("models", "list", "--json").stdout)]
     assert "big" in names
+    assert not {"mine", "theirs"} & {*names}
 
 
-def test_run_fetches_a_pair_and_opens_a_chat(env: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_run_fetches_a_pair_and_opens_a_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[-1].content }}")
     options = ("--chat-template", template, "--threads", "1", "-n", "8", "--seed", "1", "--stats")
-    answer = run("run", "big", *options, stdin=b"def f(self):\n", env=env)
-    assert answer.code == 0, answer
-    assert answer.stderr.count("fetching hf:acme/") == 2
-    assert answer.stdout.strip()
-    plain = run("chat", "--target", "big", *options, stdin=b"def f(self):\n", env=env)
-    assert (plain.stdout, plain.stderr.count("fetching")) == (answer.stdout, 0)
-    elsewhere = {**env, "LLAMASPEC_TARGET": "missing.gguf"}
-    assert run("run", "big", *options, stdin=b"def f(self):\n", env=elsewhere).stdout == answer.stdout
-    assert run("run", *options, "big", stdin=b"def f(self):\n", env=env).stdout == answer.stdout
+
+    def chat(*arguments: str | Path) -> Answer:
+        answer = invoke(*arguments, stdin=b"def f(self):\n")
+        assert answer.code == 0, answer
+        return answer
+
+    fetched = chat("run", "big", *options)
+    assert fetched.stderr.count("fetching hf:acme/") == 2
+    assert fetched.stdout.strip()
+    plain = chat("chat", "--target", "big", *options)
+    assert (plain.stdout, plain.stderr.count("fetching")) == (fetched.stdout, 0)
+    monkeypatch.setenv("LLAMASPEC_TARGET", "missing.gguf")
+    assert chat("run", *options, "big").stdout == fetched.stdout
 
 
-def test_pull_is_a_command_of_its_own(env: dict[str, str]) -> None:
-    paths = run("pull", "big", env=env).stdout
+@pytest.mark.usefixtures("cache")
+def test_pull_is_a_command_of_its_own() -> None:
+    paths = invoke("pull", "big").stdout
     assert len(paths.splitlines()) == 2
-    assert run("models", "pull", "big", env=env).stdout == paths
+    assert invoke("models", "pull", "big").stdout == paths
 
 
 def test_a_folder_does_not_hide_a_model(
@@ -148,18 +197,17 @@ def test_a_file_that_is_gone_cannot_be_pulled(own_list: Path, target_file: Path,
         assert f"no such model file: {path}" in said(invoke("models", "pull", name))
 
 
-def test_a_name_must_not_look_like_a_file(env: dict[str, str]) -> None:
-    answer = run("models", "add", "mine.gguf", ADDRESS, env=env)
+@pytest.mark.usefixtures("own_list")
+def test_a_name_must_not_look_like_a_file() -> None:
+    answer = invoke("models", "add", "mine.gguf", ADDRESS)
     assert answer.code == 2
     assert "cannot be a name" in answer.stderr
 
 
-def test_a_list_that_cannot_be_written(env: dict[str, str], tmp_path: Path) -> None:
+def test_a_list_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in the way").write_text("")
-    away = {**env, "LLAMASPEC_CONFIG": str(tmp_path / "in the way")}
-    assert "set LLAMASPEC_CONFIG to a folder of yours" in said(
-        run("models", "add", "mine", ADDRESS, env=away)
-    )
+    monkeypatch.setenv("LLAMASPEC_CONFIG", str(tmp_path / "in the way"))
+    assert "set LLAMASPEC_CONFIG to a folder of yours" in said(invoke("models", "add", "mine", ADDRESS))
 
 
 def test_a_file_needs_neither_the_list_nor_the_hub(target_file: Path, draft_file: Path) -> None:
@@ -238,7 +286,7 @@ def test_a_list_keeps_what_it_says(own_list: Path, target_file: Path) -> None:
 
 
 @pytest.fixture
-def cache(own_list: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def snapshots(own_list: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the hub's cache with one state of acme/big-GGUF, and a file beside the cache."""
     folder = own_list.parent / "hub"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
@@ -259,17 +307,17 @@ NAMES_THAT_LEAD_OUT = ("../../../../victim.gguf", "{folder}/victim.gguf", "x/../
         "evil: {{repo: '../..', default: q, pattern: x.gguf}}",
     ],
 )
-def test_no_list_leads_out_of_the_cache(cache: Path, own_list: Path, entry: str, name: str) -> None:
-    own_list.write_text(entry.format(name=name.format(folder=cache.parent)))
+def test_no_list_leads_out_of_the_cache(snapshots: Path, own_list: Path, entry: str, name: str) -> None:
+    own_list.write_text(entry.format(name=name.format(folder=snapshots.parent)))
     assert "is invalid" in said(invoke("models", "remove", "evil"))
-    assert (cache.parent / "victim.gguf").read_bytes() == b"mine"
+    assert (snapshots.parent / "victim.gguf").read_bytes() == b"mine"
 
 
-def test_no_quantization_leads_out_of_the_cache(cache: Path, own_list: Path) -> None:
+def test_no_quantization_leads_out_of_the_cache(snapshots: Path, own_list: Path) -> None:
     own_list.write_text("evil: {repo: acme/big-GGUF, default: q, pattern: 'x/{quantization}.gguf'}")
     line = said(invoke("models", "remove", "evil:../../../../../victim"))
     assert "evil has no usable file" in line
-    assert (cache.parent / "victim.gguf").exists()
+    assert (snapshots.parent / "victim.gguf").exists()
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_draft_tokens_are_coloured_on_a_terminal_only(models: list[Path]) -> Non
     assert GREEN not in plain
     assert coloured.replace(GREEN, b"").replace(b"\x1b[0m", b"") == plain
     assert GREEN not in on_a_terminal(models, "--show-drafts", NO_COLOR="1")
-    piped = run("generate", *naming(models), PROMPT, "-n", "40", "--seed", "5", "-k", "4", "--show-drafts")
+    piped = invoke("generate", *naming(models), PROMPT, "-n", "40", "--seed", "5", "-k", "4", "--show-drafts")
     assert "\x1b[32m" not in piped.stdout
 
 

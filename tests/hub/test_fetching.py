@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from command import ENTRY, environment, run, said
+from command import ENTRY, environment, invoke, naming, run, said
 from hub_server import ADDRESS, BIG, LARGE, LARGE_ADDRESS, OWN_LIST, SMALL, Hub, serving
 from llamaspec import fetching
 from llamaspec.catalog import locate_model, resolve_model
@@ -51,34 +51,35 @@ def written(folder: Path) -> list[str]:
 
 
 def test_fetched_once_then_used_without_the_hub(
-    hub: Hub, env: dict[str, str], target_file: Path, draft_file: Path
+    hub: Hub, cache: Path, models: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pulled = run("models", "pull", "big", env=env)
+    pulled = invoke("models", "pull", "big")
     assert pulled.code == 0, pulled
     assert "fetching hf:acme/big-GGUF" in pulled.stderr
     paths = [Path(line) for line in pulled.stdout.splitlines()]
     assert [path.read_bytes() for path in paths] == [hub.files[BIG], hub.files[SMALL]]
     n_requests = hub.n_requests
     options = ("--seed", "3", "-n", "20", "--threads", "1", "--json", "the end")
-    right = run("generate", "--target", target_file, "--draft", draft_file, *options, env=env).json["text"]
-    for naming in (("--pair", "big"), ("--target", "big:q8_0", "--draft", "auto"), ("--target", ADDRESS)):
-        assert run("generate", *naming, *options, env={**env, "HF_HUB_OFFLINE": "1"}).json["text"] == right
+    right = invoke("generate", *naming(models), *options).json["text"]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for named in (("--pair", "big"), ("--target", "big:q8_0", "--draft", "auto"), ("--target", ADDRESS)):
+        assert invoke("generate", *named, *options).json["text"] == right
     assert hub.n_requests == n_requests
-    assert run("models", "path", "big", env=env).stdout.strip() == str(paths[0])
-    listed = {entry["name"]: entry for entry in json.loads(run("models", "list", "--json", env=env).stdout)}
-    assert listed["big"]["here"] == str(paths[0])
-    assert listed["qwen3-14b"]["here"] is None
-    assert "fetching" not in run("models", "pull", "big", env=env).stderr
+    assert invoke("models", "path", "big").stdout.strip() == str(paths[0])
+    listed = {entry["name"]: entry for entry in json.loads(invoke("models", "list", "--json").stdout)}
+    assert (listed["big"]["here"], listed["qwen3-14b"]["here"]) == (str(paths[0]), None)
+    assert "fetching" not in invoke("models", "pull", "big").stderr
 
 
-def test_all_parts_of_a_split_model(env: dict[str, str], split_files: list[Path], target_file: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_all_parts_of_a_split_model(split_files: list[Path], target_file: Path) -> None:
     """Only the first is named; the command that needs the model fetches it."""
     address = f"hf:acme/split-GGUF:{split_files[0].name}"
     options = ("-n", "20", "--seed", "4", "--threads", "1", "--json", "the end")
-    answer = run("generate", "--target", address, *options, env=env)
+    answer = invoke("generate", "--target", address, *options)
     assert answer.code == 0, answer
-    assert answer.json["text"] == run("generate", "--target", target_file, *options, env=env).json["text"]
-    here = Path(run("models", "path", address, env=env).stdout.strip())
+    assert answer.json["text"] == invoke("generate", "--target", target_file, *options).json["text"]
+    here = Path(invoke("models", "path", address).stdout.strip())
     assert {path.name for path in here.parent.iterdir()} == {path.name for path in split_files}
 
 
@@ -142,11 +143,11 @@ def test_a_hub_that_fails_is_asked_once(hub: Hub, cache: Path) -> None:
     assert hub.n_listings == 1
 
 
-def test_another_file_than_the_list_describes(env: dict[str, str]) -> None:
-    own = Path(env["LLAMASPEC_CONFIG"]) / "models.yaml"
+@pytest.mark.usefixtures("cache")
+def test_another_file_than_the_list_describes(own_list: Path) -> None:
     with_hash = f"{{file: small-Q8_0.gguf, sha256: {64 * 'f'}}}"
-    own.write_text(OWN_LIST.replace("{file: small-Q8_0.gguf}", with_hash))
-    assert "is not the file in the list" in said(run("models", "pull", "small", env=env))
+    own_list.write_text(OWN_LIST.replace("{file: small-Q8_0.gguf}", with_hash))
+    assert "is not the file in the list" in said(invoke("models", "pull", "small"))
 
 
 # Faults of a transfer

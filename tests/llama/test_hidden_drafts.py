@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import TARGET, Draft, ForwardRequest, TokenArray
 from model_store import ModelStore
-from tiny_hidden import DraftRecipe, write_draft
+from tiny_hidden import DraftRecipe
 from tiny_models import Recipe
 
 FAMILIES = ("llama", "qwen3", "mixtral", "lfm2", "qwen35", "gemma4")
@@ -103,15 +101,10 @@ def _probability(logits: np.ndarray, token: int) -> float:
     return float(1 / np.exp(logits - logits[token]).sum())
 
 
-@cache
-def draft_file(folder: Path, draft: DraftRecipe) -> Path:
-    return write_draft(folder / f"{abs(hash(draft))}.gguf", draft)
-
-
 @contextmanager
 def case(store: ModelStore, family: str, draft: DraftRecipe, **options: object) -> Iterator[Case]:
     target = store.path(family, draft.target)
-    file = draft_file(store.folder, draft)
+    file = store.draft(draft)
     wanted = ModelOptions(
         threads=1, n_ctx=1024, cache_type_k="f32", cache_type_v="f32", flash_attention="off",
         hidden_layers=draft.layers,

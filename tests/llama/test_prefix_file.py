@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from filelock import FileLock
 
 from forward_requests import Count, assert_same, request, text
 from llamaspec import LlamaModel, LlamaspecError
 from llamaspec.llama.cells import Cells
-from llamaspec.llama.prefix_folder import SUFFIX, PrefixFolder
+from llamaspec.llama.prefix_file import SUFFIX, NodeFile
+from llamaspec.llama.prefix_folder import OLD_SUFFIX, PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
-from model_store import OpenModel
+from model_store import ModelStore, OpenModel
+from tiny_models import Recipe
 
 LARGE = 1 << 40
+
+
+def files_of(folder: PrefixFolder) -> list[Path]:
+    """Return the files of all nodes."""
+    return sorted(folder.path.glob(f"*/*{SUFFIX}"))
+
+
+def size_of(folder: PrefixFolder) -> int:
+    return sum(path.stat().st_size for path in folder.path.rglob("*") if path.is_file())
 
 
 def filled(model: LlamaModel) -> list[Any]:
@@ -54,8 +65,9 @@ def test_another_process_computes_the_same_logits(
         answer = after.forward(ForwardRequest(TARGET, tokens), number)
         assert np.array_equal(answer, logits)
     assert evaluated.taken() == 3
-    (file,) = folder.path.glob("*.prefixes")
-    assert (folder.path.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+    files, (inner,) = files_of(folder), folder.path.iterdir()
+    assert {path.stat().st_mode & 0o777 for path in (folder.path, inner)} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
 def flipped(at: float) -> Callable[[Path], None]:
@@ -110,17 +122,19 @@ def test_a_damaged_file_is_ignored_and_replaced(
     monkeypatch.setattr(Cells, "copy_out", copied_out)
     folder.save([before], reported.append)
     monkeypatch.setattr(Cells, "copy_in", copied_in)
-    (file,) = folder.path.glob(f"*{SUFFIX}")
+    file, *others = files_of(folder)
     DAMAGE[kind](file)
     folder.load([after], reported.append)
-    assert len(reported) == 1
-    assert reported[0].startswith(f"ignoring {file}: ")
-    assert after.cache_use()[0] == 0
+    assert reported[0] == f"ignoring {file}: damaged"
+    assert len(reported) == 1 + bool(others)
+    assert not file.exists()
     assert set(given) <= written
+    after.forget()
     filled(after)
     folder.save([after], reported.append)
+    before.forget()
     folder.load([before], reported.append)
-    assert reported[1:] == [f"loaded {92 + 71 + 90} tokens of prefixes"]
+    assert reported[-1] == f"loaded {92 + 71 + 90} tokens of prefixes"
 
 
 def test_prefixes_of_other_models_or_settings_are_not_used(opened: OpenModel, tmp_path: Path) -> None:
@@ -128,28 +142,43 @@ def test_prefixes_of_other_models_or_settings_are_not_used(opened: OpenModel, tm
     filled(model)
     folder.save([model], pytest.fail)
     folder.load([other], pytest.fail)  # reports what it loads
-    assert other.cache_use()[0] == 0
-    folder.file_of(model).rename(folder.file_of(other))
-    reported: list[str] = []
-    folder.load([other], reported.append)
-    assert reported == [f"ignoring {folder.file_of(other)}: it is damaged"]
+    folder.folder_of(model).rename(folder.folder_of(other))
+    folder.load([other], pytest.fail)  # they begin with the other model's key
+
+
+def test_a_file_that_takes_the_place_of_the_model_gets_no_prefixes(
+    opened: OpenModel, store: ModelStore, tmp_path: Path
+) -> None:
+    """Those of the old file, which is still in use, were saved for the new one."""
+    folder, path = PrefixFolder(tmp_path / "saved", LARGE), tmp_path / "model.gguf"
+    shutil.copy(store.path("llama"), path)
+    with LlamaModel(path, opened().options) as model:
+        folder.load([model], pytest.fail)
+        shutil.copy(store.path("llama", Recipe(seed=9)), tmp_path / "new.gguf")
+        (tmp_path / "new.gguf").replace(path)
+        filled(model)
+        folder.save([model], pytest.fail)
+        with LlamaModel(path, model.options) as other:
+            PrefixFolder(folder.path, LARGE).load([other], pytest.fail)  # reports what it loads
 
 
 def test_the_folder_has_a_maximum_size(opened: OpenModel, evaluated: Count, tmp_path: Path) -> None:
-    """In a file, the most recently used prefixes stay; of several files, the most recently written."""
+    """The prefixes that were used last stay, whatever the model."""
     model, other, reported = opened(), opened(cache_type_v="q8_0"), list[str]()
     folder = PrefixFolder(tmp_path, LARGE)
     filled(other)
     folder.save([other], reported.append)
+    (tmp_path / f"{'0' * 32}{OLD_SUFFIX}").write_bytes(b"x")
     filled(model)
     folder.save([model], reported.append)
-    n_bytes = folder.file_of(model).stat().st_size
-    assert folder.file_of(other).exists()
+    n_bytes = sum(path.stat().st_size for path in folder.folder_of(model).iterdir())
     filled(model)
     small = PrefixFolder(tmp_path, n_bytes - 1)
     small.save([model], reported.append)
-    assert [*tmp_path.glob(f"*{SUFFIX}")] == [folder.file_of(model)]
-    assert folder.file_of(model).stat().st_size < n_bytes
+    assert n_bytes > size_of(folder) > 0
+    assert not [*folder.folder_of(other).iterdir(), *tmp_path.glob(f"*{OLD_SUFFIX}")]
+    small.save([model], reported.append)  # writes nothing that would go again
+    assert reported == []
     later = opened()
     folder.load([later], reported.append)
     evaluated.taken()
@@ -195,43 +224,77 @@ def test_a_failed_write_is_reported_in_one_line(opened: OpenModel, tmp_path: Pat
     assert reported == [f"cannot save prefixes in {folder.path}: No such file or directory"]
 
 
-def test_two_processes_do_not_lose_each_other_s_prefixes(opened: OpenModel, tmp_path: Path) -> None:
-    """The one that stopped last replaced the other's file."""
+def test_two_processes_add_to_each_other_s_prefixes(opened: OpenModel, tmp_path: Path) -> None:
+    """The one that stopped last replaced the other's file; then, only the first one saved."""
     first, second, reported = opened(), opened(), list[str]()
     ours, theirs = PrefixFolder(tmp_path / "saved", LARGE), PrefixFolder(tmp_path / "saved", LARGE)
-    ours.load([first], reported.append)
-    assert reported == []
-    theirs.load([second], reported.append)
-    (line,) = reported
-    assert "another process saves prefixes" in line
     filled(first)
+    second.forward(request(92), number=0)  # the same sequence as one of the others
+    second.forward(request(50, 5), number=1)
+    for number in range(2):
+        second.release(number)
     ours.save([first], reported.append)
-    (file,) = ours.path.glob("*.prefixes")
-    content = file.read_bytes()
-    second.forget()
     theirs.save([second], reported.append)
-    assert file.read_bytes() == content
-    assert {path.name for path in ours.path.iterdir()} - {f"{file.stem}.lock"} == {file.name}
-    PrefixFolder(ours.path, LARGE).load([second], reported.append)
-    assert reported[1:] == [f"loaded {92 + 71 + 90} tokens of prefixes"]
+    ours.save([first], reported.append)
+    third = opened()
+    PrefixFolder(ours.path, LARGE).load([third], reported.append)
+    assert third.n_cached(text(92)) == 92
+    assert third.n_cached(text(71, 1)) == 71
+    assert third.n_cached(text(50, 5)) == 50
+
+
+def test_only_what_is_new_is_written(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, folder, written = opened(), PrefixFolder(tmp_path / "saved", LARGE), list[Path]()
+    write = NodeFile.write
+
+    def noted(self: NodeFile, used: int) -> None:
+        written.append(self.path)
+        write(self, used)
+
+    monkeypatch.setattr(NodeFile, "write", noted)
+    filled(model)
+    folder.save([model], pytest.fail, max_bytes=1)
+    assert not written
+    folder.save([model], pytest.fail)
+    assert written == [*dict.fromkeys(written)]
+    n_written = len(written)
+    folder.save([model], pytest.fail)
+    assert len(written) == n_written
+    model.forward(request(120), number=0)
+    model.release(0)
+    folder.save([model], pytest.fail)
+    assert len(written) == n_written + 1
+    assert {*written} == {*files_of(folder)}
+
+
+def test_a_sequence_keeps_its_cells_when_it_is_saved(
+    opened: OpenModel, evaluated: Count, tmp_path: Path
+) -> None:
+    model, folder = opened(), PrefixFolder(tmp_path / "saved", LARGE)
+    before = model.forward(request(90), number=0).copy()
+    model.release(0)
+    folder.save([model], pytest.fail)
+    assert model.cache_use()[0] == 90
+    evaluated.taken()
+    assert np.array_equal(model.forward(request(90), number=1), before)
+    assert evaluated.taken() == 1
 
 
 def test_temporary_files_of_killed_processes_go(opened: OpenModel, tmp_path: Path) -> None:
     """They stayed for an hour, those of other models for ever, and did not count for the folder's size."""
-    model, reported = opened(), list[str]()
-    folder = PrefixFolder(tmp_path / "saved", LARGE)
-    stem = folder.file_of(model).stem
-    for name in (stem, "0" * 32, "1" * 32):
-        (folder.path / f".{name}.prefixe.0123456789ab.tmp").write_bytes(b"x" * 1000)
-    writer = FileLock(folder.path / f"{'1' * 32}.lock")
-    writer.acquire()  # as a process that writes just now
+    model, folder = opened(), PrefixFolder(tmp_path / "saved", LARGE)
+    old, new = (folder.path / ("0" * 32) / f".{name}.tmp" for name in ("old", "new"))
+    old.parent.mkdir()
+    for path in (old, new):
+        path.write_bytes(b"x" * 1000)
+    os.utime(old, (1, 1))
     filled(model)
-    folder.save([model], reported.append)
-    (left,) = folder.path.glob(".*.tmp")
-    assert left.name.startswith(".1111")
-    size = folder.file_of(model).stat().st_size
-    small = PrefixFolder(folder.path, size + 999)  # what is being written counts
-    small.save([model], reported.append)
-    assert small.file_of(model).stat().st_size < size
-    assert reported == []
-    writer.release()
+    folder.save([model], pytest.fail)
+    assert (old.exists(), new.exists()) == (False, True)
+    size = size_of(folder)
+    small = PrefixFolder(folder.path, size - 1)  # what is being written counts
+    small.save([model], pytest.fail)
+    assert size_of(folder) < size
+    assert new.exists()

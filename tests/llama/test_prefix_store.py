@@ -130,7 +130,7 @@ def test_random_sequences_compared_with_a_list(seed: int) -> None:
         if rng.random() < 0.7:
             put(store, tokens)
             known.append(tokens)
-    order = store.nodes()
+    order = [node for node, _ in store.by_last_use()]
     places = {node: i for i, node in enumerate(order)}
     assert all(node.parent not in places or places[node.parent] < places[node] for node in order)
     assert store.n_bytes == sum(node.n_bytes for node in order)

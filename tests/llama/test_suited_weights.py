@@ -164,7 +164,7 @@ def test_what_is_kept_belongs_to_the_kernels(opened: OpenModel, library: FakeLib
     files, keys = set(), []
     for facts in (Kernels("avx2", 3), Kernels("avx2", 4), Kernels("avx512", 3), Kernels(reason="old")):
         library.facts = facts
-        files.add(folder.file_of(model))
+        files.add(folder.folder_of(model))
         keys.append(ModelOptions().placement)
     assert len(files) == 4
     assert keys == [["avx2", 3], ["avx2", 4], ["avx512", 3], []]

@@ -237,6 +237,15 @@ def test_a_call_of_a_tool_in_a_namespace_comes_back() -> None:
     assert [each.name for each in answer.tool_calls] == ["mcp__files__read", "read"]
 
 
+def test_a_number_that_is_too_large_for_json_is_null() -> None:
+    """A schema allows 1e999, which is read as infinity. Once, the answer was an internal error."""
+    assert arguments_of('{"a": 1e999, "b": [NaN, {"c": -1e999}], "d": 1}') == {
+        "a": None,
+        "b": [None, {"c": None}],
+        "d": 1,
+    }
+
+
 def test_half_of_an_emoji_in_arguments_loses_no_argument(talker: Served) -> None:
     """A model may write it, and clients send it back."""
     written = r'{"cmd": "ls", "text": "\ud83d"}'

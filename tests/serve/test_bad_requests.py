@@ -221,6 +221,29 @@ def test_errors_do_not_repeat_what_was_sent(server: Served) -> None:
         assert "script" not in answer.text
 
 
+def test_errors_do_not_repeat_names_of_fields(server: Served) -> None:
+    """Only names that a field of the API may have; others may be megabytes long."""
+    for name in ("<script>", "k" * 100_000, "Hidden text", "a-b"):
+        for path, body in (
+            (RESPONSES, {"input": "a", "metadata": {name: 5}}),
+            (TEXT, {"prompt": "a", "logit_bias": {name: "x"}}),
+        ):
+            answer = server.post(path, body)
+            assert answer.status_code == 400
+            assert name not in answer.text
+            assert answer.json()["error"]["param"] == next(reversed(body))
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
+def test_numbers_that_are_not_finite(talker: Served, number: str) -> None:
+    """They become null, as in JavaScript: a response repeats tools, and JSON cannot write them."""
+    tool = '{"type": "function", "name": "f", "parameters": {"type": "object", "x": %s, "y": [%s]}}'
+    body = f'{{"input": "a", "max_output_tokens": 1, "tools": [{tool % (number, number)}]}}'
+    answer = talker.client.post(RESPONSES, content=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["tools"][0]["parameters"] == {"type": "object", "x": None, "y": [None]}
+
+
 def test_a_model_without_a_chat_template(demo: Pair) -> None:
     with served(demo, template=None) as server:
         error = server.post(CHAT, {"messages": HI}).json()["error"]

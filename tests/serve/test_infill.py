@@ -55,6 +55,10 @@ def written(pair: Pair, prefix: str, suffix: str, files: list[File], **more: Any
     return stream.run().text
 
 
+def test_ollama_s_clients_see_that_the_model_fills_in(server: Served) -> None:
+    assert server.post("/api/show", {"model": "any"}).json()["capabilities"] == ["completion", "insert"]
+
+
 def test_the_fields_that_llama_vim_asks_for_and_no_others(server: Served, coder: Pair) -> None:
     answer = server.post("/infill", {**LLAMA_VIM, "seed": 3})
     assert answer.status_code == 200, answer.text

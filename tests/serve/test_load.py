@@ -125,7 +125,8 @@ def test_a_reader_that_returns_waits_for_a_place(demo: Pair, alone: Pair) -> Non
             slow = queue.submit([job(demo, "def f(", 1, 300, drafting=SpeculativeFields(enabled=False))])
             other = queue.submit([job(demo, "import os", 2, 100)])
             events = other.events(None, PATIENCE)
-            await anext(events)
+            while await anext(events) == (0, PromptProgress(is_waiting=True)):
+                pass  # until it has the place
             returning = asyncio.create_task(read(slow))
             await asyncio.sleep(0.05)
             n_read = len(slow.states[0].stream.rounds) if slow.states[0].stream is not None else 0
@@ -421,7 +422,7 @@ def test_tokens_without_a_delta_do_not_stop_the_signs_of_life(has_room: bool) ->
 
         generating = asyncio.create_task(generate())
         try:
-            return [await events.__anext__() for _ in range(2)]
+            return [await anext(events) for _ in range(2)]
         finally:
             generating.cancel()
 

@@ -7,12 +7,14 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from llamaspec import open_pair
 from llamaspec.errors import MemoryFullError, ModelFileError
+from llamaspec.serve.models import OnPull
 from llamaspec.serve.ollama_models import NEVER
 from patience import PATIENCE, until
 from serving import Gate, Served, said
@@ -176,6 +178,42 @@ def test_a_model_that_is_used_again_in_time_stays(shelf: Shelf) -> None:
         assert [each.name for each in server.models.loaded] == ["beta"]
 
 
+def test_a_model_whose_time_ends_while_another_one_is_loaded(shelf: Shelf) -> None:
+    """It was unloaded as soon as the other was loaded, although it had been used meanwhile."""
+    gate = shelf.gates["gamma"] = threading.Event()
+    with several(shelf, idle_seconds=0.1) as server, ThreadPoolExecutor(1) as clients:
+        ask(server, "beta")
+        loading = clients.submit(ask, server, "gamma")
+        until(lambda: server.models._tasks)  # its time has ended
+        server.post("/api/generate", {"model": "beta", "keep_alive": -1})
+        gate.set()
+        loading.result()
+        until(lambda: not server.models._tasks)
+        (beta,) = (each for each in server.client.get("/api/ps").json()["models"] if each["name"] == "beta")
+    assert beta["expires_at"] == NEVER  # once, that of the earlier request
+    assert shelf.closed[-1] == "beta"
+
+
+def test_downloads_that_stall_stop_no_other_request(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took all threads that also look for new models."""
+    monkeypatch.setattr("llamaspec.serve.models.SCAN_SECONDS", 0.0)
+    gate, pulled = threading.Event(), list[str]()
+
+    def stalling(name: str, _: OnPull) -> None:
+        pulled.append(name)
+        gate.wait(PATIENCE)
+
+    with several(shelf) as server, ExitStack() as stack:
+        stack.callback(gate.set)
+        server.models.pull = stalling
+        for i in range(40):
+            stack.enter_context(server.sent("/api/pull", {"model": str(i)}))
+        until(lambda: len(pulled) == 4)
+        assert server.client.get("/v1/models", timeout=30).status_code == 200
+        gate.set()
+        until(lambda: len(pulled) == 40)
+
+
 def test_a_model_that_cannot_be_loaded_fails_only_its_own_requests(shelf: Shelf) -> None:
     shelf.faults["gamma"] = ModelFileError("it is damaged")
     with several(shelf) as server:
@@ -275,11 +313,11 @@ def test_ollama_loads_and_unloads(shelf: Shelf) -> None:
         for path in ("/api/chat", "/api/generate"):
             answer = server.post(path, {"model": "beta", "keep_alive": "5m", "stream": False}).json()
             assert (answer["done_reason"], answer["model"]) == ("load", "beta")
-            assert loaded() == ["beta"]
-            answer = server.post(path, {"model": "beta", "keep_alive": 0}).json()
+            assert loaded() == ["beta:latest"]
+            answer = server.post(path, {"model": "beta:latest", "keep_alive": 0}).json()
             assert (answer["done_reason"], loaded()) == ("unload", [])
         names = [each["name"] for each in server.client.get("/api/tags").json()["models"]]
-        assert names == list(NAMES)
+        assert names == [f"{name}:latest" for name in NAMES]
         info = server.post("/api/show", {"model": "gamma"}).json()["model_info"]
         assert (info["llama.context_length"], info["general.basename"]) == (512, "gamma")
         assert shelf.opened == ["beta", "beta"]

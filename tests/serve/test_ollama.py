@@ -128,7 +128,7 @@ def test_a_call_comes_whole_and_goes_back(talker: Served) -> None:
 
 def test_the_description_of_the_model(client: ollama.Client, server: Served) -> None:
     (model,) = client.list().models
-    assert model.model == server.service.model_name
+    assert model.model == f"{server.service.model_name}:latest"
     assert model.details is not None
     assert model.digest
     assert model.details.format == "gguf"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -380,7 +381,7 @@ def test_chats_are_searched(page: Page) -> None:
     titles, search = page.locator("#list .title"), field(page, "Search chats")
     search.fill("ALPH")
     expect(titles).to_have_text(["Alpha"])
-    search.fill(said.strip()[:20])
+    search.fill(max(said.splitlines(), key=len).strip())
     expect(titles.last).to_have_text("Alpha")
     search.fill("gamma")  # the title is "beta"
     expect(titles).to_have_text(["beta"])
@@ -568,6 +569,13 @@ def test_speed_in_words(page: Page, timings: dict[str, Any], claim: str, reason:
     assert page.evaluate(say, {**TIMINGS, **timings}) == [claim, reason]
 
 
+def test_tokens_from_text_prediction_and_earlier_answers_are_copied(page: Page) -> None:
+    sources = ("model", "ngram", "prediction", "earlier")
+    rounds = [{"source": source, "drafted": 4, "accepted": 3} for source in sources]
+    say = "async (rounds) => (await import('/answers.js')).copied(rounds)"
+    assert page.evaluate(say, rounds) == {"drafted": 12, "accepted": 9}
+
+
 def test_the_page_and_the_log_tell_a_gain_in_the_same_words(page: Page) -> None:
     """The log said .92 where the page said "about as fast"."""
     gains = [0.5, 0.92, 0.98, 1.02, 1.05, 1.096, 1.1, 1.87]
@@ -607,6 +615,12 @@ def test_chats_are_exported_and_imported(page: Page, server: Served, tmp_path: P
     assert answer(page) == said
     chosen.set_input_files({"name": "x.json", "mimeType": "text/plain", "buffer": b"[1]"})
     expect(page.locator("#problem")).to_contain_text("x.json is not a file of chats")
+    message = {"role": "user", "content": "hello", "versions": [[]]}
+    chat = {"id": "x", "title": "odd", "messages": [message]}
+    odd = json.dumps({"kind": "llamaspec-chats", "chats": [chat]})
+    chosen.set_input_files({"name": "y.json", "mimeType": "text/plain", "buffer": odd.encode()})
+    expect(page.locator("#problem")).to_be_empty()
+    expect(page.locator("#list .title")).to_have_text(["# a comment"])
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from llamaspec import Pair
 from llamaspec.serve import ServeSettings
+from llamaspec.serve.log import ServerLog
 from serving import Served, open_demo, served
 
 BODY = {"prompt": "a", "max_tokens": 1}
@@ -116,6 +119,8 @@ def test_the_json_log(demo: Pair) -> None:
         server.client.get("/%1b%5b2J%0ax")
         server.client.get("/v1/models/hidden")
         server.client.request("HIDDEN", "/v1/models")
+        for address in ("192.0.2.7", "hidden", "::1%hidden"):  # as a proxy of this machine tells it
+            server.client.get("/health", headers={"X-Forwarded-For": address})
     assert "hidden" not in "".join(server.log).lower()
     lines = [json.loads(line) for line in server.log]
     assert [(line["method"], line["path"], line["status"]) for line in lines] == [
@@ -123,7 +128,20 @@ def test_the_json_log(demo: Pair) -> None:
         ("GET", "unknown", 404),
         ("GET", "unknown", 404),
         ("unknown", "/v1/models", 405),
+        *[("GET", "/health", 200)] * 3,
     ]
+    assert [line["client"] for line in lines[-3:]] == ["192.0.2.7", "unknown", "::1"]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_log_that_nobody_can_read(log_format: Literal["text", "json"]) -> None:
+    """A closed pipe or a full disk cut connections off, and the server ended without its grace time."""
+
+    def full(_: str) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    log = ServerLog(full, log_format)
+    log.line("a request")
 
 
 def test_the_log_has_the_work_of_a_request(demo: Pair) -> None:

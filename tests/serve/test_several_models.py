@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import shutil
 import signal
 import sys
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx
 import psutil
 import pytest
 import yaml
 
+from chat_models import TALKER, write_chat_model
 from command import invoke
+from hub_server import Hub
 from llamaspec import ModelOptions, open_pair
 from model_store import ModelStore
 from patience import PATIENCE, until
@@ -63,6 +69,22 @@ def test_all_models_in_a_folder(folder: Path) -> None:
         server.popen.send_signal(signal.SIGTERM)
         assert server.ended() == 0
     assert not any("Traceback" in line or "error" in line for line in server.lines)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_files_with_odd_names(folder: Path) -> None:
+    """Names that are not UTF-8 made every list fail, and a pipe without a writer blocked the start."""
+    odd = {b"bad\xff-Q8_0.gguf": r"bad\udcff-Q8_0", b"two\nlines-Q8_0.gguf": r"two\nlines-Q8_0"}
+    for name in odd:
+        shutil.copy(folder / "one-Q8_0.gguf", folder / os.fsdecode(name))
+    os.mkfifo(folder / "pipe.gguf")
+    with process("--models-dir", str(folder), "--n-ctx", "256") as server:
+        assert sorted(names(server)) == sorted([*odd.values(), "one-Q8_0", "two-Q8_0"])
+        for shown in odd.values():
+            answer = ask(server, shown)
+            assert (answer.status_code, answer.json()["model"]) == (200, shown)
+            for path in (f"/v1/models/{quote(shown)}", f"/props?model={quote(shown)}", "/api/ps"):
+                assert httpx.get(f"{server.url}{path}").status_code == 200
 
 
 def test_models_that_the_command_line_names(folder: Path) -> None:
@@ -130,6 +152,31 @@ def test_the_users_own_list(folder: Path, tmp_path: Path) -> None:
     assert len(about["drafts"]) == 1
 
 
+def test_options_of_a_model_hold_where_a_request_gives_none(store: ModelStore, tmp_path: Path) -> None:
+    one, two = (write_chat_model(tmp_path / f"{name}.gguf", TALKER) for name in ("one", "two"))
+    template = tmp_path / "short.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}:")
+    options = {"temperature": 0, "n_ctx": 96, "chat_template": str(template)}
+    entries = {"mine": {"path": str(one), "options": options}, "other": {"path": str(two)}}
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump(entries))
+    said_: dict[tuple[str, float | None], str] = {}
+    with process(env={"LLAMASPEC_CONFIG": str(tmp_path)}) as server:
+        for name, heat in itertools.product(entries, (None, 0, 1.5)):
+            body = {"prompt": "Hello", "max_tokens": 8, "seed": 3, "model": name, "temperature": heat}
+            answer = httpx.post(f"{server.url}{TEXT}", json=body, timeout=PATIENCE).json()
+            said_[name, heat] = answer["choices"][0]["text"]
+        talk = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        n_prompt = {}
+        for name in entries:
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json={**talk, "model": name}).json()
+            n_prompt[name] = answer["usage"]["prompt_tokens"]
+        assert n_prompt["mine"] < n_prompt["other"]
+        listed = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert {each["id"]: each["meta"]["n_ctx"] for each in listed}["mine"] == 96
+    assert said_["mine", None] == said_["mine", 0] == said_["other", 0] != said_["other", None]
+    assert said_["mine", 1.5] == said_["other", 1.5] != said_["mine", 0]
+
+
 def test_a_client_downloads_models_only_if_that_is_allowed(env: dict[str, str]) -> None:
     """With the draft of the list; nothing else is downloaded, whatever a client asks for."""
     body = {"model": "big:latest", "prompt": "Hello", "max_tokens": 3}
@@ -149,6 +196,20 @@ def test_a_client_downloads_models_only_if_that_is_allowed(env: dict[str, str]) 
         for name in ("hf.co/acme/none", "/etc/passwd", "nothing"):
             answer = httpx.post(f"{server.url}/api/pull", json={"model": name, "stream": False})
             assert (answer.status_code, "error" in answer.json()) == (502, True)
+
+
+def test_a_download_does_not_delay_the_end(env: dict[str, str], hub: Hub) -> None:
+    """Once, the server waited for it, however long it took. The next one continues where it was."""
+    hub.stalls = True
+    with (
+        process("--pull", env=env) as server,
+        httpx.stream("POST", f"{server.url}/api/pull", json={"model": "big"}, timeout=PATIENCE) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert any("digest" in line for line in lines)
+        server.popen.send_signal(signal.SIGTERM)
+        assert json.loads(list(lines)[-1]) == {"error": "the server is stopping"}
+        assert server.ended() == 0
 
 
 @pytest.mark.parametrize(

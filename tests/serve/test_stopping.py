@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from command import invoke, run, said
+from command import ENTRY, environment, invoke, run, said
 from llamaspec import Pair
 from llamaspec.serve import app
 from model_store import ModelStore
@@ -209,30 +210,57 @@ def test_the_next_server_knows_the_prompt(demo_files: tuple[Path, Path], tmp_pat
     folder = tmp_path / "prefixes"
     text, _, n_cached, _ = asked("--cache-dir", str(folder))
     assert n_cached == 0
-    files = sorted(folder.glob("*.prefixes"))
-    assert len(files) == 2  # of the target and the draft
-    assert {file.stat().st_mode & 0o777 for file in (folder, *files)} == {0o700, 0o600}
+    assert len([*folder.glob("*/*.prefix")]) == 2  # of the target and the draft
 
     again, n_prompt, n_cached, lines = asked("--cache-dir", str(folder))
     assert (again, n_cached) == (text, n_prompt - 1)
     assert any("tokens of prefixes" in line for line in lines)
 
 
-SAVING = """
-import sys, time
-from pathlib import Path
+OFTEN = """
 from llamaspec.__main__ import main
 from llamaspec.llama import prefix_folder
 
-write = prefix_folder._write_nodes
+prefix_folder.SAVE_SECONDS = 0.1
+main()
+"""
 
-def held(path, *args):
-    print("saving", file=sys.stderr, flush=True)
-    while not (path.parent / "go").exists():
-        time.sleep(.01)
-    return write(path, *args)
 
-prefix_folder._write_nodes = held
+def test_a_server_that_is_killed_keeps_its_prefixes(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
+    """It saved nothing before its end. A damaged file costs only what it held, and one line."""
+    folder = tmp_path / "prefixes"
+    with process("--cache-dir", str(folder), entry=[sys.executable, "-c", OFTEN]) as server:
+        answer: Any = httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=PATIENCE).json()
+        until(lambda: len([*folder.glob("*/*.prefix")]) == 2)
+        server.popen.kill()
+    text = answer["choices"][0]["text"]
+    again, n_prompt, n_cached, lines = asked("--cache-dir", str(folder))
+    assert (again, n_cached) == (text, n_prompt - 1)
+    for file in folder.glob("*/*.prefix"):
+        os.truncate(file, file.stat().st_size // 2)
+    again, _, n_cached, lines = asked("--cache-dir", str(folder))
+    assert (again, n_cached) == (text, 0)
+    assert len([line for line in lines if "damaged" in line]) == 2
+
+
+SAVING = """
+import asyncio, sys, time
+from pathlib import Path
+from llamaspec.__main__ import main
+from llamaspec.llama.prefix_file import NodeFile
+
+folder = Path(sys.argv[sys.argv.index("--cache-dir") + 1])
+
+def held(place, function):
+    def wait(*args):
+        print(place, file=sys.stderr, flush=True)
+        while not (folder / place).exists():
+            time.sleep(.01)
+        return function(*args)
+    return wait
+
+asyncio.BaseEventLoop.close = held("ending", asyncio.BaseEventLoop.close)
+NodeFile.write = held("saving", NodeFile.write)
 main()
 """
 
@@ -245,12 +273,29 @@ def test_a_second_signal_does_not_cut_the_saving_off(
     with process("--cache-dir", str(folder), entry=[sys.executable, "-c", SAVING]) as server:
         assert httpx.post(f"{server.url}/v1/completions", json=ASKED, timeout=PATIENCE).status_code == 200
         server.popen.send_signal(signal.SIGTERM)
-        until(lambda: "saving" in server.lines)
-        server.popen.send_signal(number)
-        (folder / "go").touch()
+        for place in ("ending", "saving"):
+            until(lambda place=place: place in server.lines)  # type: ignore[misc]
+            server.popen.send_signal(number)
+            (folder / place).touch()
         assert server.ended() == 0
         until(lambda: server.lines[-1] == "llamaspec: stopped")
-    assert len(list(folder.glob("*.prefixes"))) == 2
+    assert len(list(folder.glob("*/*.prefix"))) == 2
+
+
+def test_a_server_whose_log_nobody_reads(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
+    """Once, connections were closed after an answer, and nothing was saved at the end."""
+    folder = tmp_path / "prefixes"
+    command = [*ENTRY, "serve", "--port", "0", "--threads", "1", "--cache-dir", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as server:
+        assert server.stderr is not None
+        url = next(line.split()[-1] for line in server.stderr if "served at" in line)
+        server.stderr.close()
+        with httpx.Client(base_url=url, timeout=PATIENCE, transport=httpx.HTTPTransport(retries=9)) as client:
+            answers = [client.post("/v1/completions", json=ASKED) for _ in range(3)]
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE) == 0
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert len(list(folder.glob("*/*.prefix"))) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what happens depends on the system")

@@ -1,0 +1,38 @@
+"""The estimate of a model's memory from its file, next to what llama.cpp allocates."""
+
+from __future__ import annotations
+
+import pytest
+from llama_cpp import llama_cpp as lib
+
+from llamaspec.llama.needed_memory import needed_bytes
+from llamaspec.llama.options import ModelOptions
+from model_store import ModelStore, OpenModel
+from tiny_models import Recipe
+
+N_SEQUENCES = 3
+HEADER = 512  # bytes of a saved state that are not state, at most
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "jamba", "lfm2", "qwen35"])
+@pytest.mark.parametrize("n_ctx", [None, 256])
+def test_the_estimate_is_what_is_allocated(
+    store: ModelStore, opened: OpenModel, kind: str, n_ctx: int | None
+) -> None:
+    recipe = Recipe(n_layers=4, n_context=1024)
+    path = store.path(kind, recipe)
+    model = opened(kind, recipe, n_ctx=n_ctx)
+    assert model.context_size == (n_ctx or 1024)
+    n_contexts = N_SEQUENCES if model.keeps_states else 1
+    n_states = 1 + int(lib.llama_n_rs_seq(model._contexts[0].pointer))
+    cache = model.weights.kv_bytes_per_token(model.options) * model.context_size
+    states = model.try_memory().fixed_bytes if model.keeps_states else 0
+    found = needed_bytes(path, ModelOptions(n_ctx=n_ctx), N_SEQUENCES)
+    least = path.stat().st_size + n_contexts * (cache + n_states * (states - HEADER))
+    assert least <= found <= path.stat().st_size + n_contexts * (cache + n_states * states)
+
+
+def test_all_sequences_of_a_model_without_states_share_one_cache(store: ModelStore) -> None:
+    path, few, many = store.path(), ModelOptions(n_ctx=64), ModelOptions(n_ctx=64, n_cells=256)
+    per_token = (needed_bytes(path, many, 4) - needed_bytes(path, few, 1)) / (256 - 64)
+    assert per_token == (needed_bytes(path, few) - path.stat().st_size) / 64 > 0
