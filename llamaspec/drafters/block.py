@@ -11,18 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaspec.drafters.hidden import RowWindow, asking
-from llamaspec.drafters.model import DeferredPrompt
-from llamaspec.errors import (
-    EVALUATION_FAULTS,
-    ContextFullError,
-    EvaluationAbortedError,
-    RowsMissingError,
-)
-from llamaspec.protocols import Drafting, FindingRow, Preparing, RandomStreams, Rule, SequenceLength
+from llamaspec.drafters.hidden import KeepsRows, RowWindow, asking
+from llamaspec.drafters.model import DeferredPrompt, lasting_fault
+from llamaspec.errors import EVALUATION_FAULTS
+from llamaspec.protocols import Drafting, Preparing, RandomStreams, Rule, SequenceLength
 from llamaspec.sampling.filters import confidence
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import DRAFT, Draft, Forward, ForwardRequest, Logits, Rows, Source, TokenArray
+from llamaspec.values import DRAFT, Draft, Forward, ForwardRequest, Logits, Source, TokenArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +35,7 @@ class BlockShape:
 
 
 @dataclass(slots=True)
-class BlockDrafter:
+class BlockDrafter(KeepsRows):
     """Draws the tokens of a block."""
 
     shape: BlockShape
@@ -52,30 +47,6 @@ class BlockDrafter:
     source: Source = Source.BLOCK
     deferred: DeferredPrompt | None = None  # None: the model gets the rows of the prompt at once
     fault: str | None = field(default=None, init=False)  # the error after which the model is not used again
-
-    @property
-    def reads_rows(self) -> bool:
-        """Whether the model is still used."""
-        return self.fault is None
-
-    def first_row(self, prompt: TokenArray) -> FindingRow:
-        """Return the first position whose row the model needs."""
-        try:
-            return (yield from self.row_window.first_row(prompt))
-        except EVALUATION_FAULTS as error:
-            self._note_fault(error)
-            return 0
-
-    def committed(self, tokens: TokenArray, rows: Rows, position: int) -> None:
-        """Keep rows for the model."""
-        self.row_window.rows.add(position, rows)
-
-    def prepare(self, context: TokenArray) -> Preparing:
-        """Give the model the rows of all tokens but the last, or report them if it sleeps."""
-        if self.deferred is None:
-            yield from self._process(context[:-1])
-        else:
-            self.deferred.start(context, self.sampler.n_prompt)
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """Draft a block, or as much of it as the policy wants."""
@@ -95,7 +66,7 @@ class BlockDrafter:
                 lambda: ForwardRequest(self.model, context, 1, open_, hidden=window.input()),
             )
         except EVALUATION_FAULTS as error:
-            self._note_fault(error)
+            self.fault = lasting_fault(error)
             return draft
         return self._drawn(draft, context, forward, length)
 
@@ -109,7 +80,7 @@ class BlockDrafter:
                 window, n, lambda: ForwardRequest(self.model, prefix, 0, hidden=window.input())
             )
         except EVALUATION_FAULTS as error:
-            self._note_fault(error)
+            self.fault = lasting_fault(error)
             return
         if self.deferred is not None:
             self.deferred.reading.observe_reading(n - forward.n_cached, forward.seconds)
@@ -149,10 +120,3 @@ class BlockDrafter:
         logits: Logits = np.full(self.shape.vocabulary_size, -np.inf, dtype=np.float32)
         logits[lattice[row, :k].astype(np.int32)] = lattice[row, k * (1 + before) : k * (2 + before)]
         return logits
-
-    def _note_fault(self, error: Exception) -> None:
-        """Stop using the model, unless the next round may have room in its context, or more hidden rows."""
-        if isinstance(error, EvaluationAbortedError):
-            raise error
-        if not isinstance(error, ContextFullError | RowsMissingError):
-            self.fault = str(error)

@@ -8,14 +8,16 @@ tests/drafters/test_hidden.py.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.model import DeferredPrompt, ModelDrafter, lasting_fault
 from llamaspec.errors import EVALUATION_FAULTS, RowsMissingError
 from llamaspec.protocols import Asking, Drafting, FindingRow, Preparing, SequenceLength
+from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import Draft, ForwardRequest, HiddenInput, HiddenRows, Rows, TokenArray
 
 KEPT_ROWS = 512  # minimum number of last hidden rows that are kept: a chunk of a prompt
@@ -97,12 +99,13 @@ def asking(window: RowWindow, n_text: int, request: Callable[[], ForwardRequest]
         return (yield request())
 
 
-@dataclass(slots=True)
-class HiddenDrafter(ModelDrafter):
-    """Draws draft tokens from a model with hidden rows."""
+class KeepsRows(ABC):
+    """The part of a drafter that gets the target's hidden rows and keeps them for its model."""
 
-    row_window: RowWindow = field(kw_only=True)
-    _own: Rows = field(init=False, default_factory=lambda: NO_ROWS)  # [k, E] the model's own, after the text
+    row_window: RowWindow
+    sampler: Sampler
+    deferred: DeferredPrompt | None
+    fault: str | None
 
     @property
     def reads_rows(self) -> bool:
@@ -114,7 +117,7 @@ class HiddenDrafter(ModelDrafter):
         try:
             return (yield from self.row_window.first_row(prompt))
         except EVALUATION_FAULTS as error:
-            self.note_fault(error)
+            self.fault = lasting_fault(error)
             return 0
 
     def committed(self, tokens: TokenArray, rows: Rows, position: int) -> None:
@@ -127,6 +130,18 @@ class HiddenDrafter(ModelDrafter):
             yield from self._process(context[:-1])
         else:
             self.deferred.start(context, self.sampler.n_prompt)
+
+    @abstractmethod
+    def _process(self, prefix: TokenArray) -> Preparing:
+        """Have the model process some tokens."""
+
+
+@dataclass(slots=True)
+class HiddenDrafter(KeepsRows, ModelDrafter):
+    """Draws draft tokens from a model with hidden rows."""
+
+    row_window: RowWindow = field(kw_only=True)
+    _own: Rows = field(init=False, default_factory=lambda: NO_ROWS)  # [k, E] the model's own, after the text
 
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """Draft until the policy wants no more; nothing without the row before the last token."""

@@ -54,6 +54,16 @@ class DeferredPrompt:
         return path[:end]
 
 
+def lasting_fault(error: Exception) -> str | None:
+    """Return why a model is not used again after an error; raise the error if an evaluation was aborted.
+
+    None if the next round may have room in the model's context, or more hidden rows.
+    """
+    if isinstance(error, EvaluationAbortedError):
+        raise error
+    return None if isinstance(error, ContextFullError | RowsMissingError) else str(error)
+
+
 @dataclass(slots=True)
 class ModelDrafter:
     """Draws draft tokens from a model; if a constraint leaves only one token, the model is not evaluated."""
@@ -104,7 +114,7 @@ class ModelDrafter:
             try:
                 forward = yield from self._ask(path, len(draft))
             except EVALUATION_FAULTS as error:
-                self.note_fault(error)
+                self.fault = lasting_fault(error)
                 break
             logits = tokens.scores(forward.logits[0])
             q = sampler.distribution(logits, sequence, allowed)
@@ -126,17 +136,10 @@ class ModelDrafter:
         try:
             forward = yield from self._evaluated(prefix, 0)
         except EVALUATION_FAULTS as error:
-            self.note_fault(error)
+            self.fault = lasting_fault(error)
             return
         if self.deferred is not None:
             self.deferred.reading.observe_reading(len(prefix) - forward.n_cached, forward.seconds)
-
-    def note_fault(self, error: Exception) -> None:
-        """Stop using the model, unless the next round may have room in its context, or more hidden rows."""
-        if isinstance(error, EvaluationAbortedError):
-            raise error
-        if not isinstance(error, ContextFullError | RowsMissingError):
-            self.fault = str(error)
 
     def window(self, path: TokenArray) -> TokenArray:
         """Return the end of the path that fits the model's context.

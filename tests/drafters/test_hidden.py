@@ -14,7 +14,7 @@ from fakes import Asleep, Length, tokens
 from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.hidden import KEPT_ROWS, HiddenDrafter, RecentRows, RowWindow
 from llamaspec.drafters.model import DeferredPrompt
-from llamaspec.errors import EvaluationError, LlamaspecError, RowsMissingError
+from llamaspec.errors import LlamaspecError, RowsMissingError
 from llamaspec.protocols import SequenceConstraint
 from llamaspec.sampling.acceptance_rules import Coupled
 from llamaspec.sampling.filters import Sampling
@@ -154,7 +154,7 @@ def test_a_prompt_whose_rows_are_missing_is_no_fault() -> None:
 def test_after_a_fault_no_more_rows_are_wanted() -> None:
     drafter = drafter_of()
     assert drafter.reads_rows
-    drafter.note_fault(EvaluationError("broken"))
+    drafter.fault = "broken"
     assert not drafter.reads_rows
 
 
