@@ -251,7 +251,7 @@ def test_systemd_takes_the_unit(tmp_path: Path, manager: str) -> None:
     check_serves(shlex.split(start[1]))
     unit = tmp_path / "llamaspec.service"
     unit.write_text(text.replace("%h/.local/bin/llamaspec", sys.executable))
-    command = ["systemd-analyze", manager, "verify", unit]
+    command = ["systemd-analyze", manager, "verify", str(unit)]
     env = {**environment(), "XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, env=env)
     complaints = [line for line in done.stderr.splitlines() if "llamaspec.service" in line]
