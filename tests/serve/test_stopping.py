@@ -295,7 +295,7 @@ def test_a_server_whose_log_nobody_reads(demo_files: tuple[Path, Path], tmp_path
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE) == 0
     assert [answer.status_code for answer in answers] == [200] * 3
-    assert len(list(folder.glob("*/*.prefix"))) == 2
+    assert list(folder.glob("*/*.prefix"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what happens depends on the system")
