@@ -147,8 +147,9 @@ def _leaving_store(pair: Pair) -> Iterator[None]:
     """At the end, free what the pair has in the store that models share."""
 
     def close() -> None:
-        for model in pair.models:
-            model.store.close()
+        of_heads = () if pair.heads is None else pair.heads.stores
+        for store in (*of_heads, *(model.store for model in pair.models)):
+            store.close()
 
     try:
         yield

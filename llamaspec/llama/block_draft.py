@@ -74,8 +74,8 @@ class BlockDraft:
             check_pair(target.vocabulary, weights.vocabulary)
             if file.mask >= self.vocabulary_size:
                 raise PairError(f"{file.path} names a token beyond its vocabulary; convert it again")
-            store = PrefixStore(limit_of=target.store)
-            self.context = target.open_draft(weights, options, file, self._abort, store)
+            self.stores = [PrefixStore(limit_of=target.store)]
+            self.context = target.open_draft(weights, options, file, self._abort, *self.stores)
         self.batch_size = self.context.batch_size
 
     def prepare(self, batch: Sequence[Prepared]) -> list[int | Unprepared]:

@@ -268,12 +268,13 @@ class PredictionHeads:
         self.source = Source.MTP if draft is None else Source.EAGLE3
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
         self._heads: list[Head | SharedHead] = []
+        self.stores: list[PrefixStore] = []  # one for each head that has a cache of its own
         self._abort = AbortFlag()
         self._latest: dict[int, HiddenRows] = {}  # by the number of the sequence: own row of the last token
         try:
             if path is None:
                 for i in range(n_heads):
-                    store = PrefixStore(limit_of=target.store)
+                    self.stores.append(store := PrefixStore(limit_of=target.store))
                     context = Context(target.weights, options, head=i, abort=self._abort, store=store)
                     self._heads.append(Head(context))
             else:
@@ -283,7 +284,7 @@ class PredictionHeads:
                     if draft is None:
                         self._heads.append(SharedHead(weights, target, self._abort))
                     else:
-                        store = PrefixStore(limit_of=target.store)
+                        self.stores.append(store := PrefixStore(limit_of=target.store))
                         own = target.open_draft(weights, local, draft, self._abort, store)
                         self._heads.append(Eagle3Head(own))
         except BaseException:
