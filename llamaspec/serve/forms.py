@@ -20,7 +20,7 @@ from llamaspec.engine.completion import Summary
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import SpeculativeFields, without_half_pairs
 from llamaspec.serve.errors import openai_error
-from llamaspec.serve.scheduling import Events, Finished, PromptProgress
+from llamaspec.serve.request_queue import Events, Finished, PromptProgress
 from llamaspec.values import Round, Source
 
 Data = dict[str, Any]  # a JSON object

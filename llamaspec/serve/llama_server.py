@@ -24,8 +24,8 @@ from llamaspec.serve.bodies import AnswerOptions, Count, Fields, ModelBody, Toke
 from llamaspec.serve.errors import not_supported
 from llamaspec.serve.forms import Data, Form, WholeAnswer, figures, logprob_list, sse
 from llamaspec.serve.openai_chat import OpenAIBody
+from llamaspec.serve.request_queue import Finished
 from llamaspec.serve.requests import RequestBuilder
-from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 

@@ -26,7 +26,7 @@ from llamaspec.serve.errors import RequestError
 from llamaspec.serve.log import ServerLog, Write
 from llamaspec.serve.metrics import Metrics, ModelMetrics
 from llamaspec.serve.model_names import matching
-from llamaspec.serve.scheduling import RequestQueue, server_stopping
+from llamaspec.serve.request_queue import RequestQueue, server_stopping
 from llamaspec.serve.served_model import FOREVER, ModelSource, ServedModel, Status
 from llamaspec.serve.service import Service
 

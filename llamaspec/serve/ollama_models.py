@@ -27,7 +27,7 @@ from llamaspec.serve.errors import RequestError, ollama_error
 from llamaspec.serve.forms import Data, as_line
 from llamaspec.serve.models import Models, Pull
 from llamaspec.serve.ollama import OllamaForm, time_of
-from llamaspec.serve.scheduling import server_stopping
+from llamaspec.serve.request_queue import server_stopping
 from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import Endpoint, Service
 

@@ -50,8 +50,8 @@ from llamaspec.serve.messages import (
     text_of,
     tool_use,
 )
+from llamaspec.serve.request_queue import Finished, PromptProgress
 from llamaspec.serve.requests import ChatRequest, RequestBuilder
-from llamaspec.serve.scheduling import Finished, PromptProgress
 from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 

@@ -48,8 +48,8 @@ from llamaspec.serve.messages import (
     tool_use,
     without_namespaces,
 )
+from llamaspec.serve.request_queue import Finished
 from llamaspec.serve.requests import ChatRequest
-from llamaspec.serve.scheduling import Finished
 from llamaspec.serve.service import Endpoint, Service
 
 MAX_METADATA = 1024  # entries

@@ -29,8 +29,8 @@ from llamaspec.serve.constraints import Prompt
 from llamaspec.serve.forms import Form, collected
 from llamaspec.serve.log import ServerLog
 from llamaspec.serve.metrics import ModelMetrics
+from llamaspec.serve.request_queue import RequestQueue
 from llamaspec.serve.requests import ChatRequest, RequestBuilder, Runner
-from llamaspec.serve.scheduling import RequestQueue
 from llamaspec.values import TokenArray, n_common
 
 T = TypeVar("T")

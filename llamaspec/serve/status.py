@@ -14,7 +14,7 @@ from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.serve.forms import Data
 from llamaspec.serve.metrics import Load
 from llamaspec.serve.models import Models
-from llamaspec.serve.scheduling import SequenceState
+from llamaspec.serve.request_queue import SequenceState
 from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import Endpoint, Service
 

@@ -10,7 +10,7 @@ from llamaspec import Pair
 from llamaspec.serve.bodies import SpeculativeFields
 from llamaspec.serve.forms import figures, openai_usage
 from llamaspec.serve.metrics import Metrics, ModelMetrics
-from llamaspec.serve.scheduling import Finished
+from llamaspec.serve.request_queue import Finished
 from llamaspec.values import Evaluation, Source
 from patience import until
 from rounds import a_round, a_text

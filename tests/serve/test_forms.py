@@ -31,7 +31,7 @@ from llamaspec.serve.anthropic import MessagesBody, MessagesForm
 from llamaspec.serve.forms import collected
 from llamaspec.serve.openai_chat import ChatBody, ChatForm, CompletionBody, CompletionForm
 from llamaspec.serve.openai_responses import ResponsesBody, ResponsesForm
-from llamaspec.serve.scheduling import Event, Events, Finished, PromptProgress
+from llamaspec.serve.request_queue import Event, Events, Finished, PromptProgress
 from llamaspec.values import Logprobs
 from serving import parse_events
 

@@ -26,8 +26,7 @@ from llamaspec.length.costs import Costs
 from llamaspec.serve.bodies import AnswerOptions, SpeculativeFields
 from llamaspec.serve.constraints import Prompt
 from llamaspec.serve.metrics import Metrics, ModelMetrics
-from llamaspec.serve.requests import Job, Runner
-from llamaspec.serve.scheduling import (
+from llamaspec.serve.request_queue import (
     Event,
     Events,
     Finished,
@@ -36,6 +35,7 @@ from llamaspec.serve.scheduling import (
     SequenceState,
     Submission,
 )
+from llamaspec.serve.requests import Job, Runner
 from patience import PATIENCE, until
 from serving import CONTEXT, Gate, Served, counters, open_demo, said, served
 

@@ -31,7 +31,7 @@ HELD = """
 import threading
 from llamaspec.__main__ import main
 from llamaspec.llama.model import LlamaModel
-from llamaspec.serve.scheduling import RequestQueue
+from llamaspec.serve.request_queue import RequestQueue
 
 evaluate, submit, stop = LlamaModel.evaluate, RequestQueue.submit, RequestQueue.stop
 is_asked, is_stopping, evaluated = threading.Event(), threading.Event(), []
