@@ -4,9 +4,9 @@
     python scripts/serve_several.py --target a.gguf --target b.gguf --target c.gguf --target d.gguf
 
 Each text must be that of the model alone. After each seventh of the requests all models are unloaded. The
-first seventh warms up; then memory and mapped files must not grow by more than 5 % from the first half to the
-second, where the least values count. One JSON object goes to stdout. The exit code is 1 if something was
-wrong.
+first seventh warms up; then memory and mapped files must not grow by more than 5 % from the first half to
+the second, where the least values count. One JSON object goes to stdout. The exit code is 1 if something
+was wrong.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def _about(model: ServedModel) -> Data:
 
 
 def _tagged(name: str) -> str:
-    """Return a name as Ollama lists it. Open WebUI adds the tag before it looks a name up in the list."""
+    """Return a name as Ollama lists it. Open WebUI adds the tag to a name before it looks it up."""
     return name if ":" in name else f"{name}:latest"
 
 
