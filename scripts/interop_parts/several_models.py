@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ from llamaspec.pair import demo_draft, demo_target
 from serve_soak import TEMPLATE
 
 NAMES = ("one", "two")
+TAGGED = ("one:latest", "two:latest")  # as Ollama lists them
 SECONDS = 60.0
 N = 4  # tokens of an answer
 MESSAGES: Any = [{"role": "user", "content": "def f(x):"}]
@@ -92,8 +96,8 @@ def anthropic(url: str) -> Iterator[tuple[str, bool]]:
 def ollama(url: str) -> Iterator[tuple[str, bool]]:
     """Check Ollama's package, which loads and unloads models without a message."""
     client: Any = importlib.import_module("ollama").Client(host=url, timeout=SECONDS)
-    yield "lists", [each.model for each in client.list().models] == [*NAMES]
-    for name in NAMES:
+    yield "lists", [each.model for each in client.list().models] == [*TAGGED]
+    for name in TAGGED:
         yield f"loads {name}", client.generate(name, keep_alive="5m").done_reason == "load"
         yield f"sees {name} loaded", [each.model for each in client.ps().models] == [name]
         parts = [*client.chat(name, messages=MESSAGES, options={"num_predict": N}, stream=True)]
@@ -102,12 +106,38 @@ def ollama(url: str) -> Iterator[tuple[str, bool]]:
         yield f"sees {name} unloaded", not client.ps().models
 
 
+def llm_ollama(url: str) -> Iterator[tuple[str, bool]]:
+    """Check `llm` with its plugin for Ollama, which can load no model without a message."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "LLM_USER_PATH": folder, "OLLAMA_HOST": url}
+
+        def said(*arguments: str) -> str:
+            command = [sys.executable, "-m", "llm", *arguments]
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                env=env,
+                timeout=SECONDS,
+                stdin=subprocess.DEVNULL,
+                check=True,
+            )
+            return done.stdout
+
+        listed = said("models", "list")
+        yield "lists", all(f"Ollama: ollama/{name}" in listed for name in TAGGED)
+        for name in TAGGED:
+            answer = said("-m", f"ollama/{name}", "--no-log", "-o", "num_predict", str(N), "def f(x):")
+            yield f"uses {name}", bool(answer.strip())
+            yield f"loads {name}, unloads others", loaded(url) == [name.partition(":")[0]]
+
+
 def open_webui(url: str) -> Iterator[tuple[str, bool]]:
     """Send what Open WebUI sends."""
     with httpx.Client(base_url=url, timeout=SECONDS) as client:
         yield "asks for the version", bool(client.get("/api/version").json()["version"])
-        yield "lists", [each["model"] for each in client.get("/api/tags").json()["models"]] == [*NAMES]
-        for name in NAMES:
+        yield "lists", [each["model"] for each in client.get("/api/tags").json()["models"]] == [*TAGGED]
+        for name in TAGGED:  # it adds the tag, and looks the name up in the list
             options = {"num_predict": N, "num_ctx": 2048}
             chat = {"model": name, "messages": MESSAGES, "stream": True, "options": options}
             *_, last = client.post("/api/chat", json=chat).text.splitlines()
@@ -128,5 +158,6 @@ SEVERAL: dict[str, tuple[str, Drive]] = {  # the package that each needs
     "openai": ("openai", openai),
     "anthropic": ("anthropic", anthropic),
     "ollama": ("ollama", ollama),
+    "llm-ollama": ("llm_ollama", llm_ollama),
     "open-webui": ("httpx", open_webui),
 }
