@@ -189,7 +189,8 @@ def show(name: str, as_json: bool) -> None:
             label, per_gb = _SIZES[key]
             rows.append((label, f"{value / per_gb:.1f}".removesuffix(".0") + " GB"))
         elif isinstance(value, dict | list):
-            lines = map(_as_line, value.items()) if isinstance(value, dict) else value
+            as_line = _as_line if key == "quantizations" else "{0[0]}: {0[1]}".format
+            lines = map(as_line, value.items()) if isinstance(value, dict) else value
             rows += [("" if i else label, line) for i, line in enumerate(lines)]
         elif value not in (None, False):
             rows.append((label, str(value)))
@@ -340,7 +341,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         has_heads = False
     return {
         **asdict(entry),
-        "quantizations": entry.as_listed().get("quantizations", {}),
+        **{key: entry.as_listed().get(key, {}) for key in ("quantizations", "options")},
         "listed_in": str(own_list()) if entry.is_own else None,
         "here": str(here) if here is not None else None,
         "has_heads": has_heads,

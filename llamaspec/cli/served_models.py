@@ -211,9 +211,10 @@ def served_models(
         named = named_sources(models, serving)
 
         def find() -> list[ModelSource]:
-            listed = [] if named else [*listed_sources(models, serving), *fetched_sources(models, serving)]
+            listed = [] if named else listed_sources(models, serving)
+            fetched = [] if named else fetched_sources(models, serving)
             in_folder = [] if folder is None else folder_sources(folder, models, serving)
-            return without_repetition([*named, *listed, *in_folder])
+            return without_repetition([*named, *listed], [*fetched, *in_folder])
 
         if models.targets or pull is not None or find():
             if settings.alias is not None:
@@ -281,16 +282,21 @@ def folder_sources(folder: Path, models: ModelChoices, serving: Serving) -> list
     ]
 
 
-def without_repetition(sources: Sequence[ModelSource]) -> list[ModelSource]:
-    """Return the sources without those whose name or file an earlier one has."""
-    found: dict[str, ModelSource] = {}
-    paths: set[Path] = set()
-    for source in sources:
+def without_repetition(named: Sequence[ModelSource], found: Sequence[ModelSource]) -> list[ModelSource]:
+    """Return all models once: by name, and those that were only found on this machine by file, too.
+
+    Several names may have one file, with other options.
+    """
+    sources: dict[str, ModelSource] = {}
+    for source in named:
+        sources.setdefault(source.name, source)
+    paths = {source.path.resolve() for source in named}
+    for source in found:
         path = source.path.resolve()
-        if source.name not in found and path not in paths:
+        if source.name not in sources and path not in paths:
             paths.add(path)
-            found[source.name] = source
-    return list(found.values())
+            sources[source.name] = source
+    return list(sources.values())
 
 
 def _files_here(entry: Entry) -> Mapping[str, tuple[Path, Sequence[str]]]:

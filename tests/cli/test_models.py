@@ -94,6 +94,8 @@ def test_options_of_a_model_hold_where_the_command_line_gives_none(
     assert generated("--pair", "mine")["text"] == generated("--target", "mine")["text"] == greedy["text"]
     assert generated("--target", "mine", "-t", "2")["text"] == hot["text"] != greedy["text"]
     assert len(generated("--target", "mine", "-n", "100")["tokens"]) < 64
+    assert json.loads(invoke("models", "show", "mine", "--json").stdout)["options"] == options
+    assert "n_ctx: 64" in invoke("models", "show", "mine").stdout
     assert generated("--target", "mine", "--chat")["prompt_tokens"] < 16
 
 

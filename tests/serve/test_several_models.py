@@ -143,10 +143,12 @@ def test_without_models_the_embedded_pair_is_a_demo(demo_files: tuple[Path, Path
 def test_the_users_own_list(folder: Path, tmp_path: Path) -> None:
     one, two = sorted(folder.rglob("*-Q8_0.gguf"), key=lambda path: path.name)
     entries = {"mine": {"path": str(one), "draft": "small"}, "small": {"path": str(two)},
+               "cold": {"path": str(one), "options": {"temperature": 0}},
                "gone": {"path": str(tmp_path / "gone.gguf")}}  # fmt: skip
     (tmp_path / "models.yaml").write_text(yaml.safe_dump(entries))
-    with process("--n-ctx", "256", env={"LLAMASPEC_CONFIG": str(tmp_path)}) as server:
-        assert names(server) == ["mine", "small"]
+    env, more = {"LLAMASPEC_CONFIG": str(tmp_path)}, str(folder)  # a folder with the same files
+    with process("--n-ctx", "256", "--models-dir", more, env=env) as server:
+        assert names(server) == ["mine", "small", "cold"]
         assert ask(server, "mine").json()["choices"][0]["text"] == alone(one)
         about = httpx.get(f"{server.url}/props").json()
     assert len(about["drafts"]) == 1
