@@ -145,7 +145,7 @@ def test_the_users_own_list(folder: Path, tmp_path: Path) -> None:
     entries = {"mine": {"path": str(one), "draft": "small"}, "small": {"path": str(two)},
                "cold": {"path": str(one), "options": {"temperature": 0}},
                "gone": {"path": str(tmp_path / "gone.gguf")}}  # fmt: skip
-    (tmp_path / "models.yaml").write_text(yaml.safe_dump(entries))
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
     env, more = {"LLAMASPEC_CONFIG": str(tmp_path)}, str(folder)  # a folder with the same files
     with process("--n-ctx", "256", "--models-dir", more, env=env) as server:
         assert names(server) == ["mine", "small", "cold"]
