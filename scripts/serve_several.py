@@ -114,7 +114,7 @@ def memory_without_models(server: Server, names: Iterable[str]) -> Memory:
     for name in names:
         unload = {"model": name, "keep_alive": 0, "stream": False}
         server.client.post("/api/chat", json=unload).raise_for_status()
-    process = psutil.Process().children()[-1]  # the server started last
+    (process,) = (each for each in psutil.Process().children() if "serve" in each.cmdline())
     return Memory(process.memory_info().rss, len(process.memory_maps(grouped=False)))
 
 

@@ -45,6 +45,6 @@ def test_switching_measures_loading_and_turns(tmp_path: Path) -> None:
 def test_texts_and_memory_of_several_models(store: ModelStore) -> None:
     recipes = [("llama", Recipe()), ("llama", Recipe(seed=1)), ("gemma3", Recipe()), ("jamba", Recipe())]
     options = [f"--target={store.path(*recipe)}" for recipe in recipes]
-    answer = CliRunner().invoke(serve_several.main, [*options, "--requests", "60"])
+    answer = CliRunner().invoke(serve_several.main, [*options, "--requests", "60", "--clients", "1"])
     assert answer.exit_code == 0, answer.output
     assert 2 <= json.loads(answer.stdout)["most_loaded"] < len(recipes)

@@ -261,7 +261,7 @@ def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any
     if MODEL in scope:
         text, fields = f"{text} {scope[MODEL]}", fields | {"model": scope[MODEL]}
     if WORK in scope:
-        work = scope[WORK]()
+        work = scope.pop(WORK)()  # a connection that stays open keeps its latest scope, and so the model
         text, fields = f"{text}: {_in_words(work)}", fields | work
     return text, fields
 

@@ -189,7 +189,8 @@ def test_a_model_whose_time_ends_while_another_one_is_loaded(shelf: Shelf) -> No
         gate.set()
         loading.result()
         until(lambda: not server.models._tasks)
-        (beta,) = (each for each in server.client.get("/api/ps").json()["models"] if each["name"] == "beta:latest")
+        shown = server.client.get("/api/ps").json()["models"]
+        (beta,) = (each for each in shown if each["name"] == "beta:latest")
     assert beta["expires_at"] == NEVER  # once, that of the earlier request
     assert shelf.closed[-1] == "beta"
 
