@@ -130,7 +130,7 @@ def test_the_least_recently_used_model_makes_room(shelf: Shelf) -> None:
         for name in ("alpha-Q8_0", "beta", "alpha-Q8_0", "gamma"):
             ask(server, name)
         assert shelf.closed == ["beta"]
-        assert [model.name for model in server.models.loaded] == ["gamma", "alpha-Q8_0"]
+        until(lambda: [model.name for model in server.models.loaded] == ["gamma", "alpha-Q8_0"])
 
 
 def test_a_number_of_models_may_be_the_limit(shelf: Shelf) -> None:
