@@ -62,19 +62,7 @@ class RoundPlan:
 
 
 class Shared:
-    """Costs, acceptance and gains, and the time that may be spent on learning more.
-
-    Parameters
-    ----------
-    prior : LearnedPrior
-        Results of a probe or of earlier runs.
-    longest : int
-        Maximum draft tokens of a completion in one round.
-    sources : frozenset of Source
-        Where draft tokens come from.
-    pads : bool
-        Plain rounds may be padded to time a width.
-    """
+    """Costs, acceptance and gains, and the time that may be spent on learning more; see `AutoLength`."""
 
     def __init__(
         self, prior: LearnedPrior, longest: int, sources: frozenset[Source], *, pads: bool = True
