@@ -78,8 +78,8 @@ _OPTIONS: tuple[Decorator, ...] = (
     click.option("--against", type=click.Path(path_type=Path), metavar="DIR",
                  help="Also measure the checkout of llamaspec in this folder."),
     click.option("--also", multiple=True, metavar="OPTIONS",
-                 help="Also measure llamaspec serve with these additional options, such as '-k 4'; may be "
-                 "repeated."),
+                 help="Also measure llamaspec serve with these additional options, such as '-k 4', or "
+                 "'--draft none' for copies alone; may be repeated."),
     click.option("--markdown", is_flag=True, help="Print the tables in Markdown."),
     click.option("--share", type=click.Path(path_type=Path), metavar="FILE",
                  help="Write what --json prints to a file that you can share. It has the machine, versions, "

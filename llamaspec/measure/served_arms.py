@@ -59,11 +59,18 @@ def own_arms(
             raise LlamaspecError(f"{against} has no llamaspec; name the root of a checkout with --against")
         ways.append((BEFORE, against.resolve(), []))
     for name, folder, more in ways:
-        command = (sys.executable, "-c", _ENTRY.format(str(folder)), "serve", *options)
+        kept = _without_draft(options) if "--draft" in more else options
+        command = (sys.executable, "-c", _ENTRY.format(str(folder)), "serve", *kept)
         paths = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}  # nothing from the working directory
         fixed = ("--parallel", str(n_parallel), "--request-timeout", "0", "--grace", "1")
         yield ServerCommand(name, (*command, *fixed, *more), environment)
+
+
+def _without_draft(options: Sequence[str]) -> list[str]:
+    """Return options of `serve` without the choice of a draft."""
+    before = ("", *options)  # each option's predecessor
+    return [word for word, previous in zip(options, before, strict=False) if "--draft" not in (word, previous)]
 
 
 PEER_TYPES = {  # llama-server's speculation type for each kind of draft with hidden rows

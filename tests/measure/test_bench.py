@@ -189,6 +189,15 @@ def test_llama_server_gets_the_same_files_and_settings() -> None:
         [*peer_arms("server", alone, ["draft-simple"])]
 
 
+def test_another_arm_may_have_another_draft() -> None:
+    options = ["--draft", "d.gguf", "--draft-ctx", "64", "--draft", "e.gguf"]
+    words = [arm.words[4:] for arm in own_arms(options, ["--draft none"], None)]
+    assert words[1][:6] == tuple(options)
+    assert words[2][:2] == ("--draft-ctx", "64")
+    assert words[2][-2:] == ("--draft", "none")
+    assert words[2].count("--draft") == 1
+
+
 def test_checkouts_are_started_from_their_folders(tmp_path: Path) -> None:
     (tmp_path / "llamaspec").mkdir()
     (tmp_path / "llamaspec" / "__main__.py").touch()
