@@ -70,7 +70,7 @@ def own_arms(
 def _without_draft(options: Sequence[str]) -> list[str]:
     """Return options of `serve` without the choice of a draft."""
     before = ("", *options)  # each option's predecessor
-    return [word for word, previous in zip(options, before, strict=False) if "--draft" not in (word, previous)]
+    return [word for word, last in zip(options, before, strict=False) if "--draft" not in (word, last)]
 
 
 PEER_TYPES = {  # llama-server's speculation type for each kind of draft with hidden rows
