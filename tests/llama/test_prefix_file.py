@@ -144,7 +144,7 @@ def test_the_same_tokens_after_different_ones_have_a_file_each(opened: OpenModel
     long = Recipe(n_context=1024)
     before, after, folder = opened("llama", long), opened("llama", long), PrefixFolder(tmp_path, LARGE)
     texts = [np.concatenate([text(BLOCK, seed), text(40, 9)]) for seed in (1, 2)]
-    answers, reported = [], list[str]()
+    answers, reported = list[Any](), list[str]()
     for tokens in texts:
         answers.append(before.forward(ForwardRequest(TARGET, tokens), 0).copy())
         before.release(0)
