@@ -221,7 +221,8 @@ def process(
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        assert served_at.wait(PATIENCE), lines
+        until(lambda: served_at.is_set() or popen.poll() is not None)
+        assert served_at.is_set(), lines
         url = next(line for line in lines if "served at" in line).rpartition(" ")[2]
         until(lambda: httpx.get(f"{url}/health").status_code == 200)
         yield Process(popen, lines, url)

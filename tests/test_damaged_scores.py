@@ -39,14 +39,6 @@ def test_a_target_names_its_file(bad: Path) -> None:
     assert said(answer) == f"llamaspec: {bad} gives scores that are not numbers; download or convert it again"
 
 
-def test_later_requests_fail_alike(bad: Path) -> None:
-    """The KV cache keeps nothing that is not a number."""
-    with open_pair(bad, target_options=CPU) as pair:
-        for _ in range(2):
-            with pytest.raises(ScoresError, match=r"bad\.gguf"):
-                pair.stream("def f(x):", seed=1, max_tokens=4).run()
-
-
 def test_a_text_with_damaged_scores_ends_no_other(store: ModelStore, tmp_path: Path) -> None:
     """A token that overflows: once, all requests that shared its evaluation ended with an error."""
     parts = take_apart(store.path("llama", Recipe()))

@@ -213,7 +213,8 @@ class Models:
                 return model.service
         except LlamaspecError as error:
             self.log.line(f"cannot load {model.name}: {error}")
-            message = f"the model cannot be loaded: {error}"
+            # The reason names files of this machine, which are not for clients.
+            message = f"{model.name} cannot be loaded; the server's log says why"
             raise RequestError(500, message, code="model_not_loaded") from error
         finally:
             if model.loading is asyncio.current_task():

@@ -21,6 +21,7 @@ BRANCHING = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{%
 HOSTILE = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "output": "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxx{% endfor %}{% endfor %}",
+    "long output": "{% set x = 'A' * 1000000 %}{% for i in range(17) %}{{ x }}{% endfor %}",
     "product": "{{ 'A' * 3000000000 }}",
     "padding": "{{ 'A'.ljust(30000000000) }}",
     "format": "{{ '%3000000000d' % 1 }}",
@@ -73,6 +74,7 @@ def test_hostile_templates(process: TemplateProcess, source: str) -> None:
     [
         ("loops", "runs for more than 0.5 seconds"),
         ("branching", "runs for more than 0.5 seconds"),
+        ("long output", "writes more than 16777216 characters"),
         ("product", "needs too much memory"),
         ("self", "recurses without end"),
     ],

@@ -12,16 +12,11 @@ from model_store import ModelStore
 from tiny_models import Recipe
 from tiny_vocabulary import sentencepiece_vocabulary
 
-DRAFTS = {
-    "shuffled": Recipe(dtype="q8_0").draft(0.01, shuffled=4),
-    "another family": Recipe(vocabulary=sentencepiece_vocabulary()),
-}
 
-
-@pytest.fixture(params=DRAFTS)
-def pair(request: pytest.FixtureRequest, store: ModelStore, target_file: Path) -> list[str | Path]:
+@pytest.fixture
+def pair(store: ModelStore, target_file: Path) -> list[str | Path]:
     """Return the options that name a pair."""
-    draft = store.path("llama", DRAFTS[request.param])
+    draft = store.path("llama", Recipe(vocabulary=sentencepiece_vocabulary()))
     return ["--target", target_file, "--draft", draft, "--threads", "1"]
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from command import Answer, invoke, naming, run
 from llamaspec import LlamaModel, ModelOptions
-from llamaspec.errors import EvaluationError
 from llamaspec.kernels import Kernels
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import Device, find_devices
@@ -128,9 +127,7 @@ def test_without_a_draft(target_file: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("llama", "rejected draft tokens are removed from the cache"),
         ("gemma3", f"some layers see the last {WINDOW} positions; rejected draft tokens are removed from"),
-        ("mamba", "the model keeps states; rejected draft tokens are rolled back from a snapshot"),
         ("jamba", "the model keeps states; rejected draft tokens are rolled back from a snapshot"),
         ("lfm2", "the model keeps states; rejected draft tokens are rolled back to an earlier"),
     ],
@@ -247,18 +244,6 @@ def test_a_model_that_cannot_be_loaded(
     assert "vocabulary" not in found
 
 
-def test_a_model_that_loads_but_cannot_be_evaluated(
-    target_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(self: LlamaModel, batch: object, n_padding: int = 0) -> None:
-        raise EvaluationError("llama.cpp could not evaluate (code -3): no reason")
-
-    monkeypatch.setattr(LlamaModel, "evaluate", fails)
-    answer = invoke("doctor", *naming([target_file]))
-    assert answer.code == 1
-    assert any(line.startswith("problem  target ") for line in answer.stdout.splitlines())
-
-
 def test_options_that_surprise(target_file: Path, draft_file: Path) -> None:
     options = ["--n-ctx", "1024", "--draft-ctx", "512", "--draft-cache-type-k", "q4_0"]
     found = listed(invoke("doctor", *naming([target_file, draft_file]), *options, "--json"))
@@ -266,11 +251,6 @@ def test_options_that_surprise(target_file: Path, draft_file: Path) -> None:
     assert found["draft context"]["level"] == "ok"
     assert found["draft KV types"]["level"] == "warning"
     assert found["target KV types"]["level"] == "ok"
-
-
-def test_options_that_are_wrong(target_file: Path) -> None:
-    answer = invoke("doctor", "--target", target_file, "--threads", "0")
-    assert (answer.code, answer.stdout) == (2, "")
 
 
 @pytest.mark.parametrize(
@@ -425,15 +405,6 @@ def test_sizes(n: int, told: str) -> None:
     assert as_size(n) == told
 
 
-def test_the_figures_of_a_machine() -> None:
-    found = list(machine_findings(replace(MACHINE, can_offload=True, devices=(GPU, CPU), n_taken=5.25)))
-    assert found[2].text == "CUDA0 (a card, 1.0 GiB free), CPU (a processor)"
-    assert "5.2 of 8 hardware threads" in found[3].text
-    too_many = thread_finding(MACHINE, "draft", 6)
-    assert too_many.text.startswith("6 of 4 full-speed cores")
-    assert "use 4 (--draft-threads)" in str(too_many.remedy)
-
-
 def test_the_figures_of_the_room() -> None:
     """Keys and values take 1 KiB for each of 2^18 tokens, and 1 MiB and 2 KiB for each of 512."""
     draft = examined(
@@ -450,11 +421,3 @@ def test_the_figures_of_the_room() -> None:
     on_gpu = room_finding(replace(MACHINE, can_offload=True, devices=(GPU, CPU)), models)
     assert on_gpu.text.endswith("1.0 GiB free on the GPU")
     assert str(on_gpu.remedy).endswith("(--n-ctx, --gpu-layers)")
-
-
-def test_the_figures_of_two_models() -> None:
-    assert "100.00 ms in the target, 40.00 ms in the draft: 2.5 times" in pace_finding(timed(0.1, 0.04)).text
-    assert pace_finding(timed(0.1, 0.2)).text.endswith("no faster than the target")
-    target = examined(facts=replace(FACTS, n_active_parameters=35 * 10**8))
-    told = only(list(model_findings(MACHINE, target)), "target").text
-    assert told.endswith("about 3.50B parameters used for each token")

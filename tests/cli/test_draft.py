@@ -176,15 +176,6 @@ def with_draft(target: Path) -> Path:
     return target
 
 
-def test_auto_finds_what_was_made(with_draft: Path) -> None:
-    assert find_draft(str(with_draft)) == str(made_path(with_draft, "L1-copy"))
-    answer = invoke(
-        "generate", "--target", with_draft, "--draft", "auto", "--threads", "1",
-        "-p", "def", "-n", "8", "--draft-length", "2", "--seed", "1", "--json",
-    )  # fmt: skip
-    assert answer.json["statistics"]["drafted"] > 0
-
-
 def test_what_was_made_comes_before_what_is_listed(own_list: Path, with_draft: Path) -> None:
     own_list.write_text(f"mine: {{path: {with_draft}, draft: other}}\nother: {{path: {with_draft}}}\n")
     assert find_draft("mine") == str(made_path(with_draft, "L1-copy"))
@@ -217,11 +208,3 @@ def test_the_figures_of_what_was_made(target: Path, monkeypatch: pytest.MonkeyPa
     found = invoke("draft", "make", target, "--threads", "1", "--json").json
     assert (found["path"], found["speed_up"], found["speed_up_quartiles"]) == (str(output), 1.5, [1.25, 2.25])
     assert found["candidates"][0]["candidate"] == {"pruned": [1, 2], "file_type": "Q4_0"}
-
-
-def test_nothing_that_pays_is_no_error(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Made(FOUND, None, None, "the best one, L6-Q4_0, gave 0.93x")
-    monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_, **__: made)
-    answer = invoke("draft", "make", target, "--threads", "1")
-    assert answer.code == 0
-    assert answer.stdout.splitlines()[-1].endswith(": the best one, L6-Q4_0, gave 0.93x")

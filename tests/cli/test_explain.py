@@ -20,16 +20,6 @@ def timeline_data(page: Path) -> dict[str, object]:
     return data
 
 
-def test_explain_tells_choices_costs_and_a_verdict(models: list[Path]) -> None:
-    answer = generate("-n", "60", "--seed", "1", "--explain", "hello", models=models)
-    assert answer.code == 0
-    for part in ("draft tokens verified per round:", "a token takes "):
-        assert part in answer.stderr
-    assert re.search(
-        r"the completion took .* (less|more) than|nothing was gained|gain unknown", answer.stderr
-    )
-
-
 def test_explain_of_a_fixed_length_says_who_chose_it(models: list[Path]) -> None:
     answer = generate("-n", "10", "-k", "2", "--explain", "hello", models=models)
     assert "--draft-length fixed the draft length at 2" in answer.stderr

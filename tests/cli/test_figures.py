@@ -92,15 +92,6 @@ def test_the_lines_after_a_text() -> None:
     assert third.endswith(" 3.1%"), "the constraint"
 
 
-def test_the_gain_of_a_short_text_is_not_told() -> None:
-    plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
-    for n, tells in ((15, False), (16, True)):
-        text = a_text([TWO_ROUNDS[0], *[plain] * (n - 3)])
-        assert text.summary.n_tokens == n
-        for detail in ("short", "full"):
-            assert any("without drafts" in line for line in statistics_lines(text, 7, detail)) == tells
-
-
 def test_the_gain_is_told() -> None:
     plain = a_round(next_token=7, seconds=(0.0, 1.5, 0.5))
     text = a_text([*4 * TWO_ROUNDS, *3 * [plain]])  # 19 tokens in 22 s, 38 s without a draft
@@ -285,22 +276,9 @@ def shown(found: Comparison, monkeypatch: pytest.MonkeyPatch, models: list[Path]
     return invoke("compare", *naming(models), "-n", "4", "--seed", "3", *options)
 
 
-def test_the_table_of_a_comparison(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quartiles of three values are half-way to the median; the median of `both` is 4 / 0.8 tokens/s."""
-    answer = shown(compared(), monkeypatch, models)
-    assert [" ".join(line.split()) for line in answer.stdout.splitlines()] == [
-        "method runs seconds tokens/s speed-up",
-        "alone 3 2.000 ± 1.000 2.0 1.00x",
-        "draft 3 0.500 ± 0.062 8.0 5.43x (0.10 to 303.36)",  # 2, 4 and 20 times
-        "both 3 0.800 ± 0.375 5.0 2.32x (1.50 to 3.60)",  # 2, 2.5 and 2.5 times
-        "acceptance: 33.3% of the verified draft tokens",
-    ]
-    assert "the same file" not in answer.stderr
-    answer = shown(compared(same_file=True), monkeypatch, models)
-    assert "so no draft token should be rejected" in answer.stderr
-    answer = shown(compared(drafts=False), monkeypatch, models)
-    assert answer.stdout.splitlines()[-2].split() == ["both", "3", "0.800", "±", "0.375", "5.0"]
-    assert answer.stdout.splitlines()[-1] == "no draft token was proposed, so any difference is noise"
+def test_what_a_comparison_says_about_its_drafts(models: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "should be rejected" in shown(compared(same_file=True), monkeypatch, models).stderr
+    assert "any difference is noise" in shown(compared(drafts=False), monkeypatch, models).stdout
 
 
 @pytest.mark.usefixtures("own_cache")  # without the verdicts of other tests

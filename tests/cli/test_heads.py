@@ -35,7 +35,7 @@ def test_the_text_is_the_targets_own(target: Path, draft: str) -> None:
     assert (found["draft"], plain["draft"]) == ("mtp", None)
 
 
-@pytest.mark.parametrize("command", ["generate", "compare", "doctor", "probe"])
+@pytest.mark.parametrize("command", ["generate", "doctor"])
 @pytest.mark.usefixtures("own_cache")
 def test_a_file_without_heads(target_file: Path, command: str) -> None:
     says = said(invoke(command, *options(target_file, "mtp"), *(["x"] if command == "generate" else [])))

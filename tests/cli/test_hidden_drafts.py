@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 
 from command import PROMPT, invoke, said
-from llamaspec import Sampling, open_pair
-from llamaspec.length.fixed import FixedLength
-from llamaspec.llama.options import ModelOptions
 from model_store import ModelStore
 from tiny_hidden import DraftRecipe, write_draft
 from tiny_models import Recipe
@@ -47,17 +44,3 @@ def test_a_draft_for_another_target_is_refused_in_one_line(store: ModelStore, tm
     draft = write_draft(tmp_path / "wide.gguf", DraftRecipe(replace(FLAT, width=128)))
     says = said(invoke("generate", "--target", store.path("llama", FLAT), "--draft", draft, "x"))
     assert "was made for a target with hidden rows of 128 numbers" in says
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "dspark", "dflash2"])
-def test_programs(store: ModelStore, tmp_path: Path, kind: str) -> None:
-    """Every rule verifies them."""
-    draft = write_draft(tmp_path / "draft.gguf", DraftRecipe(FLAT, kind))
-    files = store.path("llama", FLAT), draft
-    with open_pair(*files, target_options=ModelOptions(threads=1)) as pair:
-        for rule in ("coupled", "rejection", "block"):
-            sampling = Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None)
-            stream = pair.stream(
-                "the end", seed=1, sampling=sampling, rule=rule, policy=FixedLength(3), max_tokens=40
-            )
-            assert stream.run().summary.n_verified > 20

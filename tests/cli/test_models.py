@@ -297,7 +297,7 @@ def snapshots(own_list: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-NAMES_THAT_LEAD_OUT = ("../../../../victim.gguf", "{folder}/victim.gguf", "x/../../../../../victim.gguf")
+NAMES_THAT_LEAD_OUT = ("{folder}/victim.gguf", "x/../../../../../victim.gguf")
 
 
 @pytest.mark.parametrize("name", NAMES_THAT_LEAD_OUT)
@@ -470,13 +470,3 @@ def test_quantizations_that_are_not_listed_follow_the_pattern(catalog: Catalog) 
     assert coder.file("Q8_0").file == "qwen2.5-coder-7b-instruct-q8_0.gguf"
     with pytest.raises(ModelFileError, match="it has no quantizations"):
         Entry("mine", path="x.gguf").file("q8_0")
-
-
-def test_parts() -> None:
-    assert RemoteFile("a/b", "m-00001-of-00003.gguf").parts == tuple(
-        f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)
-    )
-    assert RemoteFile("a/b", "m.gguf").parts == ("m.gguf",)
-    for repo, file in (("a", "m.gguf"), ("a/b", "m.bin"), ("/b", "m.gguf")):
-        with pytest.raises(ValueError, match="got"):
-            RemoteFile(repo, file)

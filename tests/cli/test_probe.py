@@ -7,25 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from command import generate, invoke, naming
+from command import invoke, naming
 from llamaspec import LlamaModel, Pair
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.llama import runtime
 from llamaspec.measure.probe import Effort, measure
-from llamaspec.measure.verdict import saturation_width, verdict
-
-STEEP = CostCurve((1, 2, 4), (1.0, 2.1, 4.2), 0.05)
-FLAT = CostCurve((1, 2, 4), (1.0, 1.05, 1.1), 0.05)
+from llamaspec.measure.verdict import verdict
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-def test_what_the_curve_says() -> None:
-    assert [saturation_width(curve) for curve in (STEEP, FLAT)] == [1, 4]
-    wide = CostCurve((*STEEP.widths, 8, 9), (*STEEP.verify_seconds, 8.4, 9.4), 0.05)
-    assert "slower at any acceptance" in verdict(wide)
-    assert verdict(STEEP).endswith("unknown: batch sizes were timed only up to 4")
-    assert verdict(FLAT).endswith("faster above an acceptance of 2 to 18%")  # 1 + a > 1.1, 7 % less and more
+def test_a_curve_that_ends_early_tells_nothing() -> None:
+    steep = CostCurve((1, 2, 4), (1.0, 2.1, 4.2), 0.05)
+    assert verdict(steep).endswith("unknown: batch sizes were timed only up to 4")
 
 
 def test_json_has_the_widths_the_conclusions_and_the_verdict(models: list[Path]) -> None:
@@ -79,23 +73,6 @@ def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None
         forgot = invoke("probe", *options, "--forget")
         assert (forgot.code, forgot.stdout, forgot.complaints) == (0, "", [told])
     assert "without --show" in invoke("probe", *options, "--show").stderr
-
-
-def test_a_damaged_file_counts_as_none(models: list[Path], tmp_path: Path) -> None:
-    invoke("probe", *naming(models), "--quick")
-    learnt = set((tmp_path / "curves").glob("*.runs.json"))
-    (kept,) = set((tmp_path / "curves").glob("*.json")) - learnt
-    for damage in ("", "{", "[]", '{"format": 1}', '{"format": 0, "probe": {}}'):
-        kept.write_text(damage)
-        assert generate("-n", "5", "hello", models=models).code == 0
-        assert "without --show" in invoke("probe", *naming(models), "--show").stderr
-
-
-def test_the_table_ends_with_the_verdict(models: list[Path]) -> None:
-    answer = invoke("probe", *naming(models), "--quick")
-    assert "differs by: largest difference of a logit from batch size 1" in " ".join(answer.stdout.split())
-    found = invoke("probe", *naming(models), "--show", "--json").json
-    assert " ".join(answer.stdout.split()).endswith(found["verdict"])
 
 
 def test_it_ends_when_its_time_is_over(models: list[Path]) -> None:

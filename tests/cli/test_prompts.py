@@ -16,13 +16,10 @@ from patience import PATIENCE, until_it_waits
     [
         ([PROMPT], b""),
         (["-p", PROMPT], b""),
-        (["--prompt", PROMPT], b""),
         (["-f", "PROMPT_FILE"], b""),
-        (["--file", "PROMPT_FILE"], b""),
         ([], PROMPT.encode()),
         (["-"], PROMPT.encode()),
         (["-f", "-"], PROMPT.encode()),
-        (["-p", "-"], PROMPT.encode()),
         # A pipe is read only if no prompt is given.
         ([PROMPT], b"something else"),
     ],
@@ -37,7 +34,7 @@ def test_places_of_the_prompt(models: list[Path], tmp_path: Path, arguments: lis
     assert (answer.json["text"], answer.json["prompt_tokens"]) == (right.text, right.n_prompt_tokens)
 
 
-@pytest.mark.parametrize("content", [b"x", b"x\n", b"x\n\n", b"\n", b"x\r\n", "é€\n".encode(), b" x "])
+@pytest.mark.parametrize("content", [b"x\n\n", b"x\r\n", "é€\n".encode(), b" x "])
 def test_a_prompt_is_taken_byte_for_byte(models: list[Path], tmp_path: Path, content: bytes) -> None:
     """The newline at the end belongs to the prompt, from a file and from a pipe."""
     file = tmp_path / "prompt.txt"

@@ -82,7 +82,7 @@ EARLY = START.replace("llamaspec.cli.main", "llamaspec.cli.signals")  # the firs
 def test_two_interrupts_at_the_start_leave_no_traceback() -> None:
     """The second one found Python cleaning up after the first: 1 of 86 printed a traceback."""
     chance = random.Random(0)
-    for _ in range(30):
+    for _ in range(12):
         command = [sys.executable, "-c", EARLY, "generate", "-h"]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
         assert child.stdout is not None

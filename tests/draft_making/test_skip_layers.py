@@ -186,11 +186,6 @@ def test_an_interrupted_copy_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_refusal_by_llama_cpp_is_one_line(widened: Path, tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="cannot make this copy"):
-        write_copy(tmp_path / "none.gguf", tmp_path / "copy.gguf")
-
-
 def test_without_a_child_process_the_reason_is_one_line(
     widened: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,9 +297,3 @@ def test_other_types_are_tried_with_the_best_number_of_layers() -> None:
     found = search([1.0] * 48, ["A", "B"], KnownSpeedUps(30))
     assert found[0].candidate.file_type == "B"
     assert found[0].n_layers == 30
-
-
-def test_unusable_candidates_are_not_found() -> None:
-    found = search([1.0] * 8, ["A", "B"], KnownSpeedUps(4, 8, refused=("A",)))
-    assert {each.candidate.file_type for each in found} == {"B"}
-    assert search([1.0], ["A"], KnownSpeedUps(1, 1, refused=("A",))) == []

@@ -224,7 +224,7 @@ def test_a_long_interactive_sequence_takes_turns() -> None:
     assert cursor.run().tokens == alone(seed=2, max_tokens=300)
 
 
-@pytest.mark.parametrize("n_steps", range(1, 40, 6))
+@pytest.mark.parametrize("n_steps", range(1, 40, 12))
 @pytest.mark.parametrize("position_seconds", [0.003, 0.02])
 @pytest.mark.parametrize("max_chunked_prefill", [0, 512])
 def test_two_agents_and_an_editor(max_chunked_prefill: int, position_seconds: float, n_steps: int) -> None:

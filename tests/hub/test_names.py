@@ -10,9 +10,8 @@ import pytest
 
 from command import invoke, said
 from hub_server import ADDRESS, BIG, SMALL, Hub
-from llamaspec.catalog import Quantization, find_remote, locate_model, resolve_model
+from llamaspec.catalog import find_remote, locate_model, resolve_model
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.fetching import MAX_BYTES
 from llamaspec.files import is_plain
 from llamaspec.hub import RemoteFile, find_here, remote_file, remove
 from llamaspec.plan import find_draft
@@ -59,10 +58,6 @@ def test_files_that_are_accepted(file: str) -> None:
 def test_the_longest_plain_names(lengths: tuple[int, ...], *, expected: bool) -> None:
     """255 bytes between two slashes and 1024 in all; some characters have two bytes."""
     assert is_plain("/".join(n // 2 * "ä" + n % 2 * "a" for n in lengths)) == expected
-
-
-def test_sizes_that_a_file_may_have() -> None:
-    assert [Quantization("x.gguf", bytes=n).bytes for n in (1, MAX_BYTES)] == [1, MAX_BYTES]
 
 
 def test_an_address_may_leave_out_the_file(hub: Hub, cache: Path) -> None:

@@ -18,7 +18,7 @@ from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.values import Draft, Evaluation, Round, Source
-from simulator import Array, Machine, Passage, Run, optimal_rate, passage, play, play_together, table
+from simulator import Array, Machine, Passage, optimal_rate, passage, play, play_together, table
 
 N = 512
 CURVES = {  # milliseconds by width, measured or reported: see docs/hardware.md
@@ -258,19 +258,6 @@ def test_if_the_rule_drops_nothing_a_draft_is_verified_whole_or_not_at_all(curve
     assert any(made > 1 for made, _ in found) == (curve == "flat")
 
 
-@pytest.mark.parametrize("source", [Source.EAGLE3, Source.BLOCK])
-def test_a_block_costs_one_step(source: Source) -> None:
-    """Steps of half a plain token leave room for a token or two; a block may be as long as it is accepted."""
-    curve = CostCurve((1, 2, 4, 8, 16), (1.0, 1.05, 1.1, 1.2, 1.4), 0.5)
-    policy = AutoLength(LearnedPrior(curve, log_odds=(2.0,) * 10), sources={source})
-    sequence = policy.start_sequence(drops=True)
-    sequence.observe(Round(Draft(), 0, 0, Evaluation(1), verify_seconds=1.0))
-    made = Draft(source=source)
-    while sequence.wants_more(made):
-        made = made.plus(0, confidence=0.9)
-    assert (len(made) > 8) == (source is Source.BLOCK)
-
-
 def test_an_unsure_draft_is_cut_before_verification() -> None:
     on = machine("slope", jitter=0.0, spikes=0.0)
     sequence = AutoLength(on.curve()).start_sequence(drops=True)
@@ -291,21 +278,6 @@ def test_a_run_starts_with_what_the_last_one_learnt() -> None:
     assert sum(again.n_steps) <= 1
 
 
-def test_long_copies_are_made_if_wide_evaluations_are_cheap() -> None:
-    """Costs are known at every power of two, and need not rise."""
-    widths = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    curve = CostCurve(widths, (10.0, 16.0, 30.0, 60.0, 40.0, 45.0, 50.0, 60.0, 80.0, 160.0), 0.0)
-    sequence = AutoLength(curve, longest=511, sources={Source.NGRAM}).start_sequence(drops=True)
-    for i in range(3):
-        sequence.observe(Round(Draft(), 0, 0, Evaluation(1, 1, i), verify_seconds=10.0))
-    made = Draft(source=Source.NGRAM, ahead=(0.99,) * 511)
-    n = 0
-    while sequence.wants_more(made):
-        n += 1
-        made = Draft(np.zeros(n, np.int32), (), (0.99,) * n, Source.NGRAM, ahead=(0.99,) * (511 - n))
-    assert 14 <= n <= 16  # at first; each copy that is accepted as a whole doubles it
-
-
 @pytest.mark.parametrize(
     ("make", "match"),
     [
@@ -317,13 +289,6 @@ def test_long_copies_are_made_if_wide_evaluations_are_cheap() -> None:
 def test_impossible_arguments_are_refused(make: Callable[[], object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
-
-
-def test_the_same_rounds_give_the_same_decisions() -> None:
-    def run() -> Run:
-        return play(AutoLength(), machine("stepped"), mixed(), seed=3)
-
-    assert run() == run()
 
 
 def copying(sequence: AutoSequence, n_matched: int) -> int:

@@ -18,7 +18,6 @@ from command import python
 from forward_requests import request
 from llamaspec import (
     LlamaModel,
-    LlamaspecError,
     MemoryFullError,
     ModelFileError,
     ModelOptions,
@@ -84,18 +83,14 @@ def damaged(store: ModelStore, tmp_path_factory: pytest.TempPathFactory) -> dict
         "text": folder / "text",
         "empty": folder / "empty",
         "magic only": truncated(whole, folder / "magic", 4),
-        "half a header": truncated(whole, folder / "header", 15),
         "header only": truncated(whole, folder / "header-only", 24),
         "half the metadata": truncated(whole, folder / "metadata", 400),
-        "in the token list": truncated(whole, folder / "tokens", 3000),
         "no tensor data": truncated(whole, folder / "data", size * 6 // 100),
         "half the tensor data": truncated(whole, folder / "half", size // 2),
         "last byte missing": truncated(whole, folder / "last", size - 33),
-        "version 1": headed("version", magic, 1, n_tensors, n_entries),
         "version 99": headed("version99", magic, 99, n_tensors, n_entries),
         "other byte order": headed("big", magic, 3 << 24, n_tensors, n_entries),
         "negative counts": headed("negative", magic, version, -1, n_entries),
-        "too many tensors": headed("tensors", magic, version, 2**40, n_entries),
         "too many entries": headed("entries", magic, version, n_tensors, 2**40),
         "more tensors than there are": headed("one-more", magic, version, n_tensors + 1, n_entries),
         "key of endless length": with_bytes(
@@ -113,18 +108,14 @@ SAYS = {
     "text": "is not a GGUF file; convert the model",
     "empty": "is not a GGUF file",
     "magic only": "is cut short; download it again",
-    "half a header": "is cut short; download it again",
     "header only": "cannot load",
     "half the metadata": "cannot load",
-    "in the token list": "cannot load",
     "no tensor data": "cannot load",
     "half the tensor data": "cannot load",
     "last byte missing": "cannot load",
-    "version 1": "has GGUF version 1",
     "version 99": "has GGUF version 99",
     "other byte order": "has GGUF version",
     "negative counts": "has GGUF version",
-    "too many tensors": "cannot load",
     "too many entries": "cannot load",
     "more tensors than there are": "cannot load",
     "key of endless length": "cannot load",
@@ -317,13 +308,3 @@ def test_progress_is_reported(store: ModelStore) -> None:
         pass
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
-
-
-def test_errors_are_explained_by_llama_cpp(damaged: dict[str, Path]) -> None:
-    """The reason belongs to this file, not to an earlier one."""
-    reasons = set()
-    for fault in ("half the tensor data", "other architecture", "half the metadata"):
-        with pytest.raises(LlamaspecError) as caught:
-            LlamaModel(damaged[fault])
-        reasons.add(str(caught.value).partition("gguf")[2] or str(caught.value))
-    assert len(reasons) == 3

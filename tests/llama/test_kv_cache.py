@@ -272,11 +272,6 @@ def test_one_sequence_too_many_leaves_the_others_alone() -> None:
     assert others == [9, 9]
 
 
-def test_a_single_sequence_that_is_too_long() -> None:
-    (answer,) = Checked().prepare((0, request(65), 0))
-    assert str(answer) == "the context of 64 tokens is full: this completion needs 65"
-
-
 def test_reserved_cells_are_not_given_to_others() -> None:
     """They stay reserved until they are used or the sequence makes another request."""
     checked = Checked()

@@ -97,6 +97,24 @@ def test_a_long_word_ends_nothing(store: ModelStore, tmp_path: Path) -> None:
     assert found == [f"overflows {name}" for name in WITH_REGEX]
 
 
+LONGER = """
+import sys
+from pathlib import Path
+from llamaspec import LlamaModel, ModelOptions
+
+with LlamaModel(Path(sys.argv[1]), ModelOptions(threads=1)) as model:
+    print(len(model.vocabulary.tokenize(b"Z" * 1_500_000, add_special=False)))
+"""
+
+
+def test_a_word_that_is_too_long_for_the_large_stack_is_tokenized_in_parts(
+    store: ModelStore, tmp_path: Path
+) -> None:
+    (path,) = written(store, tmp_path, ["gpt-4o"])
+    answer = python(LONGER, path, env={"GGML_NO_BACKTRACE": "1"})
+    assert (answer.code, answer.stdout) == (0, "1500000\n"), answer.stderr
+
+
 @pytest.mark.parametrize(
     "name", _names("bloom deepseek-llm deepseek-v3 exaone-moe falcon gpt-2 gpt-4o jais-2 llama-bpe qwen2")
 )

@@ -16,19 +16,14 @@ from fakes import tokens
 from forward_requests import EXACT, MEMORIES, TOLERANCE, assert_same, fresh, full, request, text
 from llamaspec import (
     EvaluationError,
-    FixedLength,
     LlamaModel,
     LlamaspecError,
     MemoryFullError,
     ModelOptions,
-    PromptError,
-    Sampling,
-    StopReason,
-    open_pair,
 )
-from llamaspec.errors import ClosedError, ContextFullError, EvaluationAbortedError
+from llamaspec.errors import ClosedError, ContextFullError, EvaluationAbortedError, ScoresError
 from llamaspec.llama import resources, runtime
-from llamaspec.llama.context import default_context_size
+from llamaspec.llama.context import Context, default_context_size
 from llamaspec.llama.weights import Weights
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import ModelStore, OpenModel
@@ -69,6 +64,25 @@ def test_return_codes_of_llama_decode(
         model.forward(request(25))
     monkeypatch.undo()
     assert_same(model.forward(request(24)), fresh(other, request(24)))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scores_that_are_not_finite(opened: OpenModel, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    """At any of the scored positions. The KV cache keeps nothing of such an evaluation."""
+    model, other = opened(**EXACT), opened(**EXACT)
+    view = Context._view
+
+    def spoilt(self: Context, *arguments: Any) -> Any:
+        scores = view(self, *arguments).copy()
+        scores[-1, 7] = value
+        return scores
+
+    monkeypatch.setattr(Context, "_view", spoilt)
+    with pytest.raises(ScoresError, match="not numbers"):
+        model.forward(request(20, n_logits=2))
+    assert model.n_cached(text(20)) == 0
+    monkeypatch.undo()
+    assert_same(model.forward(request(20)), fresh(other, request(20)))
 
 
 @pytest.mark.parametrize(
@@ -114,14 +128,6 @@ def test_a_closed_model_refuses_everything(opened: OpenModel) -> None:
     for use in uses:
         with pytest.raises(ClosedError, match="closed"):
             use()
-
-
-def test_description_and_metadata(opened: OpenModel) -> None:
-    model = opened()
-    assert "llama" in model.description
-    assert model.metadata("general.name") == "tiny llama"
-    assert model.metadata("no.such.key") is None
-    assert (model.vocabulary_size, model.trained_context_size) == (288, 512)
 
 
 def test_options_reach_the_context(opened: OpenModel) -> None:
@@ -273,37 +279,6 @@ def test_the_width_up_to_which_a_prompt_changes_no_logits_of_rounds(
     if expected == 63 and runtime.kernels().level is not None:
         expected = 512
     assert opened(kind, n_ctx=600, **options).max_chunked_prefill == expected
-
-
-def test_k_quants_have_the_attention_that_llama_cpp_chooses(
-    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rule once turned flash attention off for K-quants on CPUs.
-
-    Its figures came from a server with stale cells in its cache; on a clean one the difference is small.
-    """
-    metadata = Weights.metadata
-    monkeypatch.setattr(
-        Weights, "metadata", lambda self, key: "15" if key == "general.file_type" else metadata(self, key)
-    )
-    opened(n_ctx=600)
-    assert runtime.log.flash_attention
-
-
-@pytest.mark.parametrize("kind", MEMORIES)
-def test_a_context_of_ten_tokens(store: ModelStore, kind: str) -> None:
-    """It silently became 256: llama.cpp rounds the number of cells."""
-    options = ModelOptions(n_ctx=10, threads=1)
-    with open_pair(store.path(kind), store.path(kind), target_options=options, draft_options=options) as pair:
-        assert pair.target.context_size == 10
-        for n_draft in (0, 3):
-            completion = pair.stream(
-                text(4), seed=1, max_tokens=100, sampling=Sampling(temperature=0), policy=FixedLength(n_draft)
-            ).run()
-            assert completion.stop_reason is StopReason.CONTEXT
-            assert len(completion.tokens) == 6
-        with pytest.raises(PromptError, match="10 tokens, which leaves no room in a context of 10"):
-            pair.stream(text(10))
 
 
 @pytest.mark.parametrize("kind", MEMORIES)

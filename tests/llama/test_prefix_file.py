@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from forward_requests import Count, assert_same, request, text
 from llamaspec import ClosedError, LlamaModel, LlamaspecError
 from llamaspec.llama import prefix_folder
-from llamaspec.llama.cells import Cells
+from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.prefix_file import SUFFIX, NodeFile
 from llamaspec.llama.prefix_folder import OLD_SUFFIX, PrefixFolder
 from llamaspec.values import TARGET, ForwardRequest
@@ -139,6 +140,22 @@ def test_a_damaged_file_is_ignored_and_replaced(
     assert reported[-1] == f"loaded {92 + 71 + 90} tokens of prefixes"
 
 
+def test_the_same_tokens_after_different_ones_have_a_file_each(opened: OpenModel, tmp_path: Path) -> None:
+    long = Recipe(n_context=1024)
+    before, after, folder = opened("llama", long), opened("llama", long), PrefixFolder(tmp_path, LARGE)
+    texts = [np.concatenate([text(BLOCK, seed), text(40, 9)]) for seed in (1, 2)]
+    answers, reported = list[Any](), list[str]()
+    for tokens in texts:
+        answers.append(before.forward(ForwardRequest(TARGET, tokens), 0).copy())
+        before.release(0)
+    folder.save([before], pytest.fail)
+    folder.load([after], reported.append)
+    for tokens, answer in zip(texts, answers, strict=True):
+        assert after.n_cached(tokens) == len(tokens)
+        assert_same(after.forward(ForwardRequest(TARGET, tokens), 0), answer)
+        after.release(0)
+
+
 def test_prefixes_of_other_models_or_settings_are_not_used(opened: OpenModel, tmp_path: Path) -> None:
     model, other, folder = opened(), opened(cache_type_v="q8_0"), PrefixFolder(tmp_path, LARGE)
     filled(model)
@@ -224,6 +241,23 @@ def test_a_failed_write_is_reported_in_one_line(opened: OpenModel, tmp_path: Pat
     filled(model)
     folder.save([model], reported.append)
     assert reported == [f"cannot save prefixes in {folder.path}: No such file or directory"]
+
+
+def test_a_file_has_its_name_only_when_it_is_whole(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another server may read the folder at any moment. What could not be written is deleted."""
+    model, folder, reported, seen = opened(), PrefixFolder(tmp_path, LARGE), list[str](), list[Path]()
+
+    def full(*_: object) -> None:
+        seen.extend(files_of(folder))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    filled(model)
+    folder.save([model], reported.append)
+    assert reported == [f"cannot save prefixes in {folder.path}: No space left on device"]
+    assert (seen, size_of(folder)) == ([], 0)
 
 
 def test_two_processes_add_to_each_other_s_prefixes(opened: OpenModel, tmp_path: Path) -> None:

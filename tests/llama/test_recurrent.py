@@ -43,14 +43,17 @@ def test_conversations_share_the_state_after_their_first_message(
 def test_the_shared_state_outlives_the_conversations_that_begin_with_it(
     opened: OpenModel, tmp_path: Path
 ) -> None:
+    """Also if they are so long that they no longer have a checkpoint there."""
     model = opened("jamba")
-    for i in range(4):
-        model.forward(prompt(i), number=i)
+    for i in range(2):
+        for n in (8, 108, 208, 308, 408):
+            model.forward(ForwardRequest(TARGET, np.concatenate([SYSTEM, text(n, i)])), number=i)
         model.release(i)
         model.store_finished()
     folder, other, reported = PrefixFolder(tmp_path / "saved", 1 << 40), opened("jamba"), list[str]()
     folder.save([model], reported.append)
     folder.load([other], reported.append)
+    assert other.n_cached(prompt(9).tokens) == len(SYSTEM)
     other.forward(prompt(5), number=0)
     other.release(0)
     other.store_finished()

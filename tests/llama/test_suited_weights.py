@@ -13,7 +13,7 @@ from llamaspec import LlamaModel, ModelOptions
 from llamaspec.draft_making.measuring import draft_options
 from llamaspec.kernels import AUTO, OFF, VARIABLE, Kernels
 from llamaspec.llama import runtime, trial
-from llamaspec.llama.gguf_file import GgufFile, TensorFacts, multiplied_types, read_gguf
+from llamaspec.llama.gguf_file import GgufFile, TensorFacts, multiplied_types
 from llamaspec.llama.prefix_folder import PrefixFolder
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.weights import Weights, suits_kernels
@@ -95,13 +95,6 @@ def test_the_output_matrix_may_be_in_another_part() -> None:
     assert multiplied_types(reversed(parts)) == {Q8_0}
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
-def test_the_types_of_a_real_file(store: ModelStore, kind: str) -> None:
-    types = {"f32": {F32}, "f16": {F16}, "q8_0": {Q8_0}, "q4_0": {Q4_0}}
-    found = read_gguf(store.path("llama", Recipe(dtype=kind)))
-    assert multiplied_types([found]) == types[kind]
-
-
 @pytest.mark.parametrize(
     ("covered", "types", "suits"),
     [
@@ -151,11 +144,6 @@ def test_a_model_without_kernels_turns_them_off_for_the_process(
     assert library.facts.reason == "an option switched llamaspec's off"
     with LlamaModel(path, CPU):
         assert repacked == [False, True, True]
-
-
-def test_only_two_choices() -> None:
-    with pytest.raises(ValueError, match="kernels must be auto or off, got '0'"):
-        ModelOptions(kernels="0")
 
 
 def test_what_is_kept_belongs_to_the_kernels(opened: OpenModel, library: FakeLibrary, tmp_path: Path) -> None:

@@ -139,13 +139,6 @@ def test_system_messages_become_one(source: str, expected: list[Message]) -> Non
     assert accepted.messages(TALK[2:3]) == TALK[2:3]
 
 
-def test_lines_of_a_json_log_are_json(demo: Pair) -> None:
-    with served(demo, template=STRICT, log_format="json") as server:
-        server.post(RESPONSES, CODEX)
-        told = [json.loads(line).get("message") for line in server.log]
-        assert any(line and line.startswith("left out") for line in told)
-
-
 OTHERS = [  # parts that come from another server, and that clients send on
     {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}},
     {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result"}]},

@@ -68,16 +68,6 @@ def test_the_fields_that_llama_vim_asks_for_and_no_others(server: Served, coder:
     assert answer.json()["content"] == text
 
 
-def test_a_stream_is_the_whole_answer_in_parts(server: Served) -> None:
-    body = {**CURSOR, "n_predict": 30, "seed": 3}
-    whole = server.post("/infill", body).json()
-    *parts, last = (data for _, data in server.events("/infill", body))
-    assert "".join(part["content"] for part in parts) == whole["content"]
-    assert not any(part["stop"] for part in parts)
-    same = {"stop": True, "stop_type": whole["stop_type"], "tokens_predicted": whole["tokens_predicted"]}
-    assert {**last, **same} == last
-
-
 def test_why_a_completion_ends(server: Served) -> None:
     def told(**more: Any) -> tuple[str, str, int]:
         answer = server.post("/infill", {**CURSOR, "n_predict": 30, "seed": 3, **more}).json()

@@ -37,7 +37,7 @@ from llamaspec.serve.request_queue import (
 )
 from llamaspec.serve.requests import Job, Runner
 from patience import PATIENCE, until
-from serving import CONTEXT, Gate, Served, counters, open_demo, said, served
+from serving import CONTEXT, Gate, Served, counters, said, served
 
 TEXT = "/v1/completions"
 PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
@@ -451,17 +451,3 @@ def test_the_progress_of_a_prompt(server: Served, path: str, asked: Any, empty: 
         assert (progress["cache"] == n) == is_cached
         assert progress["time_ms"] >= 0
     assert not any("prompt_progress" in chunk for _, chunk in server.events(path, {**asked, "max_tokens": 1}))
-
-
-def test_a_shared_prompt_is_processed_once(demo_files: tuple[Path, Path], evaluated: Any) -> None:
-    """For three choices, the target and the draft each process the prompt once."""
-    prompt = "def g(a, b):\n    return a + b\n" * 8
-    with open_demo(demo_files) as pair:
-        n_prompt = len(pair.target.vocabulary.tokenize(prompt.encode()))
-        with decoding(pair) as queue:
-
-            async def ask() -> None:
-                await read(queue.submit([job(pair, prompt, seed, 1) for seed in range(3)]))
-
-            run(ask())
-    assert 2 * n_prompt <= evaluated.n < 3 * n_prompt

@@ -81,12 +81,6 @@ def test_generate_uses_the_chat_template_unless_raw(
     assert raw.response == server.post("/v1/completions", body).json()["choices"][0]["text"] != expected
 
 
-def test_a_stream_is_the_default(server: Served, expected: str) -> None:
-    parts = lines(server, "/api/generate", {"model": "any", "prompt": "def f(x):", "options": OPTIONS})
-    assert "".join(part["response"] for part in parts) == expected
-    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
-
-
 def test_the_system_field_is_a_message(server: Served) -> None:
     body = {"prompt": "def f(x):", "system": "Be brief.", "options": OPTIONS, "stream": False}
     messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
@@ -166,21 +160,7 @@ def test_an_error_is_one_string(server: Served, path: str, body: dict[str, Any],
     assert told in answer.json()["error"]
 
 
-def test_an_effort_in_words(server: Served) -> None:
-    body = {"messages": MESSAGES, "options": OPTIONS, "think": "max", "stream": False}
-    assert server.post("/api/chat", body).status_code == 200
-
-
 def test_a_switch_in_words_is_the_switch() -> None:
     reasoning = [OllamaChatBody(think=think).reasoning for think in ("false", False, "true", True)]
     assert reasoning[0] == reasoning[1] == ({"enable_thinking": False}, 0)
     assert reasoning[2] == reasoning[3] != reasoning[0]
-
-
-@pytest.mark.parametrize(
-    ("keep_alive", "reason"), [(0, "unload"), ("0s", "unload"), ("5m", "load"), (None, "load")]
-)
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-def test_unloading_is_answered(server: Served, path: str, keep_alive: Any, reason: str) -> None:
-    """Clients wait for this answer, although the model stays."""
-    assert server.post(path, {"keep_alive": keep_alive}).json()["done_reason"] == reason

@@ -174,9 +174,3 @@ def test_the_log_has_the_work_of_a_request(demo: Pair) -> None:
 def test_settings_that_are_refused(settings: dict[str, object], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         ServeSettings(**settings)  # type: ignore[arg-type]
-
-
-def test_settings_for_other_machines() -> None:
-    assert not ServeSettings(host="0.0.0.0", keys=("k",)).is_local
-    assert not ServeSettings(host="0.0.0.0", no_auth=True).is_local
-    assert all(ServeSettings(host=host).is_local for host in ("127.0.0.1", "::1", "localhost", "127.9.9.9"))

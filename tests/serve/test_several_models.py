@@ -20,9 +20,15 @@ from chat_models import TALKER, write_chat_model
 from command import invoke
 from hub_server import Hub
 from llamaspec import ModelOptions, open_pair
+from llamaspec.cli.model_options import ModelChoice
+from llamaspec.cli.served_models import Served, Serving
+from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.opening import Drafting
+from llamaspec.values import MTP, Copying
 from model_store import ModelStore
 from patience import PATIENCE, until
 from serving import Process, process, said
+from tiny_hidden import DraftRecipe
 from tiny_models import Recipe
 
 TEXT = "/v1/completions"
@@ -126,6 +132,26 @@ def test_unloading_frees_memory(store: ModelStore, tmp_path: Path) -> None:
     assert sizes[-1][1] <= 1.05 * sizes[2][1]
 
 
+@pytest.mark.parametrize("kind", ["step35", "eagle3", "dspark"])
+def test_what_a_draft_has_stored_is_freed_with_its_model(store: ModelStore, kind: str) -> None:
+    """What heads, and drafts that read hidden rows, have stored took room from the other models for good."""
+    flat = Recipe(dtype="q8_0", spread=0.02)
+    target = store.path(kind if kind == "step35" else "llama", flat)
+    draft = MTP if kind == "step35" else str(store.draft(DraftRecipe(flat, kind)))
+    options = ModelOptions(threads=1, n_ctx=256)
+    choice = ModelChoice(str(target), draft, False, Copying.OFF, False, options, options)
+    shared = PrefixStore(1 << 30)
+    serving = Serving(Drafting(draft_length=2), parallel=1, store=shared, stays=False)
+    with Served(choice, serving).open(lambda _: None) as opened:
+        heads = opened.pair.heads
+        assert heads is not None
+        for prompt in ("the end of the beginning of", "once upon a time in the middle of"):  # the next one
+            opened.pair.stream(prompt * 3, seed=1, max_tokens=40).run()  # sends what has ended to the store
+        assert all(each.root.children for each in heads.stores)
+        assert shared.n_bytes > 0
+    assert (shared.n_bytes, shared.fault()) == (0, None)
+
+
 def test_one_target_is_unloaded_if_asked_for(folder: Path) -> None:
     options = ("--target", str(folder / "one-Q8_0.gguf"), "--n-ctx", "256", "--keep-alive", "10ms")
     with process(*options) as server:
@@ -200,11 +226,21 @@ def test_a_client_downloads_models_only_if_that_is_allowed(env: dict[str, str]) 
             assert (answer.status_code, "error" in answer.json()) == (502, True)
 
 
+# A machine that stands still for some seconds must not cut the last line off.
+PATIENT = f"""
+from llamaspec.__main__ import main
+from llamaspec.serve import app
+
+app.FINAL_SECONDS = {PATIENCE}
+main()
+"""
+
+
 def test_a_download_does_not_delay_the_end(env: dict[str, str], hub: Hub) -> None:
     """Once, the server waited for it, however long it took. The next one continues where it was."""
     hub.stalls = True
     with (
-        process("--pull", env=env) as server,
+        process("--pull", env=env, entry=[sys.executable, "-c", PATIENT]) as server,
         httpx.stream("POST", f"{server.url}/api/pull", json={"model": "big"}, timeout=PATIENCE) as answer,
     ):
         lines = answer.iter_lines()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ import pytest
 from llamaspec import Pair, Sampling
 from llamaspec.measure.store import keep_gains
 from patience import until
-from serving import CONTEXT, Served, counters, open_demo, process, said, served
+from serving import CONTEXT, Served, counters, process, said, served
 
 BODY = {"prompt": "def f(", "max_tokens": 24, "seed": 5}
 
@@ -83,17 +82,6 @@ def test_the_verdict_of_earlier_runs(demo: Pair, own_cache: None) -> None:
         assert told == (wanted if gains else None)
 
 
-def test_tokens_and_back(server: Served, demo: Pair) -> None:
-    text = "def f(x):\n    return 'grün'"
-    ids = server.post("/tokenize", {"content": text}).json()["tokens"]
-    assert ids == demo.target.vocabulary.tokenize(text.encode(), add_special=False).tolist()
-    assert server.post("/detokenize", {"tokens": ids}).json()["content"] == text
-    pieces = server.post("/tokenize", {"content": text, "with_pieces": True, "add_special": True}).json()[
-        "tokens"
-    ]
-    assert [piece["id"] for piece in pieces][-len(ids) :] == ids
-
-
 def test_a_request_controls_drafting(server: Served, alone: Pair) -> None:
     """The drafts change, but not the text."""
     expected = said(alone, "def f(", 5, 24)
@@ -111,15 +99,6 @@ def test_a_request_controls_drafting(server: Served, alone: Pair) -> None:
     assert 0 < one["draft_n"] <= one["rounds"]
     many = {**BODY, "speculative": {"rule": "rejection"}}
     assert server.post("/v1/completions", many).json()["timings"]["draft_n"] > 0
-
-
-def test_copying_can_be_switched_off(demo_files: tuple[Path, Path]) -> None:
-    prompt = "one two three four " * 8
-    body = {"prompt": prompt, "max_tokens": 12, "seed": 1, "temperature": 0}
-    with open_demo((demo_files[0], "ngram")) as pair, served(pair) as server:
-        copied = server.post("/v1/completions", body).json()
-        not_copied = server.post("/v1/completions", {**body, "speculative": {"ngram": False}}).json()
-    assert copied["timings"]["draft_n"] > not_copied["timings"]["draft_n"] == 0
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,6 @@ def test_a_port_that_is_in_use_is_one_line() -> None:
         (["--host", "0.0.0.0"], 2, "--no-auth"),
         (["--host", "no.such.host.invalid", "--no-auth"], 1, "give another --host"),
         (["--parallel", "99"], 2, "parallel"),
-        (["--n-ctx", "100", "--ctx-per-request", "200"], 2, "--ctx-per-request"),
         (["--api-key-file", "/nonexistent"], 1, "/nonexistent"),
         (["--chat-template", "/nonexistent"], 1, "/nonexistent"),
         (["--request-timeout", "-1"], 2, "request-timeout"),

@@ -217,17 +217,6 @@ def test_calls_can_be_forced_with_any_template(demo: Pair, template: str) -> Non
         check(block["name"], block["input"])
 
 
-def test_schemas_with_unsupported_keywords(talker: Served) -> None:
-    """Without `strict` they are enforced as far as possible; with it they are refused."""
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "not": {"required": ["b"]}}
-    function = {"name": "f", "parameters": {**schema, "required": ["a"], "additionalProperties": False}}
-    body = {**FORCED, "tools": [{"type": "function", "function": function}], "seed": 1}
-    (call,) = talker.post(CHAT, body).json()["choices"][0]["message"]["tool_calls"]
-    assert set(json.loads(call["function"]["arguments"])) == {"a"}
-    strict = {**body, "tools": [{"type": "function", "function": {**function, "strict": True}}]}
-    assert talker.post(CHAT, strict).json()["error"]["param"] == "tools"
-
-
 def test_log_probabilities_beside_tools(talker: Served) -> None:
     """Tokens of the text are listed, tokens of a call are not."""
     asked = {"logprobs": True, "top_logprobs": 1, "seed": 1}
