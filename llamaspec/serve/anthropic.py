@@ -90,8 +90,8 @@ async def _create(service: Service, http: Request, body: MessagesBody) -> Respon
 async def _count_tokens(service: Service, http: Request, body: CountTokensBody) -> Response:
     """Count the tokens of a conversation."""
     request = await run_in_threadpool(body.chat_request)
-    tokens, _ = await service.builder.chat_tokens(request, must_fit=False)
-    return JSONResponse({"input_tokens": len(tokens)})
+    prompt = await service.builder.rendered(request, must_fit=False)
+    return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 
 class MessagesForm(Form):
