@@ -29,10 +29,10 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
-from llamaspec.serve.bodies import AnswerOptions, GenerationBody, ReasoningOptions, SpeculativeFields
+from llamaspec.serve.bodies import AnswerOptions, GenerationBody, ReasoningOptions
 from llamaspec.serve.constraints import Constraints, Prompt, ResponseFormat
-from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
-from llamaspec.serve.messages import ToolUse
+from llamaspec.serve.http_errors import ContextOverflowError, RequestError, bad_field, not_supported
+from llamaspec.serve.message_fields import ToolUse
 from llamaspec.serve.metrics import ModelMetrics
 from llamaspec.values import TokenArray
 
@@ -70,14 +70,13 @@ class Job:
     seed: int
     max_tokens: int
     options: AnswerOptions
-    drafting: SpeculativeFields
     prediction: TokenArray | None = None  # [m] int32, that the answer is expected to mostly repeat
     scope: str = field(default="", repr=False)  # whose earlier answers it may copy from
 
     def open(self, on_prefill: Progress) -> AnswerStream:
         """Return the stream of its answer; PromptError if the prompt does not fit."""
         pair, policy = self.runner.pair, self.runner.policy
-        prompt, drafting, vocabulary = self.prompt, self.drafting, pair.target.vocabulary
+        prompt, drafting, vocabulary = self.prompt, self.options.drafting, pair.target.vocabulary
         is_plain = drafting.enabled is False or drafting.max_draft == 0
         constraints = iter(
             (prompt.constraint, prompt.constraint_after_cut)
@@ -248,10 +247,9 @@ class RequestBuilder:
                 self._runner,
                 prompt,
                 sampling,
-                body.chosen_seed + i,
+                options.seed + i,
                 max_tokens=min(limit, self._context_size - len(prompt.tokens)),
                 options=options,
-                drafting=body.drafting,
                 prediction=prediction,
                 scope=scope,
             )
