@@ -19,9 +19,10 @@ from typing import Any
 
 from platformdirs import user_config_dir
 
+from llamaspec.defaults import Defaults
 from llamaspec.errors import ModelFileError, quoted
 from llamaspec.fetching import MAX_BYTES, SHA256, OnFetch, fetch, list_models
-from llamaspec.files import parse_json, read_file, write_file
+from llamaspec.files import expanded, parse_json, read_file, write_file
 from llamaspec.hub import (
     HUB,
     RemoteFile,
@@ -32,7 +33,6 @@ from llamaspec.hub import (
     remote_file,
     repo_folder,
 )
-from llamaspec.sampling.filters import Sampling
 
 CACHE_TOKENS = 8192  # context size to which an entry's cache_mb refers
 _MAX_LIST_BYTES = 1 << 20
@@ -169,57 +169,6 @@ class Quantization:
 
 
 @dataclass(frozen=True, slots=True)
-class Defaults:
-    """Options of a model that hold where a command or a request gives none; ValueError if one is invalid.
-
-    They have the names and the meaning of the commands' options. `n_ctx` is the context of one sequence.
-    """
-
-    n_ctx: int | None = None
-    chat_template: str | None = None  # the path of a file
-    temperature: float | None = None
-    top_k: int | None = None  # 0 = off
-    top_p: float | None = None  # 1 = off
-    min_p: float | None = None  # 0 = off
-    repeat_penalty: float | None = None  # 1 = off
-    presence_penalty: float | None = None  # 0 = off
-    frequency_penalty: float | None = None  # 0 = off
-    reasoning_budget: int | None = None  # tokens
-
-    def __post_init__(self) -> None:
-        if not 2 <= (self.n_ctx or 2) < 1 << 31:
-            raise ValueError(f"n_ctx must be from 2 to {(1 << 31) - 1}, got {self.n_ctx}")
-        if (self.reasoning_budget or 0) < 0:
-            raise ValueError(f"reasoning_budget must be >= 0, got {self.reasoning_budget}")
-        _ = self.sampling
-
-    @property
-    def sampling(self) -> Sampling:
-        """The sampling, with llama.cpp's values for what is not given."""
-        default = Sampling()
-        given: dict[str, Any] = {}
-        for name, off in OFF.items():
-            value = getattr(self, name)
-            given[name] = getattr(default, name) if value is None else None if value == off else value
-        return Sampling(**given)
-
-    @property
-    def given(self) -> Mapping[str, int | float | str]:
-        """What is given, by name."""
-        found = {key: value for key, value in asdict(self).items() if value is not None}
-        if self.chat_template is not None:
-            found["chat_template"] = str(expanded(self.chat_template))
-        return found
-
-
-# The value of each sampling option that turns it off; None = none does.
-OFF = {
-    "temperature": None, "top_k": 0, "top_p": 1, "min_p": 0, "repeat_penalty": 1, "presence_penalty": 0,
-    "frequency_penalty": 0,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
 class Entry:
     """A model as a list describes it; ValueError if the description is invalid or incomplete."""
 
@@ -292,15 +241,6 @@ class Entry:
             return {key: value for key, value in fields if key not in own and value not in (None, {})}
 
         return asdict(self, dict_factory=known)
-
-
-def expanded(path: str) -> Path:
-    """Return a path with ~ expanded; ModelFileError if there is no such user."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        user = quoted(path.partition("/")[0])
-        raise ModelFileError(f"there is no home folder {user} for {quoted(path)}; check the path") from error
 
 
 # The lists

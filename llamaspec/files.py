@@ -23,7 +23,7 @@ from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
 
-from llamaspec.errors import printable
+from llamaspec.errors import ModelFileError, printable, quoted
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -208,3 +208,12 @@ def _sweep(folder: Path, prefix: str) -> None:
         with suppress(OSError):  # another process has deleted it
             if time.time() - left.stat().st_mtime > STALE_SECONDS:
                 left.unlink()
+
+
+def expanded(path: str) -> Path:
+    """Return a path with ~ expanded; ModelFileError if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        user = quoted(path.partition("/")[0])
+        raise ModelFileError(f"there is no home folder {user} for {quoted(path)}; check the path") from error

@@ -4,7 +4,7 @@
 without loading numpy and llama.cpp.
 """
 
-from llamaspec.chat.template import chat_prompt
+from llamaspec.chat.prompt import chat_prompt
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.engine.completion import Completion, StopReason, Summary

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from llamaspec.chat.messages import Json, Message, ToolCall
 
@@ -89,7 +90,7 @@ class Accepted:
             needs = ["an answer first", *([] if has_user else ["no user message"])]
         if not self._takes_all(needs, with_tools=with_tools):
             rest.insert(0, Message("user", ""))
-        return [*first, *self._in_turns(rest)]
+        return [*first, *self._in_turns([self._without_space(message) for message in rest])]
 
     def _takes_all(self, probes: Sequence[str], *, with_tools: bool) -> bool:
         return all(self.takes(probe, with_tools=with_tools) for probe in probes)
@@ -126,6 +127,24 @@ class Accepted:
         if not first:
             return [], rest
         return [replace(first[0], text="\n\n".join(each.text for each in first if each.text))], rest
+
+    def _without_space(self, message: Message) -> Message:
+        """Return an answer without the space that the template writes before it."""
+        if message.role != "assistant" or not self._space:
+            return message
+        return replace(message, text=message.text.removeprefix(self._space))
+
+    @cached_property
+    def _space(self) -> str:
+        """The space that the template writes before answers, but not at the end of a prompt.
+
+        A model begins its answer with this space itself.
+        """
+        messages = _probe(_PLACES["assistant"])
+        forms = [*map(self.form, messages)]
+        prompt, written = (self._writes(each, False) or "" for each in (forms[:1], forms))
+        space = written.removeprefix(prompt).partition(messages[1].text)[0]
+        return space if space.isspace() else ""
 
     def _in_turns(self, messages: Sequence[Message]) -> list[Message]:
         """Join messages of one role in a row if the template insists on turns."""
@@ -207,7 +226,7 @@ def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Json]]) -
             name = None if message.role == "tool" else message.name
             found.append(Message(role, text, name, reasoning=message.reasoning, place=message.place))
         before = message.role
-    if tools:
+    if tools and found:
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         offer = f'Call a tool: answer with JSON, {{"name": …, "arguments": {{…}}}}. The tools are:\n{listed}'
         found[0] = replace(found[0], text=f"{offer}\n\n{found[0].text}")

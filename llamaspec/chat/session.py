@@ -1,14 +1,13 @@
 """A conversation with a model: its messages and the answer to the next one.
 
-Each prompt is the whole conversation. The part that the KV cache holds costs nothing (`chat/transcript.py`).
+Each prompt is the whole conversation (`chat/prompt.py`). The part that the KV cache holds costs nothing.
 This module knows no terminal: iterators return text, and functions receive remarks and reasoning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ import numpy as np
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.messages import ContentDelta, Message, ReasoningDelta
 from llamaspec.chat.parse import AnswerParser
-from llamaspec.chat.template import ChatTemplate, Rendered
-from llamaspec.chat.transcript import Transcript
+from llamaspec.chat.prompt import render_prompt
+from llamaspec.chat.template import ChatTemplate
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
 from llamaspec.errors import ContextFullError, PromptError
@@ -47,11 +46,15 @@ class ChatSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer that may be continued or regenerated."""
+    """An answer that may be continued or regenerated.
 
-    tokens: tuple[int, ...] = ()
-    text: str = ""  # with reasoning and marks
-    content: str = ""  # without reasoning and marks
+    If it is continued, its own tokens follow the prompt, so that it goes on as with a larger limit.
+    """
+
+    begun: str = ""  # the part that was not generated here, such as an answer from a file
+    tokens: tuple[int, ...] = ()  # of the rest
+    text: str = ""  # of the rest, with reasoning and marks
+    content: str = ""  # of the whole, without reasoning and marks
     attempt: int = 0  # how often it was regenerated
 
 
@@ -59,8 +62,7 @@ class _Answer:
 class _Prompt:
     """A prompt, up to where the model continues."""
 
-    messages: Turns
-    tokens: TokenArray  # of the messages, and of the answer that is continued
+    tokens: TokenArray  # [n] int32: of the messages, and of the answer that is continued
     is_thinking: bool  # reasoning comes next
 
 
@@ -105,7 +107,6 @@ class Session:
         self.totals = Totals()
         self._pair, self._template, self._system = pair, template, system
         self._on_remark, self._on_reasoning = on_remark, on_reasoning
-        self._transcript = Transcript(pair.target.vocabulary)
         self._turns: Turns = ()
         self._n_dropped = 0  # oldest messages that prompts leave out
         self._last_answer: _Answer | None = None  # the last answer, if it was generated here
@@ -174,7 +175,8 @@ class Session:
     ) -> Generator[str, None, None]:
         before = _Answer(attempt=attempt)
         if continues:
-            before = self._last_answer or self._known_answer(self._turns[-1].text, turns)
+            said = self._turns[-1].text
+            before = self._last_answer or _Answer(begun=said, content=said)
         prompt = self._fitting_prompt(turns, before)
         n_turn = sum(message.role == "user" for message in turns) - 1
         seed = self.settings.seed + n_turn + before.attempt * REGENERATION
@@ -194,7 +196,7 @@ class Session:
             reply = Reply(stream.completion, seed, continues)
             # An answer that was interrupted before its first text leaves the conversation as it was.
             if content or reply.completion.stop_reason is not StopReason.INTERRUPT:
-                self._keep(turns, prompt.messages, reply, before, "".join(content))
+                self._keep(turns, reply, before, "".join(content))
 
     def _stream(
         self, prompt: TokenArray, seed: int, on_prefill: Progress | None, parser: AnswerParser
@@ -217,17 +219,16 @@ class Session:
             prompt, settings.max_tokens, open_stream, parser, vocabulary, settings.reasoning_budget
         )
 
-    def _keep(self, turns: Turns, prompted: Turns, reply: Reply, before: _Answer, content: str) -> None:
-        """Add an answer to the conversation; `prompted` are the messages of its prompt."""
+    def _keep(self, turns: Turns, reply: Reply, before: _Answer, content: str) -> None:
+        """Add an answer to the conversation."""
         completion = reply.completion
-        self._transcript.wrote(completion.tokens)
-        self._last_answer = _Answer(
-            (*before.tokens, *completion.tokens),
-            before.text + completion.text,
-            before.content + content,
-            before.attempt,
+        self._last_answer = answer = replace(
+            before,
+            tokens=(*before.tokens, *completion.tokens),
+            text=before.text + completion.text,
+            content=before.content + content,
         )
-        self._turns = (*turns, self._as_message(self._last_answer.content, prompted))
+        self._turns = (*turns, Message("assistant", answer.content))
         self.last = reply
         self.totals.n_answers += 1
         self.totals.n_prompt_tokens += completion.n_prompt_tokens
@@ -250,7 +251,9 @@ class Session:
             n_dropped, room = next_turn, size // 2
             prompt = self._prompt_of(turns[n_dropped:], answer)
         if len(prompt.tokens) >= size:
-            subject = "the message and its answer have" if answer.tokens else "the message has"
+            subject = (
+                "the message and its answer have" if answer.begun or answer.tokens else "the message has"
+            )
             raise ContextFullError(
                 f"{subject} {len(prompt.tokens)} tokens with the template and the system prompt, but the "
                 f"context has {size}; shorten it or open a larger context"
@@ -266,36 +269,12 @@ class Session:
         return prompt
 
     def _prompt_of(self, turns: Turns, answer: _Answer) -> _Prompt:
-        messages = (*self._system_messages(), *turns)
-        rendered = self._render(messages)
-        tokens = self._transcript.read(rendered)
-        self._transcript.wrote(answer.tokens)
+        begun = (Message("assistant", answer.begun),) if answer.begun else ()
+        messages = (*self._system_messages(), *turns, *begun)
+        prompt = render_prompt(self._template, messages, template_kwargs=self.settings.template_kwargs)
+        tokens = prompt.tokenize(self._pair.target.vocabulary)
         tokens = np.concatenate([tokens, np.array(answer.tokens, dtype=np.int32)])
-        return _Prompt(messages, tokens, self._template.answer_format.begins_thinking(rendered.text))
-
-    def _render(self, messages: Turns) -> Rendered:
-        return self._template.render(messages, template_kwargs=self.settings.template_kwargs)
-
-    def _as_message(self, content: str, prompted: Turns) -> Message:
-        """Return an answer as a message, without the spaces that the template writes itself."""
-        for variant in (content, content.strip()):
-            message = Message("assistant", variant)
-            with suppress(PromptError):  # a template may require a user message at the end
-                rendered = self._render((*prompted, message))
-                if rendered.text.startswith(self._transcript.text):
-                    return message
-        return Message("assistant", content)
-
-    def _known_answer(self, content: str, turns: Turns) -> _Answer:
-        """Return an answer that was not generated here; its reasoning is unknown."""
-        rendered = self._render((*self._system_messages(), *turns))
-        vocabulary = self._pair.target.vocabulary
-        tokens: list[int] = []
-        text = ""
-        for part, is_mark in self._template.answer_format.beginning(content, "", rendered.text):
-            tokens += vocabulary.tokenize_inside(part, parse_special=is_mark).tolist()
-            text += part
-        return _Answer(tuple(tokens), text, content)
+        return _Prompt(tokens, prompt.is_thinking)
 
 
 def _next_turn(turns: Turns, start: int) -> int | None:

@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from llamaspec.chat.accepted import PROBE_TOOL, Accepted
+from llamaspec.chat.accepted import PROBE_TOOL, Accepted, in_words
 from llamaspec.chat.families import AnswerFormat, recognize
-from llamaspec.chat.messages import ROLES, Json, Message
+from llamaspec.chat.messages import Json, Message
 from llamaspec.chat.sandbox import PROCESS, RenderError, RenderTimeError
-from llamaspec.errors import NoTemplateError, PromptError, SystemPromptError, TemplateError
+from llamaspec.errors import NoTemplateError, SystemPromptError, TemplateError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.pair import Pair
 from llamaspec.values import NO_TOKENS, TokenArray
 
 KEY = "tokenizer.chat_template"
@@ -88,7 +87,7 @@ class ChatTemplate:
         def writes(forms: Sequence[Mapping[str, Json]], with_tools: bool) -> str | None:
             try:
                 return self._rendered(
-                    forms, [PROBE_TOOL] if with_tools else None, {}, self._special
+                    forms, [PROBE_TOOL] if with_tools else (), {}, self._special
                 ).text.decode()
             except TemplateError:
                 return None
@@ -98,7 +97,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Json]] | None = None,
+        tools: Sequence[Mapping[str, Json]] = (),
         *,
         template_kwargs: Mapping[str, Json] | None = None,
         parse_special: bool = False,
@@ -112,9 +111,10 @@ class ChatTemplate:
         TemplateError if the template takes too long, or refuses.
         """
         escaped = SpecialTokens(()) if parse_special else self._special
-
+        if not self.takes_tools:
+            messages, tools = in_words(messages, tools), ()
         messages = self.accepted.messages(messages, with_tools=bool(tools))
-        tools = self.accepted.tools(tools) if tools else None
+        tools = self.accepted.tools(tools)
 
         def rendered(*, arguments_in_text: bool) -> Rendered:
             forms = [self.accepted.form(each, arguments_in_text=arguments_in_text) for each in messages]
@@ -132,7 +132,7 @@ class ChatTemplate:
     def _rendered(
         self,
         messages: Sequence[Mapping[str, Json]],
-        tools: Sequence[Mapping[str, Json]] | None,
+        tools: Sequence[Mapping[str, Json]],
         kwargs: Mapping[str, Json],
         escaped: SpecialTokens,
     ) -> Rendered:
@@ -179,44 +179,6 @@ class ChatTemplate:
         except TemplateError as other:
             return str(other) == str(error)
         return False
-
-
-def chat_prompt(
-    pair: Pair,
-    messages: Iterable[Message | Mapping[str, Any]],
-    *,
-    template: str | None = None,
-    parse_special: bool = False,
-) -> TokenArray:
-    """Return the prompt of a conversation in the target's chat template, for `Pair.stream`: int32 [n].
-
-    Parameters
-    ----------
-    messages : iterable of Message or of dict
-        A dict has a role (system, user or assistant) and a content, as in OpenAI's API.
-    template : str, optional
-        A Jinja template to use instead of the target's own.
-    parse_special : bool
-        Read control tokens in the messages as such, not as text.
-
-    Raises
-    ------
-    NoTemplateError
-        The target's file has no template.
-    PromptError
-        The template refuses the messages, or they are none.
-    """
-    given = [each if isinstance(each, Message) else _message(each) for each in messages]
-    vocabulary = pair.target.vocabulary
-    rendered = ChatTemplate.of(pair.target, template).render(given, parse_special=parse_special)
-    return vocabulary.begun(rendered.tokenize(vocabulary))
-
-
-def _message(given: Mapping[str, Any]) -> Message:
-    role, content = given.get("role"), given.get("content")
-    if role not in ROLES or not isinstance(content, str):
-        raise PromptError(f"a message needs a role ({', '.join(ROLES)}) and a text as its content")
-    return Message(role, content)
 
 
 def check_template(source: str) -> None:
@@ -349,11 +311,6 @@ class Rendered:
         return replace(
             self, text=self.text + more, specials=(*self.specials, *((a + n, b + n) for a, b in spans))
         )
-
-    def after(self, start: int) -> Rendered:
-        """Return the rest from a place that is not inside a control token."""
-        specials = tuple((a - start, b - start) for a, b in self.specials if a >= start)
-        return replace(self, text=self.text[start:], specials=specials)
 
     def tokenize(self, vocabulary: LlamaVocabulary) -> TokenArray:
         """Return the tokens, without the beginning-of-text token: int32 [n]."""

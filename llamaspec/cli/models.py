@@ -22,7 +22,6 @@ from llamaspec.catalog import (
     Entry,
     Quantization,
     add_own,
-    expanded,
     find_remote,
     is_path,
     locate_model,
@@ -35,6 +34,7 @@ from llamaspec.cli.option_groups import Group
 from llamaspec.cli.options import JSON_OPTION
 from llamaspec.cli.output import say, table_of
 from llamaspec.errors import ModelFileError, printable
+from llamaspec.files import expanded
 from llamaspec.hub import HUB, find_here, remove
 from llamaspec.llama import resources
 from llamaspec.llama.gguf_file import check_gguf

@@ -300,7 +300,7 @@ class ChatOptions:
         NoTemplateError if neither the options nor the target's file have a template.
         """
         from llamaspec.chat.messages import Message
-        from llamaspec.chat.template import chat_prompt
+        from llamaspec.chat.prompt import chat_prompt
 
         message = Message("user", decoded(prompt, "the prompt"))
         messages = [Message("system", self.system), message] if self.system else [message]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from llamaspec.catalog import Defaults, Entry, defaults_of, locate_model, read_catalog
+from llamaspec.catalog import Entry, defaults_of, locate_model, read_catalog
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli.model_options import (
     ModelChoice,
@@ -20,6 +20,7 @@ from llamaspec.cli.model_options import (
 )
 from llamaspec.cli.options import CHAT_TEMPLATE
 from llamaspec.cli.output import SlowProgress, say
+from llamaspec.defaults import Defaults
 from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError, NoTemplateError, printable
 from llamaspec.files import model_stem, part_names

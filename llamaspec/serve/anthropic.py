@@ -22,9 +22,9 @@ from llamaspec.serve.bodies import (
     Stops,
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
-from llamaspec.serve.errors import anthropic_error
-from llamaspec.serve.forms import Data, Form, WholeAnswer, arguments_of, figures, new_id, sse
-from llamaspec.serve.messages import (
+from llamaspec.serve.http_errors import anthropic_error
+from llamaspec.serve.jobs import ChatRequest, RequestBuilder
+from llamaspec.serve.message_fields import (
     MAX_MESSAGES,
     Content,
     MessageFields,
@@ -36,7 +36,7 @@ from llamaspec.serve.messages import (
     tool_use,
 )
 from llamaspec.serve.request_queue import Finished, PromptProgress
-from llamaspec.serve.requests import ChatRequest, RequestBuilder
+from llamaspec.serve.response_forms import Data, Form, WholeAnswer, arguments_of, figures, new_id, sse
 from llamaspec.serve.service import Endpoint, Service
 
 
@@ -90,16 +90,17 @@ async def _create(service: Service, http: Request, body: MessagesBody) -> Respon
 async def _count_tokens(service: Service, http: Request, body: CountTokensBody) -> Response:
     """Count the tokens of a conversation."""
     request = await run_in_threadpool(body.chat_request)
-    tokens, _ = await service.builder.chat_tokens(request, must_fit=False)
-    return JSONResponse({"input_tokens": len(tokens)})
+    prompt = await service.builder.rendered(request, must_fit=False)
+    return JSONResponse({"input_tokens": len(prompt.tokens)})
 
 
 class MessagesForm(Form):
     """Writes a message object or its events. A content block grows, and stops before the next starts."""
 
     def __init__(self, model: str, body: MessagesBody, n_prompt: int, builder: RequestBuilder) -> None:
-        self._n_prompt, self._builder, self._stops = n_prompt, builder, body.stop_sequences or ()
-        self._options = body.drafting
+        options = body.chosen_options
+        self._n_prompt, self._builder, self._stops = n_prompt, builder, options.stops
+        self._drafting = options.drafting
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
         self._is_begun = False
         self._content: list[Data] = []  # blocks
@@ -113,7 +114,7 @@ class MessagesForm(Form):
             self._add(0, delta)
         self._finish(0, answer.end)
         ended = {**self._stop(answer.end), "usage": self._usage(answer.end)}
-        return {**self._head, "content": self._content, **ended, **figures(answer.end, self._options)}
+        return {**self._head, "content": self._content, **ended, **figures(answer.end, self._drafting)}
 
     def _keep_alive(self, index: int, progress: PromptProgress) -> bytes:
         if self._is_begun:
@@ -155,7 +156,7 @@ class MessagesForm(Form):
     def _finish(self, index: int, end: Finished) -> bytes:
         begun = self._start(end.completion.n_cached)
         begun += b"" if self._content else self._open({"type": "text", "text": ""})
-        ended = {"delta": self._stop(end), "usage": self._usage(end), **figures(end, self._options)}
+        ended = {"delta": self._stop(end), "usage": self._usage(end), **figures(end, self._drafting)}
         return begun + self._close() + _event("message_delta", **ended) + _event("message_stop")
 
     def _open(self, block: Data) -> bytes:

@@ -14,7 +14,7 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from importlib.resources import files
 from time import monotonic
@@ -33,10 +33,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llamaspec.errors import LlamaspecError
-from llamaspec.measure.explain import gain_in_words
 from llamaspec.serve import (
     ServeSettings,
-    address_of,
     anthropic,
     llama_server,
     ollama,
@@ -47,12 +45,12 @@ from llamaspec.serve import (
 )
 from llamaspec.serve.bodies import ModelBody, parse_body
 from llamaspec.serve.connections import BACKLOG, Connection
-from llamaspec.serve.errors import RequestError, error_response
+from llamaspec.serve.http_errors import RequestError, error_response
 from llamaspec.serve.loading import with_loaded
-from llamaspec.serve.log import Write
+from llamaspec.serve.log import MODEL, Write, response_line
 from llamaspec.serve.models import Models
 from llamaspec.serve.served_model import ModelSource
-from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, WORK, Endpoint, Service
+from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, Endpoint, Service
 
 POLL_SECONDS = 0.05  # between two looks whether the last request has ended
 Handler = Callable[[Request], Awaitable[Response]]
@@ -224,10 +222,7 @@ def _host_name(host: str) -> str:
 
 # The log.
 
-METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 KNOWN_PATHS = frozenset({*_PAGE_FILES, *(endpoint.path for endpoint in ENDPOINTS)})
-MODEL = "llamaspec.model"  # key of a request's scope: the name of its model
-UNKNOWN = "unknown"  # in place of a method, path or address from the client, which may contain its key
 
 
 def _logging(app: ASGIApp, models: Models) -> ASGIApp:
@@ -245,42 +240,9 @@ def _logging(app: ASGIApp, models: Models) -> ASGIApp:
         try:
             await app(scope, receive, send_noting_status)
         finally:
-            models.log.line(*_line(scope, status, monotonic() - begin))
+            models.log.line(*response_line(scope, status, monotonic() - begin, KNOWN_PATHS))
 
     return answer
-
-
-def _line(scope: Scope, status: int, seconds: float) -> tuple[str, dict[str, Any]]:
-    """Return the log line of a response as text, and as fields for a JSON log."""
-    client = _client(scope)
-    method = scope["method"] if scope["method"] in METHODS else UNKNOWN
-    path = scope["path"] if scope["path"] in KNOWN_PATHS else UNKNOWN
-    text = f"{client} {method} {path} {status} {seconds:.3f} s"
-    fields = {"client": client, "method": method, "path": path, "status": status}
-    fields["seconds"] = round(seconds, 6)
-    if MODEL in scope:
-        text, fields = f"{text} {scope[MODEL]}", fields | {"model": scope[MODEL]}
-    if WORK in scope:
-        work = scope.pop(WORK)()  # a connection that stays open keeps its latest scope, and so the model
-        text, fields = f"{text}: {_in_words(work)}", fields | work
-    return text, fields
-
-
-def _client(scope: Scope) -> str:
-    """Return the address of the client, which a proxy of this machine may tell in X-Forwarded-For."""
-    host = str((scope.get("client") or ("-",))[0]).partition("%")[0]  # "%" begins text after an address
-    return host if address_of(host) is not None else UNKNOWN
-
-
-def _in_words(work: Mapping[str, Any]) -> str:
-    """Return the work of a request as text."""
-    parts = [f"{work['prompt_tokens']} prompt tokens ({work['cached_tokens']} cached)"]
-    parts.append(f"{work['generated_tokens']} generated")
-    if (speed := work["tokens_per_second"]) is not None:
-        parts.append(f"{speed:.1f} tokens/s")
-    if (speedup := work["speedup_estimate"]) is not None:
-        parts.append(gain_in_words(speedup, digits=2))
-    return ", ".join([*parts, *(["cancelled"] if work["cancelled"] else [])])
 
 
 # The process.

@@ -12,7 +12,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -33,7 +33,7 @@ from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.errors import UNSUPPORTED, RequestError, invalid
+from llamaspec.serve.http_errors import UNSUPPORTED, RequestError, invalid
 
 MAX_STOPS = 32
 MAX_BIASES = 1000
@@ -283,23 +283,20 @@ class SamplingFields(Fields):
             return _ALL_TOKENS
         return self.repeat_last_n or Sampling().penalty_window
 
-    @property
-    def drafting(self) -> SpeculativeFields:
-        """How to draft."""
-        return self.speculative or SpeculativeFields()
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
     """Options of the answers to a request, in the same form for every API."""
 
     limit: int | None = None  # maximum number of tokens; None or negative: as many as fit
+    seed: int = 0
     n: int = 1  # answers to each prompt; answer i uses seed + i
     stops: Sequence[str] = ()
     n_logprobs: int | None = None  # most probable tokens to list with each token; None: no log-probabilities
     prediction: str | None = None  # text that the answer is expected to mostly repeat
     is_interactive: bool = False  # an editor waits for it at the cursor: it goes before others
     max_seconds: float | None = None  # after the first token; the answer then ends once it has a whole line
+    drafting: SpeculativeFields = field(default_factory=SpeculativeFields)
 
 
 class GenerationBody(SamplingFields, ModelBody, ABC):
@@ -313,18 +310,15 @@ class GenerationBody(SamplingFields, ModelBody, ABC):
         return bool(self.stream)
 
     @cached_property
-    def chosen_seed(self) -> int:
-        """The seed, or a random one if it is -1 or missing."""
-        return secrets.randbits(32) if self.seed in (None, -1) else int(self.seed or 0)
-
-    @cached_property
     def chosen_options(self) -> AnswerOptions:
-        """The options of its answers, made once."""
-        return self.answer_options()
+        """The options of its answers, made once. The seed is a random one if it is -1 or missing."""
+        seed = secrets.randbits(32) if self.seed is None or self.seed == -1 else self.seed
+        drafting = self.speculative or SpeculativeFields()
+        return replace(self.answer_options(), seed=seed, drafting=drafting)
 
     @abstractmethod
     def answer_options(self) -> AnswerOptions:
-        """Make the options of its answers."""
+        """Return the options of its answers, without those that all APIs share."""
 
 
 class ReasoningOptions(NamedTuple):

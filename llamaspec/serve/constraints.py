@@ -23,8 +23,8 @@ from llamaspec.protocols import Constraint
 from llamaspec.sampling.constraint import MAX_TEXT, WHITESPACE
 from llamaspec.sampling.schemas import subschemas, without_prose
 from llamaspec.serve.bodies import Fields, JsonObject
-from llamaspec.serve.errors import bad_field, not_supported
-from llamaspec.serve.messages import ToolUse
+from llamaspec.serve.http_errors import bad_field, not_supported
+from llamaspec.serve.message_fields import ToolUse
 from llamaspec.values import TokenArray
 
 MAX_COMPILED = 64  # constraints in the cache

@@ -21,11 +21,11 @@ from llamaspec.chat.messages import ContentDelta, Delta, TokenLogprobs
 from llamaspec.engine.completion import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import AnswerOptions, Count, Fields, ModelBody, TokenIds, TopLogprobs, refused
-from llamaspec.serve.errors import not_supported
-from llamaspec.serve.forms import Data, Form, WholeAnswer, figures, logprob_list, sse
+from llamaspec.serve.http_errors import not_supported
+from llamaspec.serve.jobs import RequestBuilder
 from llamaspec.serve.openai_chat import OpenAIBody
 from llamaspec.serve.request_queue import Finished
-from llamaspec.serve.requests import RequestBuilder
+from llamaspec.serve.response_forms import Data, Form, WholeAnswer, figures, logprob_list, sse
 from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 
@@ -130,7 +130,7 @@ class NativeForm(Form):
 
     def __init__(self, model: str, body: NativeBody, builder: RequestBuilder) -> None:
         self._model, self._body, self._builder = model, body, builder
-        self._stops = body.chosen_options.stops
+        self._options = body.chosen_options
 
     def whole(self, answers: Sequence[WholeAnswer]) -> Data:
         """Return the response object, or those of its fields that the client asked for."""
@@ -168,8 +168,8 @@ class NativeForm(Form):
             "has_new_line": "\n" in done.text,
             "truncated": False,
             "stop_type": _STOP_TYPES.get(reason, "limit"),
-            "stopping_word": self._builder.matched_stop(done, self._stops) or "",
-            **figures(end, self._body.drafting),
+            "stopping_word": self._builder.matched_stop(done, self._options.stops) or "",
+            **figures(end, self._options.drafting),
         }
 
 

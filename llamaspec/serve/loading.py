@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from llamaspec.serve.bodies import ModelBody
-from llamaspec.serve.errors import RequestError, anthropic_error, error_response, openai_error
-from llamaspec.serve.forms import sse
+from llamaspec.serve.http_errors import RequestError, anthropic_error, error_response, openai_error
 from llamaspec.serve.models import Models
 from llamaspec.serve.ollama import OllamaForm
+from llamaspec.serve.response_forms import sse
 from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import CLIENT_LEFT, EventStream, Service, while_connected
 

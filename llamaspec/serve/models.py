@@ -22,7 +22,7 @@ from llamaspec.errors import LlamaspecError, MemoryFullError
 from llamaspec.llama.resources import give_back_memory
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.errors import RequestError
+from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.log import ServerLog, Write
 from llamaspec.serve.metrics import Metrics, ModelMetrics
 from llamaspec.serve.model_names import matching

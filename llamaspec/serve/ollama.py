@@ -31,9 +31,9 @@ from llamaspec.serve.bodies import (
 )
 from llamaspec.serve.constraints import Prompt, ResponseFormat
 from llamaspec.serve.durations import seconds_of
-from llamaspec.serve.errors import bad_field, ollama_error
-from llamaspec.serve.forms import Data, Form, WholeAnswer, arguments_of, as_line
-from llamaspec.serve.messages import (
+from llamaspec.serve.http_errors import bad_field, ollama_error
+from llamaspec.serve.jobs import ChatRequest, RequestBuilder
+from llamaspec.serve.message_fields import (
     MAX_MESSAGES,
     MessageFields,
     Tools,
@@ -43,7 +43,7 @@ from llamaspec.serve.messages import (
     tool_use,
 )
 from llamaspec.serve.request_queue import Finished, PromptProgress
-from llamaspec.serve.requests import ChatRequest, RequestBuilder
+from llamaspec.serve.response_forms import Data, Form, WholeAnswer, arguments_of, as_line
 from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 

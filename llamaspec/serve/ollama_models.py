@@ -23,11 +23,11 @@ from llamaspec.errors import ModelFileError
 from llamaspec.files import file_identity
 from llamaspec.llama.file_facts import FileFacts, file_facts
 from llamaspec.serve.bodies import Fields
-from llamaspec.serve.errors import RequestError, ollama_error
-from llamaspec.serve.forms import Data, as_line
+from llamaspec.serve.http_errors import RequestError, ollama_error
 from llamaspec.serve.models import Models, Pull
 from llamaspec.serve.ollama import OllamaForm, time_of
 from llamaspec.serve.request_queue import server_stopping
+from llamaspec.serve.response_forms import Data, as_line
 from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import Endpoint, Service
 

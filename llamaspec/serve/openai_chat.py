@@ -29,18 +29,9 @@ from llamaspec.serve.bodies import (
     refused,
 )
 from llamaspec.serve.constraints import FormatFields, ResponseFormat
-from llamaspec.serve.errors import bad_field, not_supported
-from llamaspec.serve.forms import (
-    Data,
-    Form,
-    WholeAnswer,
-    figures,
-    logprob_list,
-    new_id,
-    openai_usage,
-    sse,
-)
-from llamaspec.serve.messages import (
+from llamaspec.serve.http_errors import bad_field, not_supported
+from llamaspec.serve.jobs import ChatRequest, RequestBuilder
+from llamaspec.serve.message_fields import (
     MAX_MESSAGES,
     Content,
     MessageFields,
@@ -51,7 +42,16 @@ from llamaspec.serve.messages import (
     tool_use,
 )
 from llamaspec.serve.request_queue import Finished, PromptProgress
-from llamaspec.serve.requests import ChatRequest, RequestBuilder
+from llamaspec.serve.response_forms import (
+    Data,
+    Form,
+    WholeAnswer,
+    figures,
+    logprob_list,
+    new_id,
+    openai_usage,
+    sse,
+)
 from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 
@@ -192,12 +192,12 @@ class ChatForm(Form):
 
     def __init__(self, model: str, body: OpenAIBody, vocabulary: LlamaVocabulary) -> None:
         options = body.chosen_options
-        self._n, self._vocabulary, self._options = options.n, vocabulary, body.drafting
+        self._n, self._vocabulary, self._drafting = options.n, vocabulary, options.drafting
         self._with_logprobs = options.n_logprobs is not None
         self._with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._with_progress = body.return_progress is True
         head = {"id": new_id(f"{self.id_prefix}-"), "created": int(time.time()), "model": model}
-        self._head: Data = {**head, "seed": body.chosen_seed}
+        self._head: Data = {**head, "seed": options.seed}
         self._ends: dict[int, Finished] = {}
         self._n_calls: Counter[int] = Counter()  # of each choice
 
@@ -206,7 +206,7 @@ class ChatForm(Form):
         ends = [answer.end for answer in answers]
         choices = [self._whole_choice(i, answer) for i, answer in enumerate(answers)]
         head = {**self._head, "object": self.kind, "choices": choices}
-        return {**head, "usage": openai_usage(ends, self._n), **figures(ends[0], self._options)}
+        return {**head, "usage": openai_usage(ends, self._n), **figures(ends[0], self._drafting)}
 
     def _begin(self) -> bytes:
         role = {"delta": {"role": "assistant", "content": ""}}
@@ -221,16 +221,16 @@ class ChatForm(Form):
 
     def _add(self, index: int, delta: Delta) -> bytes:
         more: Data = {}
-        if self._options.spans and isinstance(delta, ContentDelta | ReasoningDelta):
+        if self._drafting.spans and isinstance(delta, ContentDelta | ReasoningDelta):
             more["n_tokens"] = delta.n_tokens
-        if self._options.spans and isinstance(delta, ContentDelta):
+        if self._drafting.spans and isinstance(delta, ContentDelta):
             more["spans"] = [{"text": span.text, "drafted": span.drafted} for span in delta.spans]
         return self._chunk([self._part(index, delta)], **more)
 
     def _finish(self, index: int, end: Finished) -> bytes:
         self._ends[index] = end
         last = {**self._part(index, None), "finish_reason": _reason(end, self._n_calls[index])}
-        return self._chunk([last], **figures(end, self._options))
+        return self._chunk([last], **figures(end, self._drafting))
 
     def _end(self) -> bytes:
         done = b"data: [DONE]\n\n"

@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -27,9 +28,9 @@ from llamaspec.serve.bodies import (
     refused,
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
-from llamaspec.serve.errors import ContextOverflowError, bad_field, not_supported, openai_error
-from llamaspec.serve.forms import Data, Form, WholeAnswer, figures, new_id, openai_usage, sse
-from llamaspec.serve.messages import (
+from llamaspec.serve.http_errors import ContextOverflowError, bad_field, not_supported, openai_error
+from llamaspec.serve.jobs import ChatRequest
+from llamaspec.serve.message_fields import (
     MAX_MESSAGES,
     CallFields,
     Content,
@@ -49,7 +50,7 @@ from llamaspec.serve.messages import (
     without_namespaces,
 )
 from llamaspec.serve.request_queue import Finished
-from llamaspec.serve.requests import ChatRequest
+from llamaspec.serve.response_forms import Data, Form, WholeAnswer, figures, new_id, openai_usage, sse
 from llamaspec.serve.service import Endpoint, Service
 
 MAX_METADATA = 1024  # entries
@@ -120,13 +121,14 @@ class ResponsesBody(GenerationBody, ReasoningFields):
         system = [system_message(self.instructions, "instructions")] if self.instructions else []
         messages = [*system, *(conversation("input", _messages(items)) if items or not system else ())]
         left_out = [f"item {item.type}" for item in items if item.is_left_out]
-        use = tool_use(self.functions()[0], self.tool_choice, self.parallel_tool_calls)
+        use = tool_use(self.functions[0], self.tool_choice, self.parallel_tool_calls)
         reasoning = self.reasoning_options(None if self.reasoning is None else self.reasoning.effort)
         wanted = inner_format(self.text, "text")
         return ChatRequest(messages, "input", use, reasoning, wanted, left_out)
 
+    @cached_property
     def functions(self) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
-        """Return what `without_namespaces` makes of the tools of the request and of its items."""
+        """What `without_namespaces` makes of the tools of the request and of its items."""
         items = [] if isinstance(self.input, str) else self.input
         return without_namespaces(
             [*(self.tools or ()), *(tool for item in items for tool in item.tools or ())]
@@ -191,15 +193,16 @@ class ResponsesForm(Form):
     """Writes a response object or its events. An output item grows and closes before the next opens."""
 
     def __init__(self, model: str, body: ResponsesBody, default: Sampling | None = None) -> None:
-        self._options, sampling = body.drafting, body.sampling(default=default)
-        self._namespaces = body.functions()[1]
+        options, sampling = body.chosen_options, body.sampling(default=default)
+        self._drafting = options.drafting
+        self._namespaces = body.functions[1]
         echoed = {"tools", "tool_choice", "reasoning", "text", "instructions", "metadata"}
         self._head: Data = {
             "id": new_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
-            "seed": body.chosen_seed,
+            "seed": options.seed,
             "store": False,
             "max_output_tokens": body.max_output_tokens,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -252,7 +255,7 @@ class ResponsesForm(Form):
         """Return the events that end the last item and the response."""
         status = "incomplete" if end.is_truncated else "completed"
         events = self._close(status)
-        response = self._response(status) | figures(end, self._options)
+        response = self._response(status) | figures(end, self._drafting)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if end.is_truncated else None
         response["usage"] = openai_usage([end], prompt="input", completion="output")
         response["usage"]["input_tokens_details"]["cache_write_tokens"] = 0

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.messages import Delta
 from llamaspec.engine.completion import Completion, StopReason
-from llamaspec.serve.errors import RequestError, bad_field
-from llamaspec.serve.requests import Job, Runner
+from llamaspec.serve.http_errors import RequestError, bad_field
+from llamaspec.serve.jobs import Job, Runner
 
 MAX_RETRY_SECONDS = 60
 READER_SECONDS = 1.0  # for which a paused sequence keeps its place
@@ -169,7 +169,6 @@ class RequestQueue:
         self._waiting: deque[SequenceState] = deque()
         self._running: list[SequenceState] = []
         self.is_stopping = False  # new requests are refused
-        self.is_ending = False  # running requests end, too
 
     def check_number(self, n: int) -> None:
         """Raise a RequestError (400) if one request may not have `n` sequences."""
@@ -207,7 +206,6 @@ class RequestQueue:
 
     def end(self) -> None:
         """Refuse all requests and end running ones, before the models are closed."""
-        self.is_ending = True
         self.stop()
         self.drop(tuple(self._running))
 

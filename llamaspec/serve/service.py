@@ -26,11 +26,11 @@ from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, GenerationBody
 from llamaspec.serve.constraints import Prompt
-from llamaspec.serve.forms import Form, collected
-from llamaspec.serve.log import ServerLog
+from llamaspec.serve.jobs import ChatRequest, RequestBuilder, Runner
+from llamaspec.serve.log import WORK, ServerLog
 from llamaspec.serve.metrics import ModelMetrics
 from llamaspec.serve.request_queue import RequestQueue
-from llamaspec.serve.requests import ChatRequest, RequestBuilder, Runner
+from llamaspec.serve.response_forms import Form, collected
 from llamaspec.values import TokenArray, n_common
 
 T = TypeVar("T")
@@ -38,7 +38,6 @@ MAX_LOGGED = 64  # names in a line of the log
 MAX_NAME = 200  # characters of a name in the log
 FINAL_SECONDS = 10  # for the last events of a response, after its time has ended
 CLIENT_LEFT = 499  # HTTP status, seen only in the log
-WORK = "llamaspec.work"  # key of a request's scope: a function that returns figures for the log
 OWNER = "llamaspec.owner"  # key of a request's scope: the API key that it came with
 
 

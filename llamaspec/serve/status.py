@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response
 from llamaspec.errors import printable
 from llamaspec.llama.file_facts import file_facts
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
-from llamaspec.serve.forms import Data
 from llamaspec.serve.metrics import Load
 from llamaspec.serve.models import Models
 from llamaspec.serve.request_queue import SequenceState
+from llamaspec.serve.response_forms import Data
 from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import Endpoint, Service
 

@@ -25,8 +25,8 @@ from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.pair import demo_draft, demo_target
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.app import Server, make_app, open_socket, serving, url_of
+from llamaspec.serve.jobs import Job
 from llamaspec.serve.request_queue import Finished, RequestQueue, Submission
-from llamaspec.serve.requests import Job
 from llamaspec.serve.served_model import open_source
 from serve_soak import TEMPLATE
 

@@ -81,7 +81,7 @@ RESULT = Message("tool", "r", name="probe", tool_call_id="abcdefghi")
     ],
 )  # fmt: skip
 def test_what_is_written(source: str, messages: list[Message], written: str) -> None:
-    rendered = ChatTemplate(source, "<s>", "</s>").render(messages, [PROBE_TOOL])
+    rendered = ChatTemplate(f"{source}{{# tools #}}", "<s>", "</s>").render(messages, [PROBE_TOOL])
     assert rendered.text.decode().replace("\n<", "<") == written
 
 
@@ -107,3 +107,22 @@ def test_a_chat_with_such_a_template_keeps_its_system_prompt(pair: Pair) -> None
     assert say(talk, "Hi")
     assert say(talk, "Again")
     assert [message.role for message in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "answer", "written"),
+    [
+        ("[INST] {{ m.content }} [/INST]| {{ m.content }}</s>", " a ", "[INST] u [/INST] a </s>"),
+        ("[INST] {{ m.content }} [/INST]| {{ m.content }}</s>", "a", "[INST] u [/INST] a</s>"),
+        ("[INST] {{ m.content }} [/INST]| {{ m.content | trim }} </s>", " a ", "[INST] u [/INST] a </s>"),
+        ("[INST] {{ m.content }} [/INST]|{{ m.content }}</s>", " a", "[INST] u [/INST] a</s>"),
+        ("# {{ m.content }}:|\n\n{{ m.content }}\n", "\n\n  a", "# u:\n\n  a\n"),
+    ],
+)
+def test_a_space_before_an_answer_is_written_once(turn: str, answer: str, written: str) -> None:
+    """Mistral's models begin an answer with the space that the template writes before it."""
+    user, _, assistant = turn.partition("|")
+    source = f"{{% for m in messages %}}{{% if m.role == 'user' %}}{user}{{% else %}}{assistant}{{% endif %}}"
+    template = ChatTemplate(f"{source}{{% endfor %}}", "<s>", "</s>")
+    rendered = template.render([USER, Message("assistant", answer), USER])
+    assert rendered.text.decode() == written + user.replace("{{ m.content }}", "u")

@@ -181,12 +181,8 @@ def test_endless_nesting() -> None:
         with pytest.raises(TemplateError, match="nested too deeply"):
             ChatTemplate(TURNS, "", "").render([], **arguments)
     call = ToolCall("1", "f", "[" * 100_000)
-    assert (
-        b"1 f"
-        in ChatTemplate("{{ messages[0].tool_calls[0].id }} f", "", "")
-        .render([Message("assistant", "", tool_calls=(call,))])
-        .text
-    )
+    template = ChatTemplate("{{ messages[0].tool_calls[0].id }} f{# tools #}", "", "")
+    assert b"1 f" in template.render([Message("assistant", "", tool_calls=(call,))]).text
 
 
 def test_a_conversation_in_words() -> None:

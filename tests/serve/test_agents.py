@@ -11,9 +11,9 @@ from llamaspec import Pair
 from llamaspec.chat.messages import Message, ToolCall
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.serve.bodies import without_half_pairs
-from llamaspec.serve.errors import RequestError
-from llamaspec.serve.forms import arguments_of
+from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.openai_responses import ResponsesBody
+from llamaspec.serve.response_forms import arguments_of
 from serve_soak import TEMPLATE as TALKER
 from serving import Served, served
 

@@ -16,8 +16,8 @@ from llamaspec import Pair
 from llamaspec.errors import MemoryFullError, PromptError
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, _checked
-from llamaspec.serve.errors import RequestError, as_request_error, error_response
-from llamaspec.serve.requests import RequestBuilder
+from llamaspec.serve.http_errors import RequestError, as_request_error, error_response
+from llamaspec.serve.jobs import RequestBuilder
 from patience import PATIENCE
 from serving import Served, served
 

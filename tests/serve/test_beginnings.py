@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from llamaspec import Pair
-from llamaspec.chat.messages import Message
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.serve.openai_chat import ChatBody
 from serve_soak import SCHEMA
@@ -244,4 +243,3 @@ def test_the_first_event_has_the_number_of_cached_tokens(
 def test_messages_have_their_places() -> None:
     request = ChatBody.model_validate(sessions_with("{}")[CHAT]).chat_request()
     assert [message.place for message in request.messages] == ["messages.0", "messages.1", "messages.2"]
-    assert request.begun == Message("assistant", "")

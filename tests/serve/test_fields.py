@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
@@ -12,8 +13,10 @@ import pytest
 
 from llamaspec import Sampling
 from llamaspec.engine.completion import StopReason
+from llamaspec.serve import openai_responses
 from llamaspec.serve.app import ENDPOINTS
 from llamaspec.serve.bodies import Fields, SamplingFields
+from llamaspec.serve.ollama import OllamaOptions
 from llamaspec.serve.openai_chat import CompletionBody
 from serving import CONTEXT, Served
 
@@ -157,3 +160,39 @@ def test_text_from_clients_is_not_cached() -> None:
     first, second = (CompletionBody.model_validate_json('{"prompt": "def f(x):"}') for _ in range(2))
     assert first.prompt == second.prompt
     assert first.prompt is not second.prompt
+
+
+ALL_ASKED = ASKED | {
+    "/completion": {"prompt": "def f(x):", "n_predict": 4},
+    "/api/chat": {**HI, "options": {"num_predict": 4}},
+    "/api/generate": {"prompt": "def f(x):", "options": {"num_predict": 4}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ALL_ASKED)
+def test_a_body_is_read_once(
+    server: Served, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    """The tools of a long session were read twice by `/v1/responses`."""
+    counted: Counter[str] = Counter()
+
+    def count(place: Any, name: str) -> None:
+        read = getattr(place, name)
+
+        def noted(*given: Any, **more: Any) -> Any:
+            counted[name] += 1
+            return read(*given, **more)
+
+        monkeypatch.setattr(place, name, noted)
+
+    asks = OllamaOptions if path.startswith("/api") else MODELS[path]
+    count(asks, "answer_options")
+    if is_chat := hasattr(MODELS[path], "chat_request"):
+        count(MODELS[path], "chat_request")
+    if is_responses := path == "/v1/responses":
+        count(openai_responses, "without_namespaces")
+    answer = server.post(path, {**ALL_ASKED[path], "seed": 1, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    names = ["answer_options", *["chat_request"] * is_chat, *["without_namespaces"] * is_responses]
+    assert counted == dict.fromkeys(names, 1)

@@ -8,9 +8,9 @@ import pytest
 
 from llamaspec import Pair
 from llamaspec.serve.bodies import SpeculativeFields
-from llamaspec.serve.forms import figures, openai_usage
 from llamaspec.serve.metrics import Metrics, ModelMetrics
 from llamaspec.serve.request_queue import Finished
+from llamaspec.serve.response_forms import figures, openai_usage
 from llamaspec.values import Evaluation, Source
 from patience import until
 from rounds import a_round, a_text

@@ -28,10 +28,10 @@ from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, Rea
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm
-from llamaspec.serve.forms import collected
 from llamaspec.serve.openai_chat import ChatBody, ChatForm, CompletionBody, CompletionForm
 from llamaspec.serve.openai_responses import ResponsesBody, ResponsesForm
 from llamaspec.serve.request_queue import Event, Events, Finished, PromptProgress
+from llamaspec.serve.response_forms import collected
 from llamaspec.values import Logprobs
 from serving import parse_events
 

@@ -10,7 +10,7 @@ import pytest
 from llamaspec import Pair
 from llamaspec.chat.messages import Message
 from llamaspec.serve.anthropic import MessagesBody
-from llamaspec.serve.errors import RequestError
+from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.ollama import OllamaChatBody
 from llamaspec.serve.openai_chat import ChatBody
 from llamaspec.serve.openai_responses import ResponsesBody

@@ -25,6 +25,7 @@ from llamaspec.errors import PromptError
 from llamaspec.length.costs import Costs
 from llamaspec.serve.bodies import AnswerOptions, SpeculativeFields
 from llamaspec.serve.constraints import Prompt
+from llamaspec.serve.jobs import Job, Runner
 from llamaspec.serve.metrics import Metrics, ModelMetrics
 from llamaspec.serve.request_queue import (
     Event,
@@ -35,7 +36,6 @@ from llamaspec.serve.request_queue import (
     SequenceState,
     Submission,
 )
-from llamaspec.serve.requests import Job, Runner
 from patience import PATIENCE, until
 from serving import CONTEXT, Gate, Served, counters, said, served
 
@@ -43,13 +43,11 @@ TEXT = "/v1/completions"
 PROMPTS = ["def f(", "import os\n", "class Stack:\n    def", "for i in range("]
 
 
-def job(
-    pair: Pair, prompt: str, seed: int, n: int, drafting: SpeculativeFields | None = None, **options: Any
-) -> Job:
+def job(pair: Pair, prompt: str, seed: int, n: int, **options: Any) -> Job:
     tokens = pair.target.vocabulary.tokenize(prompt.encode())
     wanted = AnswerOptions(**options)
     runner = Runner(pair, FixedLength(3), ModelMetrics(Metrics(), "model"))
-    return Job(runner, Prompt(tokens), Sampling(), seed, n, wanted, drafting or SpeculativeFields())
+    return Job(runner, Prompt(tokens), Sampling(), seed, n, wanted)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from llamaspec import Completion, TextStream
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.engine.sequence import RunningSequence
 from llamaspec.sampling.constraint import GrammarSequence
+from llamaspec.serve.jobs import Job
 from llamaspec.serve.request_queue import SequenceState, Submission
-from llamaspec.serve.requests import Job
 from patience import until
 from serve_soak import CANARY, TEMPLATE, Tally, drive, growth, rows_left
 from serving import CONTEXT, open_demo, said, served

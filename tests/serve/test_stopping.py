@@ -119,7 +119,7 @@ def test_after_the_grace_time_answers_end_with_an_error(demo: Pair, monkeypatch:
     ):
         until(lambda: server.n_running() == 1)
         stopping = clients.submit(server.stop)
-        until(lambda: server.service.queue.is_ending)
+        until(lambda: server.n_running() == 0)
         gate.open()
         events = parse_events("\n\n".join(answer.iter_lines()))
         stopping.result()

@@ -17,8 +17,8 @@ from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.messages import Message, ToolCall
 from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import CountTokensBody, MessagesBody
-from llamaspec.serve.errors import RequestError
-from llamaspec.serve.messages import ToolChoiceFields, ToolFields, tool_use
+from llamaspec.serve.http_errors import RequestError
+from llamaspec.serve.message_fields import ToolChoiceFields, ToolFields, tool_use
 from llamaspec.serve.openai_chat import ChatBody
 from llamaspec.serve.openai_responses import ResponsesBody
 from patience import PATIENCE

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from llamaspec.chat.messages import Message, ToolCall
 from llamaspec.serve.bodies import Fields, FieldsByType, JsonList, JsonObject
-from llamaspec.serve.errors import bad_field, not_supported
+from llamaspec.serve.http_errors import bad_field, not_supported
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")  # types of parts
 _PARTS = (*_TEXTS, "thinking", "redacted_thinking", "tool_use", "tool_result")  # known types

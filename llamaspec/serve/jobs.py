@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import takewhile
 
 import numpy as np
 from starlette.concurrency import run_in_threadpool
 
-from llamaspec.chat.accepted import in_words
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat
 from llamaspec.chat.infill import infill_prompt
 from llamaspec.chat.messages import Message
 from llamaspec.chat.parse import AnswerParser
+from llamaspec.chat.prompt import asked, begun_answer, render_prompt
 from llamaspec.chat.template import RESERVED, ChatTemplate, texts_in
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import Completion, StopReason
@@ -30,10 +29,10 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
-from llamaspec.serve.bodies import AnswerOptions, GenerationBody, ReasoningOptions, SpeculativeFields
+from llamaspec.serve.bodies import AnswerOptions, GenerationBody, ReasoningOptions
 from llamaspec.serve.constraints import Constraints, Prompt, ResponseFormat
-from llamaspec.serve.errors import ContextOverflowError, RequestError, bad_field, not_supported
-from llamaspec.serve.messages import ToolUse
+from llamaspec.serve.http_errors import ContextOverflowError, RequestError, bad_field, not_supported
+from llamaspec.serve.message_fields import ToolUse
 from llamaspec.serve.metrics import ModelMetrics
 from llamaspec.values import TokenArray
 
@@ -50,26 +49,6 @@ class ChatRequest:
     reasoning: ReasoningOptions
     response_format: ResponseFormat | None = None
     left_out: Sequence[str] = ()  # unsupported parts of the conversation, for the log
-
-    @property
-    def _n_before(self) -> int:
-        """Number of messages before those at the end that begin the answer."""
-        begun = takewhile(lambda m: m.role == "assistant" and not m.tool_calls, reversed(self.messages))
-        return len(self.messages) - len(list(begun))
-
-    @property
-    def before(self) -> list[Message]:
-        """The messages before the answer. Templates need one that is not a system message."""
-        before = list(self.messages[: self._n_before])
-        is_answerable = len(before) == len(self.messages) or any(m.role != "system" for m in before)
-        return before if is_answerable else [*before, Message("user", "")]
-
-    @property
-    def begun(self) -> Message:
-        """The beginning of the answer, which the model continues; may be empty."""
-        begun = self.messages[self._n_before :]
-        text = "\n\n".join(m.text for m in begun if m.text.strip())
-        return Message("assistant", text, reasoning="".join(m.reasoning or "" for m in begun) or None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,14 +70,13 @@ class Job:
     seed: int
     max_tokens: int
     options: AnswerOptions
-    drafting: SpeculativeFields
     prediction: TokenArray | None = None  # [m] int32, that the answer is expected to mostly repeat
     scope: str = field(default="", repr=False)  # whose earlier answers it may copy from
 
     def open(self, on_prefill: Progress) -> AnswerStream:
         """Return the stream of its answer; PromptError if the prompt does not fit."""
         pair, policy = self.runner.pair, self.runner.policy
-        prompt, drafting, vocabulary = self.prompt, self.drafting, pair.target.vocabulary
+        prompt, drafting, vocabulary = self.prompt, self.options.drafting, pair.target.vocabulary
         is_plain = drafting.enabled is False or drafting.max_draft == 0
         constraints = iter(
             (prompt.constraint, prompt.constraint_after_cut)
@@ -175,8 +153,8 @@ class RequestBuilder:
         self.check_size(prefix + suffix, "suffix")
         return self._checked(infill_prompt(self.vocabulary, prefix, suffix), "prompt")
 
-    async def chat_tokens(self, request: ChatRequest, *, must_fit: bool = True) -> tuple[TokenArray, bool]:
-        """Return the prompt's tokens, and whether the model continues with reasoning."""
+    async def rendered(self, request: ChatRequest, *, must_fit: bool = True) -> Prompt:
+        """Return the prompt of a conversation, without the constraints of its answer."""
         use, kwargs = request.tool_use, request.reasoning.template_kwargs
         if use.offered and not (self.takes_tools or use.is_forced):
             raise not_supported("tools", "this model's chat template takes no tools")
@@ -189,32 +167,22 @@ class RequestBuilder:
             raise bad_field("chat_template_kwargs", f"the server sets {names}; remove it from the request")
         return await run_in_threadpool(self._render, request, must_fit)
 
-    def _render(self, request: ChatRequest, must_fit: bool) -> tuple[TokenArray, bool]:
-        template = self.template
+    def _render(self, request: ChatRequest, must_fit: bool) -> Prompt:
+        template, messages, field = self.template, request.messages, request.field
         if template is None:
             remedy = "use /v1/completions, or start the server with --chat-template"
             raise RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
-        messages = request.before
-        tools, begun = request.tool_use.offered, request.begun
-        kwargs = request.reasoning.template_kwargs
-        if not self.takes_tools:
-            messages, tools = in_words(messages, tools), ()
-        given = [[message.as_dict() for message in messages], tools, begun.text, begun.reasoning]
-        self.check_size("".join(texts_in(given)), request.field)
+        tools, kwargs = request.tool_use.offered, request.reasoning.template_kwargs
+        self.check_size("".join(texts_in([[each.as_dict() for each in messages], tools])), field)
         try:
-            rendered = template.render(messages, tools or None, template_kwargs=kwargs)
+            prompt = render_prompt(template, messages, tools, template_kwargs=kwargs)
         except TemplateError as error:
-            place = template.refused_place(messages, error, tools=tools or None, template_kwargs=kwargs)
-            raise bad_field(place or request.field, str(error)) from error
-        self.check_size(rendered.text, request.field)  # a template may write more than it was given
-        is_thinking = self.answer_format.begins_thinking(rendered.text)
-        if begun.text or begun.reasoning:
-            parts = self.answer_format.beginning(begun.text, begun.reasoning or "", rendered.text)
-            for text, is_mark in parts:
-                rendered = rendered.followed_by(text, parse_special=is_mark)
-            is_thinking = not begun.text and len(parts) > 1
-        tokens = self.vocabulary.begun(rendered.tokenize(self.vocabulary))
-        return self._checked(tokens, request.field) if must_fit else tokens, is_thinking
+            place = template.refused_place(asked(messages), error, tools=tools, template_kwargs=kwargs)
+            raise bad_field(place or field, str(error)) from error
+        self.check_size(prompt.rendered.text, field)  # a template may write more than it was given
+        tokens = prompt.tokenize(self.vocabulary)
+        tokens = self._checked(tokens, field) if must_fit else tokens
+        return Prompt(tokens, self.answer_format, tools, prompt.is_thinking)
 
     def check_token_ids(self, tokens: Sequence[int], field: str) -> None:
         """Raise a RequestError if a token id is outside the vocabulary."""
@@ -238,15 +206,14 @@ class RequestBuilder:
 
     async def chat(self, request: ChatRequest) -> Prompt:
         """Return the prompt of a conversation."""
-        tokens, starts_in_reasoning = await self.chat_tokens(request)
         use, wanted = request.tool_use, request.response_format
         answer_format = self.answer_format
         if use.is_forced and answer_format.calls is None:
             answer_format = replace(answer_format, calls=JSON_CALL)
-        is_begun = bool(request.begun.text)  # its reasoning is over
+        is_begun = bool(begun_answer(request.messages).text)  # its reasoning is over
         budget = self._reasoning_budget if request.reasoning.budget is None else request.reasoning.budget
         budget = 0 if is_begun else budget
-        prompt = Prompt(tokens, answer_format, use.offered, starts_in_reasoning, budget)
+        prompt = replace(await self.rendered(request), answer_format=answer_format, reasoning_budget=budget)
         has_channels = answer_format.calls is HARMONY
         if wanted is not None:
             if use.offered:
@@ -280,10 +247,9 @@ class RequestBuilder:
                 self._runner,
                 prompt,
                 sampling,
-                body.chosen_seed + i,
+                options.seed + i,
                 max_tokens=min(limit, self._context_size - len(prompt.tokens)),
                 options=options,
-                drafting=body.drafting,
                 prediction=prediction,
                 scope=scope,
             )

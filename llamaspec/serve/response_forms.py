@@ -19,7 +19,7 @@ from llamaspec.chat.messages import ContentDelta, Delta, Message, TokenLogprobs,
 from llamaspec.engine.completion import Summary
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import SpeculativeFields, without_half_pairs
-from llamaspec.serve.errors import openai_error
+from llamaspec.serve.http_errors import openai_error
 from llamaspec.serve.request_queue import Events, Finished, PromptProgress
 from llamaspec.values import Round, Source
 
