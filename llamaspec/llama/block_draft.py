@@ -23,6 +23,7 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import BATCH, DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.row_contexts import DraftContext
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
@@ -75,7 +76,7 @@ class BlockDraft:
             if file.mask >= self.vocabulary_size:
                 raise PairError(f"{file.path} names a token beyond its vocabulary; convert it again")
             self.stores = [PrefixStore(limit_of=target.store)]
-            self.context = target.open_draft(weights, options, file, self._abort, *self.stores)
+            self.context = DraftContext(weights, options, file, target.context, self._abort, *self.stores)
         self.batch_size = self.context.batch_size
 
     def prepare(self, batch: Sequence[Prepared]) -> list[int | Unprepared]:

@@ -17,15 +17,14 @@ import numpy as np
 
 from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError, RowsMissingError
 from llamaspec.llama.batch import Segment
-from llamaspec.llama.context import Context, parts
-from llamaspec.llama.draft_context import DraftContext
-from llamaspec.llama.heads_file import check_heads
-from llamaspec.llama.hidden_draft_file import HiddenDraftFile
+from llamaspec.llama.context import parts
+from llamaspec.llama.hidden_draft_file import HiddenDraftFile, check_heads
 from llamaspec.llama.hidden_rows import window_keys
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.row_contexts import DraftContext, HeadContext, RowContext
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
@@ -87,7 +86,7 @@ class Head:
 
     scores_all = False  # llama.cpp returns logits and rows of all positions of a batch, or of the first ones
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: RowContext) -> None:
         self.context = context
 
     def prepare(self, batch: Sequence[HeadInput]) -> list[int | Unprepared]:
@@ -181,7 +180,8 @@ class SharedHead:
             raise PairError(
                 f"{weights.path} was made for another target than {target.path}; name its own target"
             )
-        self.context = target.open_shared_head(weights, abort)
+        options = replace(target.options, n_ctx=target.context_size)
+        self.context = HeadContext(weights, options, 0, abort=abort, other=target.context)
         self._target = target
 
     def prepare(self, batch: Sequence[HeadInput]) -> list[int | Unprepared]:
@@ -275,7 +275,7 @@ class PredictionHeads:
             if path is None:
                 for i in range(n_heads):
                     self.stores.append(store := PrefixStore(limit_of=target.store))
-                    context = Context(target.weights, options, head=i, abort=self._abort, store=store)
+                    context = HeadContext(target.weights, options, i, abort=self._abort, store=store)
                     self._heads.append(Head(context))
             else:
                 local = replace(options, workers=(), devices=None, tensor_split=())
@@ -285,7 +285,7 @@ class PredictionHeads:
                         self._heads.append(SharedHead(weights, target, self._abort))
                     else:
                         self.stores.append(store := PrefixStore(limit_of=target.store))
-                        own = target.open_draft(weights, local, draft, self._abort, store)
+                        own = DraftContext(weights, local, draft, target.context, self._abort, store)
                         self._heads.append(Eagle3Head(own))
         except BaseException:
             self.close()
