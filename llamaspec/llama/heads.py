@@ -24,7 +24,7 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.row_contexts import DraftContext, HeadContext, RowContext
+from llamaspec.llama.row_contexts import DraftContext, DraftModel, HeadContext, RowContext
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
@@ -226,7 +226,7 @@ class SharedHead:
         return last if wanted.has_rows(last) else RowsMissingError(last)
 
 
-class PredictionHeads:
+class PredictionHeads(DraftModel):
     """The heads of a target that was loaded with `ModelOptions(heads=True)` and stays open.
 
     Only the threads and cache types of `options` matter; the target's are the default. `path` is a separate
@@ -242,9 +242,6 @@ class PredictionHeads:
     """
 
     max_scored = DRAFT_SCORED
-    can_share = True
-    max_chunked_prefill = 0
-    n_cells = None
 
     def __init__(
         self,
@@ -254,6 +251,7 @@ class PredictionHeads:
         on_load: LoadProgress | None = None,
         draft: HiddenDraftFile | None = None,
     ) -> None:
+        super().__init__()
         path = path if draft is None else draft.path
         n_heads = 1 if path is not None else check_heads(target.path).n_heads
         options = replace(
@@ -269,8 +267,6 @@ class PredictionHeads:
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
         self._heads: list[Head | SharedHead] = []
         self.stores: list[PrefixStore] = []  # one for each head that has a cache of its own
-        self._abort = AbortFlag()
-        self._latest: dict[int, HiddenRows] = {}  # by the number of the sequence: own row of the last token
         try:
             if path is None:
                 for i in range(n_heads):
@@ -324,10 +320,6 @@ class PredictionHeads:
                     self._latest[inputs[n].number] = HiddenRows(len(inputs[n].tokens) - 1, rows[-1:])
         return logits
 
-    def hidden(self, number: int) -> HiddenRows | None:
-        """Return the heads' own row of the last token in the last evaluation, valid until the next one."""
-        return self._latest.get(number)
-
     def release(self, number: int) -> None:
         """End a sequence. Its tokens in the heads' KV caches may serve others."""
         for head in self._heads:
@@ -342,19 +334,6 @@ class PredictionHeads:
         """Check the KV caches while no sequence runs. Empty those that contradict themselves; return how."""
         faults = [head.recover() for head in self._heads]
         return next((fault for fault in faults if fault is not None), None)
-
-    @property
-    def is_disturbed(self) -> bool:
-        """False: only the target is asked."""
-        return False
-
-    def attended(self, n_tokens: int) -> float:
-        """Return all tokens: only the target is asked."""
-        return n_tokens
-
-    def abort(self) -> None:
-        """Abort the running evaluation; may be called from any thread."""
-        self._abort.set()
 
     def close(self) -> None:
         """Free the contexts. Later calls do nothing."""

@@ -141,3 +141,28 @@ class DraftContext(RowContext):
             self.compute(lib.llama_encode, self._features, [Segment(empty, 0, tokens, len(part), part)])
             encoded[start : start + len(part)] = self.hidden_rows(len(part))
         return encoded
+
+
+class DraftModel:
+    """What the drafts that read hidden rows have in common as models of the engine."""
+
+    can_share = True
+    max_chunked_prefill = 0
+    n_cells = None
+    is_disturbed = False  # only the target is asked
+
+    def __init__(self) -> None:
+        self._abort = AbortFlag()
+        self._latest: dict[int, HiddenRows] = {}  # of the latest evaluation, by the number of the sequence
+
+    def hidden(self, number: int) -> HiddenRows | None:
+        """Return what the latest evaluation gave a sequence beside logits, valid until the next one."""
+        return self._latest.get(number)
+
+    def attended(self, n_tokens: int) -> float:
+        """Return all tokens: only the target is asked."""
+        return n_tokens
+
+    def abort(self) -> None:
+        """Abort the running evaluation; may be called from any thread."""
+        self._abort.set()
