@@ -15,29 +15,25 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from llamaspec.drafters.common_vocabulary import CommonTokens
-from llamaspec.drafters.earlier import EarlierAnswers
-from llamaspec.drafters.fallback import NoDrafter
+from llamaspec.drafters.fallback import NoDrafter, drafting, first_row, preparing, reads_rows, report
 from llamaspec.engine.detokenizer import Detokenizer
+from llamaspec.engine.prefill_decode import REPEATED
 from llamaspec.engine.scheduler import Scheduler
 from llamaspec.engine.speculate import Speculation
-from llamaspec.engine.stream import Progress, TextStream
+from llamaspec.engine.stream import Progress, TextStream, TimedConstraint
 from llamaspec.engine.thread import ComputeThread
 from llamaspec.errors import PromptError
 from llamaspec.length.automatic import AutoLength
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.prior import LearnedPrior
-from llamaspec.llama.block_draft import BlockDraft
-from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.plan import DraftPlan, ModelFile
-from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model, SequenceLength
+from llamaspec.plan import DraftPlan
+from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
-from llamaspec.sampling.constraint import Grammars, TimedConstraint
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sequence_drafters import SequenceDrafters
@@ -52,6 +48,12 @@ from llamaspec.values import (
     Source,
     TokenArray,
 )
+
+if TYPE_CHECKING:
+    from llamaspec.drafters.common_vocabulary import CommonTokens
+    from llamaspec.drafters.earlier import EarlierAnswers
+    from llamaspec.hidden_drafts import HiddenDraft
+    from llamaspec.sampling.constraint import Grammars
 
 Result = TypeVar("Result")
 
@@ -71,7 +73,7 @@ class Pair:
         draft: LlamaModel | None = None,
         load_seconds: float = 0.0,
         *,
-        heads: PredictionHeads | BlockDraft | None = None,
+        heads: HiddenDraft | None = None,
         copying: Copying = Copying.WEIGHED,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -80,7 +82,6 @@ class Pair:
         self.clock = clock  # seconds
         self.owned = ExitStack()  # closes the models that belong to the pair
         self._drafters = SequenceDrafters.of(target, draft, heads, copying)
-        self._answers = EarlierAnswers()
         self.length: LengthPolicy = self.auto_length()  # the default for streams
         models: dict[str, Model] = {TARGET: target}
         if draft is not None:
@@ -235,7 +236,15 @@ class Pair:
         return self._grammars.grammar(text)
 
     @functools.cached_property
+    def _answers(self) -> EarlierAnswers:
+        from llamaspec.drafters.earlier import EarlierAnswers
+
+        return EarlierAnswers()
+
+    @functools.cached_property
     def _grammars(self) -> Grammars:
+        from llamaspec.sampling.constraint import Grammars
+
         return Grammars(self.target.vocabulary)
 
     def run(self, measurement: Generator[ForwardRequest, Forward, Result]) -> Result:
@@ -274,11 +283,20 @@ class Pair:
     ) -> None:
         self.close()
 
-    def model_drafter(self, prompt: TokenArray, length: SequenceLength) -> Drafter:
-        """Return the drafter that uses only the draft model, or the target's prediction heads."""
+    def draft_step(self, context: TokenArray, n_steps: int) -> Generator[ForwardRequest, Forward, float]:
+        """Measure the seconds of one of `n_steps` draft tokens in a row, with all the drafter's work."""
         rule, streams, size = RULES[DEFAULT_RULE], SeededStreams(0), self.target.context_size
-        config = Speculation(prompt, 1, size, rule, Sampling(), streams, length=length)
-        return self._drafters.asking_model(config)
+        length = FixedLength(n_steps)
+        config = Speculation(context, 1, size, rule, Sampling(), streams, length=length)
+        drafter = self._drafters.asking_model(config)
+        if reads_rows(drafter):
+            rows_from = max((yield from first_row(drafter, context)), len(context) - 1 - REPEATED)
+            forward = yield ForwardRequest(TARGET, context[:-1], 0, rows_from=rows_from)
+            report(drafter, context[:-1], forward.hidden)
+        yield from preparing(drafter, context)
+        start = self.clock()
+        yield from drafting(drafter, context, length)
+        return (self.clock() - start) / (1 if Source.BLOCK in self.sources else n_steps)
 
     def _tokens(self, text: str | bytes | TokenArray, *, add_special: bool = True) -> TokenArray:
         if isinstance(text, str):
@@ -309,7 +327,9 @@ def load_pair(
         target = LlamaModel(plan.target.path, plan.target.options, on_load, store=store)
         opened.callback(target.close)
         if plan.heads is not None:
-            heads = open_heads(plan, plan.heads, target, on_load)
+            from llamaspec.hidden_drafts import open_hidden_draft
+
+            heads = open_hidden_draft(plan, plan.heads, target, on_load)
             opened.callback(heads.close)
         if plan.draft is not None:
             draft = LlamaModel(plan.draft.path, plan.draft.options, on_load, store=target.store)
@@ -317,14 +337,3 @@ def load_pair(
         pair = Pair(target, draft, time.perf_counter() - start, heads=heads, copying=plan.copying)
         pair.owned = opened.pop_all()
     return pair
-
-
-def open_heads(
-    plan: DraftPlan, file: ModelFile, target: LlamaModel, on_load: LoadProgress | None = None
-) -> PredictionHeads | BlockDraft:
-    """Load the draft that reads the hidden rows of an open target; errors are those of `open_pair`."""
-    draft = plan.hidden_draft
-    if draft is not None and draft.is_block:
-        return BlockDraft(target, draft, file.options, on_load)
-    path = None if plan.has_own_heads else file.path
-    return PredictionHeads(target, file.options, path, on_load, draft)

@@ -11,18 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from llamaspec.catalog import is_path, locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
-from llamaspec.llama.devices import find_devices
-from llamaspec.llama.gguf_file import file_parts, read_gguf
-from llamaspec.llama.heads_file import check_heads, heads_in_file, is_shared_head
-from llamaspec.llama.hidden_draft_file import HiddenDraftFile, check_target, hidden_draft
-from llamaspec.llama.needed_memory import needed_bytes
+from llamaspec.llama.devices import free_gpu_bytes
+from llamaspec.llama.gguf_file import file_parts, needs_target, read_gguf
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.resources import available_bytes
 from llamaspec.values import MTP, Copying
+
+if TYPE_CHECKING:
+    from llamaspec.llama.hidden_draft_file import HiddenDraftFile
 
 AUTO = "auto"  # given as a draft: the one that is known for the target
 NGRAM = "ngram"  # given as a draft: only copies of earlier text
@@ -116,43 +117,38 @@ def make_plan(
                 find=locate_model,
             )  # fmt: skip
             return replace(plan, is_default=True)
-    if draft == NONE:
-        draft = None
-    heads: Path | None = None
+    target_file = ModelFile(path, options)
     if draft == MTP:
-        check_heads(path)
-        heads, draft = path, None
-    elif draft == NGRAM:
-        copying, draft = Copying.ON, None
-    file = None if draft is None else find(draft)
-    if file is not None and (draft_file := hidden_draft(file)) is not None:
-        check_target(draft_file, path)
-        reading = ModelFile(path, replace(options, hidden_layers=draft_file.layers))
-        return DraftPlan(reading, None, ModelFile(file, draft_options or options), copying, draft_file)
-    if file is not None and is_shared_head(file):
-        heads = file
-    if heads is not None:
-        own = draft_options or options
-        target_file = ModelFile(path, replace(options, heads=True))
-        return DraftPlan(target_file, None, ModelFile(heads, own), copying)
-    small = None
-    if file is not None:
-        small = ModelFile(file, draft_options or ModelOptions(max_scored=DRAFT_SCORED))
-    return DraftPlan(ModelFile(path, options), small, None, copying)
+        return _plan_hidden_draft(target_file, ModelFile(path, draft_options or options), copying)
+    if draft == NGRAM:
+        copying = Copying.ON
+    if draft in (None, NONE, NGRAM):
+        return DraftPlan(target_file, copying=copying)
+    file = find(draft)
+    if needs_target(file):
+        return _plan_hidden_draft(target_file, ModelFile(file, draft_options or options), copying)
+    small = ModelFile(file, draft_options or ModelOptions(max_scored=DRAFT_SCORED))
+    return DraftPlan(target_file, small, copying=copying)
 
 
-def estimated_bytes(plan: DraftPlan, n_sequences: int = 1) -> int:
-    """Return an estimate of the memory that a plan takes once it is loaded and runs some sequences.
+def _plan_hidden_draft(target: ModelFile, heads: ModelFile, copying: Copying) -> DraftPlan:
+    """Return the plan for a draft that reads hidden rows: in the target's file, or in a file of its own.
 
-    ModelFileError if a file cannot be read.
+    PairError if llama.cpp cannot compute it, or if it was made for another target.
     """
-    files = [*plan.models]
-    if plan.heads is not None and not plan.has_own_heads:
-        files.append(plan.heads)
-    try:
-        return sum(needed_bytes(file.path, file.options, n_sequences) for file in files)
-    except OSError as error:
-        raise ModelFileError(f"cannot read {error.filename}: {error.strerror}; check the path") from error
+    from llamaspec.llama.hidden_draft_file import check_heads, check_shared_head, check_target, hidden_draft
+
+    def reading(**options: Any) -> ModelFile:
+        return ModelFile(target.path, replace(target.options, **options))
+
+    if heads.path == target.path:
+        check_heads(target.path)
+    elif (draft := hidden_draft(heads.path)) is not None:
+        check_target(draft, target.path)
+        return DraftPlan(reading(hidden_layers=draft.layers), None, heads, copying, draft)
+    else:
+        check_shared_head(heads.path)
+    return DraftPlan(reading(heads=True), None, heads, copying)
 
 
 def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
@@ -169,6 +165,8 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
     entry = None if is_path(name) else read_catalog().entries.get(name.partition(":")[0])
     if entry is not None and entry.heads is False:  # the target need not be on this machine
         return None
+    from llamaspec.llama.hidden_draft_file import heads_in_file
+
     return MTP if heads_in_file(find(target)).fault is None else None
 
 
@@ -180,7 +178,8 @@ def draft_here(target: str | Path, path: Path) -> str | None:
     try:
         name = known_draft(target, lambda _: path)
         files = [path] if name in (None, MTP) else [path, locate_model(str(name))]
-        return name if name is None or weights_bytes(files) <= free_bytes() else None
+        has_room = name is None or weights_bytes(files) <= available_bytes() + free_gpu_bytes()
+        return name if has_room else None
     except (ModelFileError, OSError):  # loading the model will say what is wrong
         return None
 
@@ -188,11 +187,6 @@ def draft_here(target: str | Path, path: Path) -> str | None:
 def weights_bytes(paths: Iterable[Path]) -> int:
     """Return the size of model files with all their parts; may raise OSError."""
     return sum(part.stat().st_size for path in paths for part in file_parts(path))
-
-
-def free_bytes() -> int:
-    """Return the free memory of this machine and its GPUs."""
-    return available_bytes() + sum(device.free_bytes for device in find_devices() if device.is_gpu)
 
 
 def find_draft(target: str) -> str | None:

@@ -31,8 +31,6 @@ from llamaspec.protocols import Constraint
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import Distribution, Draft, Logprobs, Round
 
-SilentDrafter = NoDrafter  # its name in the first version
-
 __all__ = [
     "AutoLength",
     "ClosedError",
@@ -58,7 +56,6 @@ __all__ = [
     "PromptError",
     "Round",
     "Sampling",
-    "SilentDrafter",
     "StopReason",
     "Summary",
     "TextStream",

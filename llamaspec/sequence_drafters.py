@@ -6,24 +6,22 @@ tokens that its constraint forces. tests/test_oracles.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from llamaspec.drafters.block import BlockDrafter, BlockShape
-from llamaspec.drafters.common_vocabulary import CommonTokens, SameTokens
-from llamaspec.drafters.earlier import ScopedAnswers
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
-from llamaspec.drafters.hidden import KEPT_ROWS, HiddenDrafter, RowWindow
-from llamaspec.drafters.model import DeferredPrompt, ModelDrafter
+from llamaspec.drafters.model import DeferredPrompt, ModelDrafter, SameTokens
 from llamaspec.drafters.ngram import MIN_MATCH, MIN_MATCH_BESIDE_MODEL, NgramDrafter
 from llamaspec.engine.speculate import Speculation
-from llamaspec.llama.block_draft import BlockDraft
-from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.vocabulary import difference
 from llamaspec.protocols import Drafter
-from llamaspec.values import DRAFT, MTP, NO_TOKENS, Copying, Source, TokenArray
+from llamaspec.values import NO_TOKENS, Copying, Source, TokenArray
+
+if TYPE_CHECKING:
+    from llamaspec.drafters.common_vocabulary import CommonTokens
+    from llamaspec.drafters.earlier import ScopedAnswers
+    from llamaspec.hidden_drafts import HiddenDraft
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +30,7 @@ class SequenceDrafters:
 
     target: LlamaModel
     draft: LlamaModel | None
-    heads: PredictionHeads | BlockDraft | None  # they read hidden rows; instead of a draft model
+    heads: HiddenDraft | None  # they read hidden rows; instead of a draft model
     common: CommonTokens | None  # if the draft model has another vocabulary
     copying: Copying
 
@@ -41,12 +39,14 @@ class SequenceDrafters:
         cls,
         target: LlamaModel,
         draft: LlamaModel | None,
-        heads: PredictionHeads | BlockDraft | None,
+        heads: HiddenDraft | None,
         copying: Copying,
     ) -> SequenceDrafters:
         """Connect the models of a pair."""
         common = None
         if draft is not None and difference(target.vocabulary, draft.vocabulary) is not None:
+            from llamaspec.drafters.common_vocabulary import CommonTokens
+
             common = CommonTokens(target.vocabulary, draft.vocabulary)
         return cls(target, draft, heads, common, copying)
 
@@ -93,45 +93,15 @@ class SequenceDrafters:
             drafters.append(ForcedDrafter(config.constraint, len(config.prompt)))
         return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
 
-    def asking_model(self, config: Speculation) -> ModelDrafter | BlockDrafter:
+    def asking_model(self, config: Speculation) -> Drafter:
         """Return the drafter that uses only the draft model, or the draft with hidden rows."""
         if self.heads is not None:
-            return self._reading_rows(self.heads, config)
-        draft, length = self.draft, config.length
+            from llamaspec.hidden_drafts import drafter_of
+
+            return drafter_of(self.heads, self.target, config)
+        draft, reading = self.draft, config.length.reading
         assert draft is not None
-        deferred = None if length.reading is None else DeferredPrompt(length.reading, draft.n_cached)
-        return self._asking(draft, config, deferred=deferred)
-
-    def _reading_rows(
-        self, heads: PredictionHeads | BlockDraft, config: Speculation
-    ) -> HiddenDrafter | BlockDrafter:
-        """Return the drafter that uses a draft with hidden rows."""
-        reading, n_prompt, deferred = config.length.reading, len(config.prompt), None
-        if reading is not None and not reading.is_winning:
-            # It wakes later, and then sees no more than the last part of the prompt.
-            deferred = DeferredPrompt(reading, lambda _: max(n_prompt - KEPT_ROWS, 0))
-        window = RowWindow(MTP, int(not isinstance(heads, BlockDraft)), is_asleep=deferred is not None)
-        if isinstance(heads, BlockDraft):
-            file, n_vocabulary = heads.file, heads.vocabulary_size
-            shape = BlockShape(
-                n_vocabulary, file.block, file.mask, file.from_anchor, file.has_confidence, file.n_candidates
-            )
-            chance = config.sampler, config.rule, config.streams
-            return BlockDrafter(shape, window, *chance, MTP, deferred=deferred)
-        settings = {"source": heads.source, "longest": heads.longest, "row_window": window}
-        made = self._asking(heads, config, MTP, kind=HiddenDrafter, deferred=deferred, **settings)
-        assert isinstance(made, HiddenDrafter)
-        return made
-
-    def _asking(
-        self,
-        asked: LlamaModel | PredictionHeads,
-        config: Speculation,
-        name: str = DRAFT,
-        *,
-        kind: Callable[..., ModelDrafter] = ModelDrafter,
-        **settings: Any,
-    ) -> ModelDrafter:
-        tokens = self.common or SameTokens(asked.vocabulary_size, self.target.vocabulary_size)
-        size, sampler = asked.context_size, config.sampler
-        return kind(tokens, size, sampler, config.rule, config.streams, model=name, **settings)
+        tokens = self.common or SameTokens(draft.vocabulary_size, self.target.vocabulary_size)
+        deferred = None if reading is None else DeferredPrompt(reading, draft.n_cached)
+        chance = config.sampler, config.rule, config.streams
+        return ModelDrafter(tokens, draft.context_size, *chance, deferred=deferred)

@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from llamaspec import ModelOptions, open_pair
-from llamaspec.llama.needed_memory import needed_bytes
+from llamaspec.llama.file_facts import needed_bytes
 from llamaspec.measure.served_arms import PLAIN, Server, own_arms, serving
 
 PROMPT = "Hello"

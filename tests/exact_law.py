@@ -21,9 +21,8 @@ from fakes import (
     every_second,
     sure,
 )
-from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
-from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.model import ModelDrafter, SameTokens
 from llamaspec.drafters.ngram import NgramDrafter
 from llamaspec.engine.speculate import Speculation, speculate
 from llamaspec.protocols import (

@@ -20,8 +20,7 @@ from llamaspec.chat.conversation_files import load_conversation, save_conversati
 from llamaspec.chat.messages import Message
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.automatic import AutoLength
-from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.prior import LearnedPrior
+from llamaspec.length.prior import CostCurve, LearnedPrior
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import keep
 from llamaspec.measure.store import stored as stored_of

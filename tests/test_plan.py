@@ -100,7 +100,7 @@ def test_a_draft_that_was_made_is_used_by_default(
     assert make_plan(target).draft is None
     needed = target.stat().st_size + draft.stat().st_size
     for free, expected in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr("llamaspec.plan.free_bytes", lambda free=free: free)
+        monkeypatch.setattr("llamaspec.plan.available_bytes", lambda free=free: free)
         plan = make_plan(target, by_default=True)
         assert (plan.draft is not None, plan.is_default) == (expected, expected)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fakes import CountingUp, FakeModel, Length, tokens
-from llamaspec.drafters.common_vocabulary import SameTokens
-from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.model import ModelDrafter, SameTokens
 from llamaspec.engine.detokenizer import Detokenizer
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.stream import TextStream

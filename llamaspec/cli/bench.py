@@ -15,7 +15,6 @@ from typing import NoReturn
 
 import click
 from click.core import ParameterSource
-from rich.bar import Bar
 from rich.console import Console
 
 from llamaspec.cli.model_options import ModelChoice, check_files, find_plan, model_options
@@ -282,17 +281,6 @@ def _show(report: Report, options: BenchOptions) -> None:
             where = ", ".join(f"{prompt} at character {at[0]}" for prompt, at in each.forks.items())
             console.print(f"{arm}: text differs from {report.baseline} in {where}")
     if not options.markdown:
-        _show_bars(report, console)
         console.print(f"\n{in_short(report)}")
     if options.as_json:
         click.echo(json.dumps(report.as_json()))
-
-
-def _show_bars(report: Report, console: Console) -> None:
-    most = max(each.whole for arms in report.tasks.values() for each in arms.values())
-    bars = [
-        ("" if i else task, arm, Bar(most, 0, arms[arm].whole, width=40), f"{arms[arm].whole:.2f}")
-        for task, arms in report.tasks.items()
-        for i, arm in enumerate(arm for arm in arms if arm != report.baseline)
-    ]
-    print_table(("<task", "<arm", "<", "whole"), bars, console)

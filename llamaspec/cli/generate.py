@@ -125,6 +125,7 @@ def generate(
                 on_prefill=progress.part,
                 constraint=constraint,
                 prediction=output.prediction,
+                scope=None,  # there are no earlier answers
             )
             interrupted = _consume(stream, output, progress)
         completion = stream.completion

@@ -33,7 +33,15 @@ from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Task, run_compar
 from llamaspec.measure.probe import FULL, QUICK, Probe, compare_attention, measure
 from llamaspec.measure.tasks import read_tasks
 from llamaspec.measure.turns import Spread
-from llamaspec.measure.verdict import attention_verdicts, conclusions, pair_verdict
+from llamaspec.measure.verdict import (
+    ACCEPTANCES,
+    best_length,
+    break_even,
+    pair_verdict,
+    round_seconds,
+    saturation_width,
+    verdict,
+)
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan
 
@@ -249,7 +257,7 @@ def probe(models: ModelChoice, quick: bool, show: bool, forget: bool, as_json: b
         with open_models(plan, models) as pair:
             found = _measured(pair, quick=quick)
     if as_json:
-        click.echo(json.dumps({**conclusions(found), "kernels": runtime.kernels().level}))
+        click.echo(json.dumps(_probe_json(found)))
     else:
         _show_probe(found)
 
@@ -292,9 +300,25 @@ def _show_probe(found: Probe) -> None:
     single = found.widths[0].timings[0]
     if single.half > _NOISY * single.median:
         console.print("the machine was busy: single tokens varied too much to trust these costs; probe again")
-    for sentence in attention_verdicts(found):
-        console.print(sentence)
+    for each in found.attention:
+        faster = f"decodes {each.off_speed_up:.2f} times as fast" if each.is_off_faster else "is no faster"
+        console.print(f"with {each.depth} tokens in the KV cache, --flash-attn off {faster}")
     out.print_costs(curve, console)
+
+
+def _probe_json(found: Probe) -> dict[str, Any]:
+    curve, seconds = found.curve, round_seconds(found.curve)
+    return {
+        **asdict(found),
+        "identical_widths": sorted(found.identical_widths),
+        "saturation_width": saturation_width(curve),
+        "best_fixed_length": {str(each): asdict(best_length(seconds, each)) for each in ACCEPTANCES},
+        "break_even_acceptance": break_even(seconds),
+        "verdict": verdict(curve),
+        "flash_attn_off_speed_up": {timing.depth: timing.off_speed_up for timing in found.attention},
+        "flash_attn_off_pays": [timing.depth for timing in found.attention if timing.is_off_faster],
+        "kernels": runtime.kernels().level,
+    }
 
 
 def _milliseconds(timing: Spread) -> str:

@@ -38,7 +38,7 @@ from llamaspec.files import expanded
 from llamaspec.hub import HUB, find_here, remove
 from llamaspec.llama import resources
 from llamaspec.llama.gguf_file import check_gguf
-from llamaspec.llama.heads_file import heads_in_file
+from llamaspec.llama.hidden_draft_file import heads_in_file
 from llamaspec.measure.machine import look_at_machine
 from llamaspec.measure.recommend import Choice, Room, choices, expectation, rooms_of
 from llamaspec.plan import made_drafts

@@ -19,7 +19,6 @@ from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.opening import Drafting
 from llamaspec.pair import Pair
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
-from llamaspec.sampling.constraint import check_grammar, check_json_schema
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
 
@@ -104,18 +103,31 @@ class _TextFile(click.ParamType):  # type: ignore[type-arg]
         return text
 
 
-JSON_SCHEMA = _TextFile("JSON schema", check_json_schema, lambda given: given.lstrip().startswith("{"))
-GRAMMAR = _TextFile(
-    "grammar", check_grammar, lambda given: any(mark in given for mark in ("\n", "::=", ": "))
-)
+# The checks import what only few commands need.
+
+
+def _check_json_schema(source: str) -> None:
+    from llamaspec.sampling.constraint import check_json_schema
+
+    check_json_schema(source)
+
+
+def _check_grammar(source: str) -> None:
+    from llamaspec.sampling.constraint import check_grammar
+
+    check_grammar(source)
 
 
 def _check_template(source: str) -> None:
-    from llamaspec.chat.template import check_template  # only chats need the modules of chats
+    from llamaspec.chat.template import check_template
 
     check_template(source)
 
 
+JSON_SCHEMA = _TextFile("JSON schema", _check_json_schema, lambda given: given.lstrip().startswith("{"))
+GRAMMAR = _TextFile(
+    "grammar", _check_grammar, lambda given: any(mark in given for mark in ("\n", "::=", ": "))
+)
 CHAT_TEMPLATE = _TextFile("chat template", _check_template)
 CHAT_TEMPLATE_OPTION = click.option(
     "--chat-template", type=CHAT_TEMPLATE, metavar="FILE",

@@ -25,8 +25,8 @@ from llamaspec.engine.scheduler import MARGIN
 from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError, NoTemplateError, printable
 from llamaspec.files import model_stem, part_names
 from llamaspec.hub import fetched_models, find_here
-from llamaspec.llama.file_facts import file_facts
-from llamaspec.llama.heads_file import PARTS
+from llamaspec.llama.file_facts import file_facts, needed_bytes
+from llamaspec.llama.gguf_file import PARTS
 from llamaspec.llama.model import default_store_bytes
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.prefix_folder import PrefixFolder
@@ -35,7 +35,7 @@ from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.machine import room_for_models
 from llamaspec.opening import Drafting, open_plan
 from llamaspec.pair import Pair
-from llamaspec.plan import AUTO, DraftPlan, ModelFile, estimated_bytes
+from llamaspec.plan import AUTO, DraftPlan, ModelFile
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.log import Write
 from llamaspec.serve.model_names import quantization_of
@@ -86,8 +86,16 @@ class Served:
         return defaults_of(self.choice.target)
 
     def needed_bytes(self) -> int:
-        """Return an estimate of the memory that it takes once it is loaded."""
-        return estimated_bytes(self.plan, self.serving.parallel)
+        """Return an estimate of the memory that it takes once it is loaded; ModelFileError if that fails."""
+        plan = self.plan
+        heads = [] if plan.heads is None or plan.has_own_heads else [plan.heads]
+        try:
+            return sum(
+                needed_bytes(file.path, file.options, self.serving.parallel)
+                for file in (*plan.models, *heads)
+            )
+        except OSError as error:
+            raise ModelFileError(f"cannot read {error.filename}: {error.strerror}; check the path") from error
 
     @contextmanager
     def open(self, on_load: LoadProgress) -> Iterator[OpenModel]:

@@ -19,6 +19,7 @@ from llamaspec.values import TokenArray
 
 Array = npt.NDArray[np.float64]
 
+LONGEST_MATCH = 32  # tokens; longer matches count as this long
 BACK, AHEAD = 8, 48  # source tokens before and after a mismatch among which the copy may resume
 NEAR = 8  # source tokens that may be skipped for each matching token after them except the first
 FAR = 48  # lost tokens after which the copy may resume anywhere

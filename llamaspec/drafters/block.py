@@ -54,9 +54,9 @@ class BlockDrafter(KeepsRows):
         if self.fault is not None or not window.reaches(context) or not length.wants_more(draft):
             return draft
         if deferred is not None and deferred.is_pending:
-            n_chunk = deferred.reading.n_to_read
-            yield from self._process(deferred.advance(context[:-1], n_chunk))
-            if n_chunk or self.fault is not None:
+            prefix, is_instead = deferred.next_part(context[:-1])
+            yield from self._process(prefix)
+            if is_instead or self.fault is not None:
                 return draft
         open_ = np.full(self.shape.n_positions - 1, self.shape.mask, dtype=np.int32)
         try:
@@ -83,7 +83,7 @@ class BlockDrafter(KeepsRows):
             self.fault = lasting_fault(error)
             return
         if self.deferred is not None:
-            self.deferred.reading.observe_reading(n - forward.n_cached, forward.seconds)
+            self.deferred.observe(n, forward)
 
     def _drawn(self, draft: Draft, context: TokenArray, forward: Forward, length: SequenceLength) -> Draft:
         """Draw tokens while the policy wants more."""

@@ -9,7 +9,6 @@ References: token-level intersection (TLI), Timor et al., arXiv 2502.05202.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
 
 import numpy as np
 
@@ -32,33 +31,6 @@ the engineers' report (about 1,250 pages) had been translated. "We have time," s
 
 {"name": "Ada", "born": 1815, "tags": ["first", "second"], "active": true}
 """
-
-
-class SameTokens:
-    """Vocabularies of `n_draft` and `n_target` tokens with the same ids; one may have more at its end."""
-
-    def __init__(self, n_draft: int, n_target: int) -> None:
-        self._n_draft, self._n_target = n_draft, n_target
-
-    def translate(self, context: TokenArray) -> TokenArray:
-        """Return the context with token 0 in place of tokens that the draft lacks."""
-        if self._n_target <= self._n_draft:
-            return context
-        return np.where(context < self._n_draft, context, np.int32(0))
-
-    translate_each = translate
-
-    def scores(self, logits: Scores) -> Scores:
-        """Return the scores of the target's tokens, -inf if the draft lacks one: float32 [V of target]."""
-        if self._n_target <= self._n_draft:
-            return logits[: self._n_target]
-        scores = np.full(self._n_target, -np.inf, dtype=np.float32)
-        scores[: self._n_draft] = logits
-        return scores
-
-    def drawable(self, tokens: TokenArray) -> TokenArray:
-        """Return those of some ascending tokens of the target that the draft can draw."""
-        return tokens[: np.searchsorted(tokens, self._n_draft)]
 
 
 class CommonTokens:
@@ -147,9 +119,6 @@ class CommonTokens:
                 found.append(self._of_name[text[begin:end]])
             begin = end or begin + 1
         return np.array(found, dtype=np.int32)
-
-
-SharedTokens: TypeAlias = SameTokens | CommonTokens
 
 
 def _by_name(names: list[bytes]) -> Mapping[bytes, int]:

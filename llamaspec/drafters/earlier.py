@@ -16,18 +16,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from llamaspec.drafters.alignment import LONGEST_MATCH, Alignment
 from llamaspec.values import TokenArray
 
 Hashes = npt.NDArray[np.uint32]
 
 MIN_MATCH = 4  # tokens
-LONGEST_MATCH = 32  # tokens; longer matches count as this long
 N_TOKENS = 1 << 21  # tokens of all answers: with the tables below, 25 MiB
 N_ANSWERS = 4096
 LONGEST_ANSWER = 1 << 14  # tokens that are kept of one answer
 N_PROMPT = 256  # last tokens of a prompt that are kept with its answer
 N_TRIED = 32  # latest places with the same hash that are compared
 SIMILAR = 0.55  # least similarity of prompts, from 0 to 1
+BEGINNING = 16  # strength at the beginning of the answer to an equal prompt
 _TABLE_BITS = 20
 _WINDOWS = (24, 96, 2048)  # last tokens of a prompt: the ends of similar prompts are similar, too
 _RUN = 3  # tokens
@@ -189,6 +190,22 @@ class ScopedAnswers:
     def most_similar(self, prompt: TokenArray) -> EarlierText | None:
         """Find the answer to the most similar prompt."""
         return self.answers.most_similar(prompt, self.scope)
+
+    def beginning(self, prompt: TokenArray) -> tuple[TokenArray, Alignment] | None:
+        """Return the text of the most similar prompt with its answer, aligned with a prompt to its end.
+
+        A name or number that differs between the prompts will probably differ in the answers, too.
+        """
+        found = self.most_similar(prompt)
+        if found is None:
+            return None
+        alignment = Alignment(0, 0)
+        for token in prompt[-N_PROMPT:].tolist():
+            alignment.follow(found.text, token)
+        if alignment.at == found.at:  # how much of the prompts' ends matched says little
+            share = (found.similarity - SIMILAR) / (1 - SIMILAR)
+            alignment.n_matched, alignment.n_before = round(BEGINNING * share), 0
+        return found.text, alignment
 
 
 def _hashes(tokens: TokenArray, run: int) -> Hashes:

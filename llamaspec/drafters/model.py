@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llamaspec.drafters.common_vocabulary import SharedTokens
 from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError, RowsMissingError
 from llamaspec.protocols import (
     Asking,
@@ -23,9 +23,39 @@ from llamaspec.protocols import (
     Rule,
     SequenceLength,
 )
-from llamaspec.sampling.filters import confidence
+from llamaspec.sampling.filters import Scores, confidence
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import DRAFT, Draft, ForwardRequest, Source, TokenArray
+from llamaspec.values import DRAFT, Draft, Forward, ForwardRequest, Source, TokenArray
+
+if TYPE_CHECKING:
+    from llamaspec.drafters.common_vocabulary import CommonTokens
+
+
+class SameTokens:
+    """Vocabularies of `n_draft` and `n_target` tokens with the same ids; one may have more at its end."""
+
+    def __init__(self, n_draft: int, n_target: int) -> None:
+        self._n_draft, self._n_target = n_draft, n_target
+
+    def translate(self, context: TokenArray) -> TokenArray:
+        """Return the context with token 0 in place of tokens that the draft lacks."""
+        if self._n_target <= self._n_draft:
+            return context
+        return np.where(context < self._n_draft, context, np.int32(0))
+
+    translate_each = translate
+
+    def scores(self, logits: Scores) -> Scores:
+        """Return the scores of the target's tokens, -inf if the draft lacks one: float32 [V of target]."""
+        if self._n_target <= self._n_draft:
+            return logits[: self._n_target]
+        scores = np.full(self._n_target, -np.inf, dtype=np.float32)
+        scores[: self._n_draft] = logits
+        return scores
+
+    def drawable(self, tokens: TokenArray) -> TokenArray:
+        """Return those of some ascending tokens of the target that the draft can draw."""
+        return tokens[: np.searchsorted(tokens, self._n_draft)]
 
 
 @dataclass(slots=True)
@@ -47,11 +77,16 @@ class DeferredPrompt:
             self._n_processed = self.n_cached(prompt)
             self.reading.start_prompt(max(n_prompt, len(prompt)) - self._n_processed)
 
-    def advance(self, path: TokenArray, n: int) -> TokenArray:
-        """Return the beginning of the path with `n` more tokens than the model has processed; 0 = all."""
+    def next_part(self, path: TokenArray) -> tuple[TokenArray, bool]:
+        """Return the beginning of the path to process now, and whether that takes the place of a draft."""
+        n = self.reading.n_to_read
         end = (self._n_processed or 0) + n if n else len(path)
         self._n_processed = end if end < len(path) else None
-        return path[:end]
+        return path[:end], n > 0
+
+    def observe(self, n_tokens: int, forward: Forward) -> None:
+        """Report the time of an evaluation of `n_tokens` tokens to the length policy."""
+        self.reading.observe_reading(n_tokens - forward.n_cached, forward.seconds)
 
 
 def lasting_fault(error: Exception) -> str | None:
@@ -68,7 +103,7 @@ def lasting_fault(error: Exception) -> str | None:
 class ModelDrafter:
     """Draws draft tokens from a model; if a constraint leaves only one token, the model is not evaluated."""
 
-    tokens: SharedTokens  # of the target and the draft model
+    tokens: SameTokens | CommonTokens  # of the target and the draft model
     context_size: int  # of the draft model, in tokens
     sampler: Sampler  # for the draft; usually the target's
     rule: Rule  # draws the tokens
@@ -96,9 +131,9 @@ class ModelDrafter:
         if deferred is not None and deferred.is_pending:
             if not length.wants_more(draft):
                 return draft
-            n_chunk = deferred.reading.n_to_read
-            yield from self._process(deferred.advance(self.window(known)[:-1], n_chunk))
-            if n_chunk:
+            prefix, is_instead = deferred.next_part(self.window(known)[:-1])
+            yield from self._process(prefix)
+            if is_instead:
                 return draft
         while len(draft) != self.longest and length.wants_more(draft):
             sequence = np.concatenate([context, draft.tokens])
@@ -139,7 +174,7 @@ class ModelDrafter:
             self.fault = lasting_fault(error)
             return
         if self.deferred is not None:
-            self.deferred.reading.observe_reading(len(prefix) - forward.n_cached, forward.seconds)
+            self.deferred.observe(len(prefix), forward)
 
     def window(self, path: TokenArray) -> TokenArray:
         """Return the end of the path that fits the model's context.

@@ -13,19 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llamaspec.drafters.alignment import FAR, MUCH, Alignment, Array
-from llamaspec.drafters.earlier import LONGEST_MATCH, N_PROMPT, SIMILAR, EarlierText, ScopedAnswers
+from llamaspec.drafters.alignment import FAR, LONGEST_MATCH, MUCH, Alignment, Array
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import LONGEST_COPY, NO_TOKENS, Distribution, Draft, Source, TokenArray
+
+if TYPE_CHECKING:
+    from llamaspec.drafters.earlier import EarlierText, ScopedAnswers
 
 MIN_MATCH = 2  # tokens; a single token says little about the next
 MIN_MATCH_BESIDE_MODEL = 4  # tokens; after a shorter match a draft model guesses better
 SURE = 8  # strength from which an alignment is not compared with other matches
 SWITCH = 12  # tokens of a match elsewhere for which the alignment moves there
-BEGINNING = 16  # strength at the beginning of the answer to an equal prompt
 TRUST = 0.5  # a match in an earlier answer counts as one of half its length in the sequence itself
 
 
@@ -165,17 +167,9 @@ class NgramDrafter:
             alignment = Alignment(0, 0)
             alignment.n_before = MUCH
             self._own = Followed(Source.PREDICTION, alignment, self._prediction)
-        found = None if self._answers is None else self._answers.most_similar(prompt)
-        if found is None:
-            return
-        # A name or number that differs between the prompts will probably differ in the answers, too.
-        alignment = Alignment(0, 0)
-        for token in prompt[-N_PROMPT:].tolist():
-            alignment.follow(found.text, token)
-        if alignment.at == found.at:  # how much of the prompts' ends matched says little
-            share = (found.similarity - SIMILAR) / (1 - SIMILAR)
-            alignment.n_matched, alignment.n_before = round(BEGINNING * share), 0
-        self._earlier = Followed(Source.EARLIER, alignment, found.text)
+        if self._answers is not None and (found := self._answers.beginning(prompt)) is not None:
+            text, alignment = found
+            self._earlier = Followed(Source.EARLIER, alignment, text)
 
     def _aligned(self, followed: Followed, context: TokenArray, length: SequenceLength) -> Draft:
         """Copy the continuation of an alignment."""

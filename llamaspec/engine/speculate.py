@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.drafters.running import drafting, reads_rows, report
+from llamaspec.drafters.fallback import NoDrafter, drafting, reads_rows, report
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import FixedLength, SequenceAtMost
 from llamaspec.protocols import (

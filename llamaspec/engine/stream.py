@@ -6,20 +6,24 @@ A reader may stop at any time and keeps what it has read. tests/engine/test_stre
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
 
-from llamaspec.drafters.running import fault_of
+from llamaspec.drafters.fallback import fault_of
 from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.engine.detokenizer import Detokenizer, Piece
 from llamaspec.engine.prefill_decode import Ended, Prefilled, TextEvent, Written, generate
 from llamaspec.engine.sequence import RunningSequence
 from llamaspec.engine.speculate import Speculation
 from llamaspec.engine.thread import ComputeThread
-from llamaspec.sampling.constraint import TimedConstraint
-from llamaspec.values import Round
+from llamaspec.protocols import SequenceConstraint
+from llamaspec.values import Round, TokenArray
 
+Answer = TypeVar("Answer")
 Progress = Callable[[int, int], None]  # (prompt tokens processed, prompt tokens to process)
 
 
@@ -227,3 +231,31 @@ class _Received:
             draft_fault=fault_of(speculation.drafter),
             mask_seconds=constraint.seconds if isinstance(constraint, TimedConstraint) else 0.0,
         )
+
+
+@dataclass(slots=True, eq=False)
+class TimedConstraint:
+    """Measures the time that another constraint takes, for all drafts and the target."""
+
+    constraint: SequenceConstraint
+    clock: Callable[[], float] = time.perf_counter
+    seconds: float = 0.0
+
+    def allowed(self, generated: TokenArray) -> TokenArray:
+        """Return the tokens that may come next."""
+        return self._timed(self.constraint.allowed, generated)
+
+    def forced(self, generated: TokenArray) -> TokenArray:
+        """Return the tokens that must come next."""
+        return self._timed(self.constraint.forced, generated)
+
+    def is_complete(self, generated: TokenArray) -> bool:
+        """Whether the completion may end here."""
+        return self._timed(self.constraint.is_complete, generated)
+
+    def _timed(self, ask: Callable[[TokenArray], Answer], generated: TokenArray) -> Answer:
+        begin = self.clock()
+        try:
+            return ask(generated)
+        finally:
+            self.seconds += self.clock() - begin

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llamaspec.length.acceptance import Acceptance
-from llamaspec.length.belief import Array
 from llamaspec.length.costs import TIMED, Costs
+from llamaspec.length.estimates import Acceptance, Array
 from llamaspec.length.prior import NEAREST, Gain, LearnedPrior
 from llamaspec.values import COPIES, Round, Source
 

@@ -23,14 +23,14 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import BATCH, DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.runtime import AbortFlag
+from llamaspec.llama.row_contexts import DraftContext, DraftModel
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.protocols import Unprepared
 from llamaspec.values import MTP, ForwardRequest, HiddenRows, Logits, Rows, Source
 
 
-class BlockDraft:
+class BlockDraft(DraftModel):
     """A loaded draft. The target was loaded with `hidden_layers` and stays open.
 
     Only the threads and cache types of `options` matter; the target's are the default.
@@ -44,9 +44,6 @@ class BlockDraft:
     """
 
     source = Source.BLOCK
-    can_share = True
-    max_chunked_prefill = 0
-    n_cells = None
 
     def __init__(
         self,
@@ -55,6 +52,7 @@ class BlockDraft:
         options: ModelOptions | None = None,
         on_load: LoadProgress | None = None,
     ) -> None:
+        super().__init__()
         self.file, self.path, self._target = file, file.path, target
         self.vocabulary_size, self.context_size = target.vocabulary_size, target.context_size
         self.longest = file.longest  # draft tokens in one round
@@ -68,14 +66,12 @@ class BlockDraft:
             devices=None,
             tensor_split=(),
         )
-        self._abort = AbortFlag()
-        self._latest: dict[int, HiddenRows] = {}  # by the number of the sequence
         with closing(Weights(file.path, options, on_load)) as weights:  # the context keeps them alive
             check_pair(target.vocabulary, weights.vocabulary)
             if file.mask >= self.vocabulary_size:
                 raise PairError(f"{file.path} names a token beyond its vocabulary; convert it again")
             self.stores = [PrefixStore(limit_of=target.store)]
-            self.context = target.open_draft(weights, options, file, self._abort, *self.stores)
+            self.context = DraftContext(weights, options, file, target.context, self._abort, *self.stores)
         self.batch_size = self.context.batch_size
 
     def prepare(self, batch: Sequence[Prepared]) -> list[int | Unprepared]:
@@ -120,10 +116,6 @@ class BlockDraft:
         nothing = self.context.logits(0)
         return [next(views, nothing) if request.n_scored else nothing for _, request in batch]
 
-    def hidden(self, number: int) -> HiddenRows | None:
-        """Return the confidences or the lattice of the last block, valid until the next evaluation."""
-        return self._latest.get(number)
-
     def release(self, number: int) -> None:
         """End a sequence. Its tokens in the KV cache may serve others."""
         self.context.cache.release(number)
@@ -135,19 +127,6 @@ class BlockDraft:
     def recover(self) -> str | None:
         """Check the KV cache while no sequence runs. If it contradicts itself, empty it and return how."""
         return self.context.recover()
-
-    @property
-    def is_disturbed(self) -> bool:
-        """False: only the target is asked."""
-        return False
-
-    def attended(self, n_tokens: int) -> float:
-        """Return all tokens: only the target is asked."""
-        return n_tokens
-
-    def abort(self) -> None:
-        """Abort the running evaluation; may be called from any thread."""
-        self._abort.set()
 
     def close(self) -> None:
         """Free the context. Later calls do nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +26,7 @@ from llamaspec.errors import (
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import BLOCK, Cells
-from llamaspec.llama.devices import device_of, find_devices
-from llamaspec.llama.hidden_rows import (
-    SCORED_ROWS_ONLY,
-    choose_head,
-    hidden_rows,
-    keep_layer,
-    layer_rows,
-    show_hidden_rows,
-)
+from llamaspec.llama.devices import device_of, free_gpu_bytes, leaves_main_memory
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.options import (
     BATCH,
@@ -45,11 +37,13 @@ from llamaspec.llama.options import (
     ModelOptions,
 )
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.recurrent import RecurrentCache
 from llamaspec.llama.resources import ThreadGovernor, governors
 from llamaspec.llama.runtime import AbortFlag, Handle
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows
+
+if TYPE_CHECKING:
+    from llamaspec.llama.recurrent import RecurrentCache
 
 CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
 CONTEXT_BYTES = 1 << 30  # and at most as much as the weights, or this if they are smaller
@@ -57,12 +51,12 @@ STATES_BACK = 8  # earlier states for llama.cpp to keep: (1 + this) times the me
 
 
 class Context:
-    """A context for a model, or for its prediction head number `head`, from 0. Close it after use.
+    """A context for a model, or for one of its prediction heads. Close it after use.
 
     A head without its own KV cache uses that of `other`, and a draft the embedding and output of that model
     if it has none. Contexts that never evaluate at the same time may share `abort`. Contexts of one model
     share `store`, which receives their finished sequences. Tokens come with hidden rows of `row_size`
-    numbers, those of a head with the model's.
+    numbers.
 
     Raises MemoryFullError if the machine has no room for the KV cache, and ModelFileError if the model cannot
     generate text.
@@ -72,23 +66,20 @@ class Context:
         self,
         weights: Weights,
         options: ModelOptions,
-        head: int | None = None,
         other: Context | None = None,
         abort: AbortFlag | None = None,
         store: PrefixStore | None = None,
         row_size: int = 0,
+        *,
+        is_head: bool = False,
     ) -> None:
         self.weights = weights  # only for facts about them: the caller may have closed them
-        self._layers, self._n_layers = options.hidden_layers, int(lib.llama_model_n_layer(weights.pointer))
-        self._has_rows = (options.heads or bool(self._layers)) and head is None
-        # Of each sequence of the last evaluation: its first row in the batch, their number, and the position.
-        self._places: dict[int, tuple[int, int, int]] = {}
         self.context_size = options.n_ctx or _free_context_size(weights, options)
-        keeps_states = weights.facts.keeps_states and head is None  # heads keep keys and values
+        keeps_states = weights.facts.keeps_states and not is_head  # heads keep keys and values
         n_wanted = self.context_size if keeps_states else max(self.context_size, options.n_cells or 0)
         n_cells = -(-n_wanted // BLOCK) * BLOCK
         self.max_scored = options.max_scored
-        pointer = _open(weights, options, n_cells, None if other is None else other.pointer, head is not None)
+        pointer = _open(weights, options, n_cells, None if other is None else other.pointer, is_head)
         self._abort = abort or AbortFlag()
         self.has_flash_attention = options.flash_attention == "on" or bool(runtime.log.flash_attention)
         needs = (weights.handle, self._abort, None if other is None else other._handle)
@@ -98,25 +89,19 @@ class Context:
             raise ModelFileError(f"{weights.path} is an embedding model; give a model that generates text")
         lib.llama_set_abort_callback(pointer, AbortFlag.ASK, self._abort.address)
         batch_size = min(lib.llama_n_batch(pointer), n_cells)
-        self._batch = Batch(batch_size, row_size if head is None else weights.hidden_size)
-        if head is not None:
-            choose_head(pointer, head)
-        # Whether llama.cpp returns hidden rows of the scored positions only.
-        self.scored_only = head is not None and weights.facts.architecture in SCORED_ROWS_ONLY
-        for layer in self._layers:
-            if layer < self._n_layers:
-                keep_layer(pointer, layer)
-        if options.heads or self._n_layers in self._layers:
-            show_hidden_rows(pointer, scored_only=self.scored_only)
+        self._batch = Batch(batch_size, row_size)
         self._governors: Sequence[ThreadGovernor] = governors() if options.threads is None else ()
-        # llama.cpp's flash attention is the only kernel whose bits depend on the number of threads.
-        is_sensitive = options.flash_attention != "off" and runtime.kernels().level is None
+        # No other kernel's bits depend on the number of threads.
+        is_sensitive = options.has_llama_cpp_attention
         self._governor = self._governors[is_sensitive] if self._governors else None
         self._n_threads = options.threads or resources.default_threads()
         self.cache: KVCache | RecurrentCache
+        self._states: RecurrentCache | None = None  # the cache, if layers keep states
         store = store or PrefixStore()
         if keeps_states:
-            self.cache = RecurrentCache(
+            from llamaspec.llama.recurrent import RecurrentCache
+
+            self.cache = self._states = RecurrentCache(
                 pointer,
                 self.context_size,
                 can_restore=_can_restore_states(weights),
@@ -131,7 +116,7 @@ class Context:
                 n_cells,
                 n_sequences,
                 store=store,
-                keeps_finished=leaves_main_memory(weights, options),
+                keeps_finished=leaves_main_memory(options, weights.devices),
             )
 
     @property
@@ -149,9 +134,9 @@ class Context:
 
     def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
         """Evaluate prepared requests together; return a view of the logits of each: [n_scored, V]."""
-        if isinstance(self.cache, RecurrentCache):
+        if self._states is not None:
             number, request = batch[0]
-            while (n := self.cache.pause(request)) is not None:
+            while (n := self._states.pause(request)) is not None:
                 self.evaluate([(number, request.prefill(n))])
         numbers = [number for number, _ in batch]
         segments = [self.cache.segment(number, request) for number, request in batch]
@@ -222,10 +207,6 @@ class Context:
             )
         return logits
 
-    def hidden_rows(self, n: int) -> Rows:
-        """Return a view of the first `n` hidden rows, of all positions or only the scored ones: [n, E]."""
-        return self._view(hidden_rows(self.pointer), n, self.weights.hidden_size)
-
     def clear(self) -> None:
         """Empty the KV cache and the store."""
         _ = self.pointer  # raises ClosedError if the context is closed
@@ -246,30 +227,11 @@ class Context:
         self._handle = None
 
     def hidden(self, number: int) -> HiddenRows | None:
-        """Return the rows of the last evaluation that a sequence has asked for, valid until the next one."""
-        place = self._places.get(number)
-        if place is None:
-            return None
-        first, n, position = place
-        if not self._layers:
-            return HiddenRows(position, self.hidden_rows(first + n)[first:])
-        rows = [
-            self._view(layer_rows(self.pointer, layer), first + n, self.weights.hidden_size)
-            if layer < self._n_layers
-            else self.hidden_rows(first + n)
-            for layer in self._layers
-        ]
-        return HiddenRows(position, np.concatenate([each[first:] for each in rows], axis=1))
+        """Return None: this context returns no hidden rows."""
+        return None
 
     def _note_rows(self, batch: Sequence[tuple[int, ForwardRequest]], segments: Sequence[Segment]) -> None:
-        """Note which rows of the evaluation each sequence has asked for."""
-        self._places, first = {}, 0
-        for (number, request), segment in zip(batch, segments, strict=False):  # the last one may be padding
-            n = len(segment.tokens)
-            n_left_out = n if request.rows_from is None else max(0, request.rows_from - segment.start)
-            if self._has_rows and n_left_out < n:
-                self._places[number] = first + n_left_out, n - n_left_out, segment.start + n_left_out
-            first += n
+        """Do nothing: this context returns no hidden rows."""
 
     def _view(self, pointer: Any, n: int, width: int) -> npt.NDArray[np.float32]:
         memory = (ctypes.c_float * (n * width)).from_address(ctypes.addressof(pointer.contents))
@@ -281,11 +243,6 @@ def parts(rows: Rows, lengths: Sequence[int]) -> list[Rows]:
     """Split rows into consecutive views of the given lengths."""
     ends = list(itertools.accumulate(lengths, initial=0))
     return [rows[start:end] for start, end in itertools.pairwise(ends)]
-
-
-def leaves_main_memory(weights: Weights, options: ModelOptions) -> bool:
-    """Whether other devices hold layers and their cells of the KV cache."""
-    return bool(weights.devices) or (runtime.can_offload() and options.offloads)
 
 
 def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | None, is_head: bool) -> Any:
@@ -338,9 +295,8 @@ def _free_context_size(weights: Weights, options: ModelOptions) -> int:
     if weights.devices:
         free = sum(device_of(handle).free_bytes for handle in weights.devices)
         room = max(0, free - n_bytes) if options.workers else free  # a worker's CPU reports all its memory
-    elif runtime.can_offload() and options.offloads:
-        gpus = [device for device in find_devices() if device.is_gpu]
-        room = sum(device.free_bytes for device in gpus) if gpus else room  # the weights are loaded already
+    elif leaves_main_memory(options):
+        room = free_gpu_bytes()  # the weights are loaded already
     if weights.facts.keeps_states:
         n_bytes, room = 0, room // 4  # each sequence gets its own context
     per_token = weights.kv_bytes_per_token(options)
@@ -363,7 +319,7 @@ def default_context_size(trained: int, kv_bytes_per_token: float, weights_bytes:
 
 def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
     """Raise MemoryFullError if main memory cannot hold the KV cache: the system would kill the process."""
-    if leaves_main_memory(weights, options):
+    if leaves_main_memory(options, weights.devices):
         return
     n_bytes, room = weights.kv_bytes_per_token(options) * n_cells, resources.available_bytes()
     if n_bytes > room:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,21 @@ def device_of(handle: int) -> Device:
         free_bytes=free.value,
         total_bytes=total.value,
     )
+
+
+def leaves_main_memory(options: ModelOptions, chosen: Sequence[int] | None = None) -> bool:
+    """Whether other devices than the CPU, such as those that a user has `chosen`, hold layers and cells."""
+    return bool(chosen) or (runtime.can_offload() and options.offloads)
+
+
+def free_gpu_bytes() -> int:
+    """Return the free memory of all GPUs of this machine."""
+    return sum(device.free_bytes for device in find_devices() if device.is_gpu)
+
+
+def card_bytes(devices: Iterable[Device], system: str = sys.platform) -> int:
+    """Return the memory of graphics cards; 0 on a Mac, whose GPU shares the main memory."""
+    return sum(each.total_bytes for each in devices if each.kind == "GPU") if system != "darwin" else 0
 
 
 def gpus_among(devices: Sequence[Device]) -> tuple[Device, ...]:

@@ -1,4 +1,8 @@
-"""What a model file says about itself, for lists of models that are not loaded."""
+"""What a model file says about itself, and how much memory the model takes once it is loaded.
+
+Nothing is loaded. The sizes of weights, KV cache and states are those that llama.cpp will allocate, without
+buffers for computing. tests/llama/test_needed_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,23 @@ from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.gguf_file import file_parts, read_gguf
+from llamaspec.llama import resources
+from llamaspec.llama.context import STATES_BACK, default_context_size
+from llamaspec.llama.devices import free_gpu_bytes, leaves_main_memory
+from llamaspec.llama.gguf_file import GgufFile, file_parts, kv_row_sizes, read_gguf
+from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions, cache_bytes
 
 _FILE_TYPES = {  # general.file_type -> "Q4_K_M"
     value: name.removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_")
     for name, value in vars(lib).items()
     if name.startswith("LLAMA_FTYPE_") and isinstance(value, int)
 }
+
+NUMBER_BYTES = 4  # states are f32
+_BOTH = {"falcon-h1"}  # architectures whose layers each have attention and a state
+_ROLLS_BACK = {  # architectures of which llama.cpp keeps earlier states (llm_arch_supports_rs_rollback)
+    "qwen35", "qwen35moe", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +66,55 @@ def _facts(path: Path, _changed: int, _n_bytes: int) -> FileFacts:
         block_count=found.number("block_count"),
         template=found.text("tokenizer.chat_template"),
     )
+
+
+# Memory
+
+
+def needed_bytes(path: Path, options: ModelOptions, n_sequences: int = 1) -> int:
+    """Return the bytes that a model needs to run some sequences at the same time.
+
+    Weights are mapped, but evaluations are fast only while they are in memory. If layers keep states, each
+    sequence has a context of its own. May raise OSError.
+    """
+    found = read_gguf(path)
+    n_weights = sum(part.stat().st_size for part in file_parts(path))
+    rows = kv_row_sizes(found)
+    key_bytes, value_bytes = cache_bytes(options.cache_type_k), cache_bytes(options.cache_type_v)
+    per_token = sum(n_key * key_bytes + n_value * value_bytes for n_key, n_value in rows)
+    per_layer = _state_numbers(found) * NUMBER_BYTES
+    n_layers = sum(row == (0, 0) or found.architecture in _BOTH for row in rows) if per_layer else 0
+    n_ctx = options.n_ctx or _default_context(found, options, per_token, n_weights, keeps_states=n_layers > 0)
+    if not n_layers:
+        return n_weights + round(per_token * max(n_ctx, options.n_cells or 0))
+    has_window = found.number("attention.sliding_window") > 0
+    n_states = 1 + STATES_BACK if found.architecture in _ROLLS_BACK and not has_window else 1
+    return n_weights + n_sequences * round(per_token * n_ctx + per_layer * n_layers * n_states)
+
+
+def _state_numbers(found: GgufFile) -> int:
+    """Return the size of the state of a layer that keeps one, in numbers; 0 = no layer does."""
+    width = found.number("embedding_length")
+    if head_size := found.number("wkv.head_size"):  # RWKV
+        return width * (found.number("token_shift_count", 2) + head_size)
+    if length := found.number("shortconv.l_cache"):  # LFM2
+        return width * (length - 1)
+    n_conv = max(0, found.number("ssm.conv_kernel") - 1)
+    if size := found.number("kda.head_dim"):  # Kimi Linear
+        n_heads = found.number("attention.head_count")
+        return 3 * (n_conv or 3) * n_heads * size + size * size * n_heads
+    n_inner, n_state = found.number("ssm.inner_size"), found.number("ssm.state_size")  # Mamba
+    return n_conv * (n_inner + 2 * found.number("ssm.group_count") * n_state) + n_state * n_inner
+
+
+def _default_context(
+    found: GgufFile, options: ModelOptions, per_token: float, n_weights: int, *, keeps_states: bool
+) -> int:
+    """Return the context that is chosen if nobody gives one, with the memory that is free now."""
+    room = resources.available_bytes()
+    if leaves_main_memory(options):
+        room = max(0, free_gpu_bytes() - n_weights)
+    if keeps_states:
+        n_weights, room = 0, room // 4
+    trained = found.number("context_length", DEFAULT_CONTEXT)
+    return default_context_size(trained, per_token, n_weights, room)

@@ -20,6 +20,11 @@ from llamaspec.errors import ModelFileError, printable
 from llamaspec.files import part_names, read_beginning, regular_file
 
 TOKENS = "tokenizer.ggml.tokens"
+SHARED_HEAD = "gemma4-assistant"  # a prediction head with its own weights, over the target's KV cache
+EAGLE3, DFLASH = "eagle3", "dflash"  # drafts that read hidden rows of several layers
+PARTS = frozenset(
+    {SHARED_HEAD, EAGLE3, DFLASH}
+)  # architectures that cannot be evaluated without their target
 _HEAD = struct.Struct("<4sIqq")  # magic, version, tensors, metadata entries
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
@@ -168,6 +173,13 @@ def read_numbers(path: Path, found: GgufFile, name: str) -> list[int]:
         file.seek(found.data_start + tensor.offset)
         content = file.read(n * form.size)
     return [number for (number,) in form.iter_unpack(content)] if len(content) == n * form.size else []
+
+
+def needs_target(path: Path) -> bool:
+    """Whether a file cannot be evaluated without its target; False if it cannot be read."""
+    with suppress(OSError):  # loading the file will raise an error that says why
+        return read_gguf(path).architecture in PARTS
+    return False
 
 
 def file_parts(path: Path) -> list[Path]:

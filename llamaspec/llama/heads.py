@@ -17,15 +17,14 @@ import numpy as np
 
 from llamaspec.errors import ContextFullError, EvaluationAbortedError, PairError, RowsMissingError
 from llamaspec.llama.batch import Segment
-from llamaspec.llama.context import Context, parts
-from llamaspec.llama.draft_context import DraftContext
-from llamaspec.llama.heads_file import check_heads
-from llamaspec.llama.hidden_draft_file import HiddenDraftFile
+from llamaspec.llama.context import parts
+from llamaspec.llama.hidden_draft_file import HiddenDraftFile, check_heads
 from llamaspec.llama.hidden_rows import window_keys
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.row_contexts import DraftContext, DraftModel, HeadContext, RowContext
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
@@ -87,7 +86,7 @@ class Head:
 
     scores_all = False  # llama.cpp returns logits and rows of all positions of a batch, or of the first ones
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: RowContext) -> None:
         self.context = context
 
     def prepare(self, batch: Sequence[HeadInput]) -> list[int | Unprepared]:
@@ -181,7 +180,8 @@ class SharedHead:
             raise PairError(
                 f"{weights.path} was made for another target than {target.path}; name its own target"
             )
-        self.context = target.open_shared_head(weights, abort)
+        options = replace(target.options, n_ctx=target.context_size)
+        self.context = HeadContext(weights, options, 0, abort=abort, other=target.context)
         self._target = target
 
     def prepare(self, batch: Sequence[HeadInput]) -> list[int | Unprepared]:
@@ -226,7 +226,7 @@ class SharedHead:
         return last if wanted.has_rows(last) else RowsMissingError(last)
 
 
-class PredictionHeads:
+class PredictionHeads(DraftModel):
     """The heads of a target that was loaded with `ModelOptions(heads=True)` and stays open.
 
     Only the threads and cache types of `options` matter; the target's are the default. `path` is a separate
@@ -242,9 +242,6 @@ class PredictionHeads:
     """
 
     max_scored = DRAFT_SCORED
-    can_share = True
-    max_chunked_prefill = 0
-    n_cells = None
 
     def __init__(
         self,
@@ -254,6 +251,7 @@ class PredictionHeads:
         on_load: LoadProgress | None = None,
         draft: HiddenDraftFile | None = None,
     ) -> None:
+        super().__init__()
         path = path if draft is None else draft.path
         n_heads = 1 if path is not None else check_heads(target.path).n_heads
         options = replace(
@@ -269,13 +267,11 @@ class PredictionHeads:
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
         self._heads: list[Head | SharedHead] = []
         self.stores: list[PrefixStore] = []  # one for each head that has a cache of its own
-        self._abort = AbortFlag()
-        self._latest: dict[int, HiddenRows] = {}  # by the number of the sequence: own row of the last token
         try:
             if path is None:
                 for i in range(n_heads):
                     self.stores.append(store := PrefixStore(limit_of=target.store))
-                    context = Context(target.weights, options, head=i, abort=self._abort, store=store)
+                    context = HeadContext(target.weights, options, i, abort=self._abort, store=store)
                     self._heads.append(Head(context))
             else:
                 local = replace(options, workers=(), devices=None, tensor_split=())
@@ -285,7 +281,7 @@ class PredictionHeads:
                         self._heads.append(SharedHead(weights, target, self._abort))
                     else:
                         self.stores.append(store := PrefixStore(limit_of=target.store))
-                        own = target.open_draft(weights, local, draft, self._abort, store)
+                        own = DraftContext(weights, local, draft, target.context, self._abort, store)
                         self._heads.append(Eagle3Head(own))
         except BaseException:
             self.close()
@@ -324,10 +320,6 @@ class PredictionHeads:
                     self._latest[inputs[n].number] = HiddenRows(len(inputs[n].tokens) - 1, rows[-1:])
         return logits
 
-    def hidden(self, number: int) -> HiddenRows | None:
-        """Return the heads' own row of the last token in the last evaluation, valid until the next one."""
-        return self._latest.get(number)
-
     def release(self, number: int) -> None:
         """End a sequence. Its tokens in the heads' KV caches may serve others."""
         for head in self._heads:
@@ -342,19 +334,6 @@ class PredictionHeads:
         """Check the KV caches while no sequence runs. Empty those that contradict themselves; return how."""
         faults = [head.recover() for head in self._heads]
         return next((fault for fault in faults if fault is not None), None)
-
-    @property
-    def is_disturbed(self) -> bool:
-        """False: only the target is asked."""
-        return False
-
-    def attended(self, n_tokens: int) -> float:
-        """Return all tokens: only the target is asked."""
-        return n_tokens
-
-    def abort(self) -> None:
-        """Abort the running evaluation; may be called from any thread."""
-        self._abort.set()
 
     def close(self) -> None:
         """Free the contexts. Later calls do nothing."""

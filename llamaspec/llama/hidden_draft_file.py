@@ -1,7 +1,8 @@
-"""Files of drafts that read a target's hidden rows: EAGLE-3, DFlash, DSpark, DFlash2.
+"""Files of drafts that read hidden rows: prediction heads (MTP, NextN), EAGLE-3, DFlash, DSpark, DFlash2.
 
-llama.cpp aborts the process if such a file does not fit its target or contradicts itself, so everything that
-it relies on is checked before. tests/llama/test_hidden_draft_file.py.
+llama.cpp aborts the process if it cannot compute such a draft, or if its file does not fit the target or
+contradicts itself. So everything that it relies on is checked before. tests/llama/test_heads.py,
+tests/llama/test_hidden_draft_file.py.
 """
 
 from __future__ import annotations
@@ -10,11 +11,25 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from llamaspec.errors import PairError, printable
-from llamaspec.llama.gguf_file import GgufFile, check_gguf, read_gguf, read_numbers
-from llamaspec.llama.hidden_rows import can_read_layers
+from llamaspec.errors import ModelFileError, PairError, printable
+from llamaspec.llama.gguf_file import (
+    DFLASH,
+    EAGLE3,
+    GgufFile,
+    check_gguf,
+    file_parts,
+    read_gguf,
+    read_numbers,
+)
+from llamaspec.llama.hidden_rows import can_compute_heads, can_read_layers
 
-EAGLE3, DFLASH = "eagle3", "dflash"  # llama.cpp's architectures
+# Architectures whose graph runs a single head, which drafts any number of tokens.
+ONE_HEAD = frozenset({
+    "bailingmoe3", "cohere2moe", "deepseek2", "deepseek32", "deepseek4", "glm-dsa", "glm4moe",
+    "nemotron_h_moe", "qwen35", "qwen35moe", "qwen3next",
+})  # fmt: skip
+SEVERAL_HEADS = frozenset({"hy_v3", "mimo2", "step35"})  # whose graph runs several, one for each token
+
 NAMES = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}
 # Architectures whose graph keeps the inputs of its layers; llama.cpp aborts for any other.
 TARGETS = frozenset({
@@ -29,6 +44,65 @@ LAST_OUTPUT = frozenset({
 })  # fmt: skip
 MAX_LAYERS, MAX_BLOCK = 16, 64  # layers that a draft reads; positions of a block
 _I64 = 27  # GGML_TYPE_I64
+
+
+# Prediction heads
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsInFile:
+    """The prediction heads of a file."""
+
+    architecture: str
+    n_heads: int  # 0 = none
+
+    @property
+    def fault(self) -> str | None:
+        """The reason why they cannot be used, as a predicate; None if they can."""
+        if not self.n_heads:
+            return "has no prediction heads"
+        if not can_compute_heads():
+            return "has prediction heads, but this build of llama.cpp cannot compute them"
+        if self.architecture in SEVERAL_HEADS or (self.architecture in ONE_HEAD and self.n_heads == 1):
+            return None
+        heads = "a prediction head" if self.n_heads == 1 else f"{self.n_heads} prediction heads"
+        return f"has {heads}, which llama.cpp cannot compute for {self.architecture!r}"
+
+
+def heads_in_file(path: Path) -> HeadsInFile:
+    """Find the heads of a model without loading it; ModelFileError if the file is not a model."""
+    check_gguf(path)
+    try:
+        found = read_gguf(path)
+        n_heads, n_layers = found.number("nextn_predict_layers"), found.number("block_count")
+        tensor = f"blk.{n_layers - n_heads}.nextn.eh_proj.weight"  # a converter may have left the heads out
+        others = (read_gguf(part).tensors for part in file_parts(path)[1:])
+        if n_heads and tensor not in found.tensors and not any(tensor in tensors for tensors in others):
+            n_heads = 0
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelFileError(f"cannot read {path}: {reason}; name a readable file") from error
+    return HeadsInFile(found.architecture, n_heads)
+
+
+def check_heads(path: Path) -> HeadsInFile:
+    """Return the heads of a file. PairError if they cannot be used, ModelFileError if it is not a model."""
+    found = heads_in_file(path)
+    if found.fault is not None:
+        raise PairError(f"{path} {found.fault}; name a draft model, or copy draft tokens from earlier text")
+    return found
+
+
+def check_shared_head(path: Path) -> None:
+    """Raise PairError if this build of llama.cpp cannot compute a head that uses the target's KV cache."""
+    if not can_compute_heads():
+        raise PairError(
+            f"{path} is a prediction head, which this build of llama.cpp cannot compute; "
+            "update llama-cpp-python"
+        )
+
+
+# Drafts with layers of their own
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,9 @@ from llamaspec.errors import ContextFullError, MemoryFullError, ModelFileError
 from llamaspec.kernels import library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.cells import CachedSequence
-from llamaspec.llama.context import Context, leaves_main_memory
-from llamaspec.llama.draft_context import DraftContext
-from llamaspec.llama.heads_file import PARTS
-from llamaspec.llama.hidden_draft_file import HiddenDraftFile
+from llamaspec.llama.context import Context
+from llamaspec.llama.devices import leaves_main_memory
+from llamaspec.llama.gguf_file import PARTS
 from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.options import N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
@@ -95,14 +93,13 @@ class LlamaModel:
         self._abort = AbortFlag()
         own_bytes = default_store_bytes(self.weights.facts.weights_bytes) if store is None else 0
         self.store = PrefixStore(own_bytes, limit_of=store)
-        self._open = partial(Context, abort=self._abort, store=self.store)
         try:
             if self.weights.facts.architecture in PARTS:  # llama.cpp cannot evaluate it alone
                 raise ModelFileError(
                     f"{path} is only a part of a model ({self.weights.facts.architecture}); "
                     "give the whole model"
                 )
-            context = self._open(self.weights, self.options)
+            context = self._open(self.options)
         except BaseException:
             if self._owns_weights:
                 self.weights.close()
@@ -111,6 +108,11 @@ class LlamaModel:
         self.max_chunked_prefill = (
             0 if self.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
         )
+
+    @property
+    def context(self) -> Context:
+        """The context of all sequences; if layers keep states, that of one of them."""
+        return self._contexts[0]
 
     @property
     def context_size(self) -> int:
@@ -253,22 +255,6 @@ class LlamaModel:
         caches = [context.cache for context in list(self._contexts)]
         return sum(cache.n_used for cache in caches), sum(cache.size for cache in caches)
 
-    def open_shared_head(self, weights: Weights, abort: AbortFlag) -> Context:
-        """Open a context for a prediction head with its own weights that uses this model's KV cache."""
-        options = replace(self.options, n_ctx=self.context_size)
-        return Context(weights, options, head=0, other=self._contexts[0], abort=abort)
-
-    def open_draft(
-        self,
-        weights: Weights,
-        options: ModelOptions,
-        draft: HiddenDraftFile,
-        abort: AbortFlag,
-        store: PrefixStore,
-    ) -> DraftContext:
-        """Open a context for a draft that reads this model's hidden rows."""
-        return DraftContext(weights, options, draft, self._contexts[0], abort, store)
-
     def try_memory(self) -> MemoryFacts:
         """Measure by a trial how large the KV cache is and how it rolls back. Empties the KV cache."""
         n_tokens = min(N_TEXT + N_DRAFT, self.context_size)
@@ -300,7 +286,7 @@ class LlamaModel:
         reason = None
         if runtime.kernels().level is None:
             reason = runtime.kernels().describe()
-        elif leaves_main_memory(self.weights, self.options):
+        elif leaves_main_memory(self.options, self.weights.devices):
             reason = "layers are computed on other devices; use --gpu-layers 0, and no --rpc"
         elif self.keeps_states:
             reason = "layers of this model keep states, which llama.cpp computes; use a model without states"
@@ -351,6 +337,14 @@ class LlamaModel:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _open(self, options: ModelOptions) -> Context:
+        """Open a context for sequences."""
+        if not options.heads and not options.hidden_layers:
+            return Context(self.weights, options, abort=self._abort, store=self.store)
+        from llamaspec.llama.row_contexts import TargetContext  # drafts read its hidden rows
+
+        return TargetContext(self.weights, options, abort=self._abort, store=self.store)
+
     def _context(self, number: int) -> Context | None:
         """Return the context that holds a sequence; None before its first request."""
         for context in self._contexts:
@@ -369,7 +363,7 @@ class LlamaModel:
             if not free:
                 # The size is that of the first context: free memory may have changed since.
                 try:
-                    free = [self._open(self.weights, replace(self.options, n_ctx=self.context_size))]
+                    free = [self._open(replace(self.options, n_ctx=self.context_size))]
                 except MemoryFullError as error:  # until another sequence ends and leaves its context
                     return ContextFullError(str(error))
                 self._contexts += free
@@ -387,8 +381,6 @@ def _max_chunked_prefill(weights: Weights, options: ModelOptions, context: Conte
 
     On CPUs, llama.cpp's flash attention over f16 adds up in another order from 64 positions on.
     """
-    types = options.cache_type_k, options.cache_type_v
-    is_tiled = options.flash_attention != "off" and types == ("f16", "f16")
-    if not is_tiled or runtime.kernels().level is not None or leaves_main_memory(weights, options):
-        return context.batch_size
-    return min(context.batch_size, TILE - 1)
+    is_f16 = options.cache_type_k == options.cache_type_v == "f16"
+    is_tiled = options.has_llama_cpp_attention and is_f16 and not leaves_main_memory(options, weights.devices)
+    return min(context.batch_size, TILE - 1) if is_tiled else context.batch_size

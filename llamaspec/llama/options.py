@@ -88,8 +88,19 @@ class ModelOptions:
         return self.gpu_layers != 0 and self.devices != ()
 
     @property
+    def has_llama_cpp_attention(self) -> bool:
+        """Whether llama.cpp's own flash attention may compute, so that bits depend on widths and threads."""
+        return self.flash_attention != "off" and runtime.kernels().level is None
+
+    @property
+    def computing(self) -> list[object]:
+        """What computes the model, and how, for the key of a cache: costs and states depend on it."""
+        attention = [self.flash_attention, self.cache_type_k, self.cache_type_v]
+        return [self.gpu_layers, self.repack, *self.placement, *attention]
+
+    @property
     def placement(self) -> list[object]:
-        """What computes, for a cache key: devices and workers unless llama.cpp chooses them, our kernels."""
+        """Devices and workers unless llama.cpp chooses them, and our kernels."""
         is_chosen = self.devices is not None or self.tensor_split or self.workers
         devices = [self.devices, self.tensor_split, self.workers] if is_chosen else []
         return [*devices, *([] if self.kernels == OFF else runtime.kernels().key)]

@@ -222,12 +222,8 @@ class PrefixFolder:
 
     def folder_of(self, model: LlamaModel) -> Path:
         """Return the folder of a model: other weights, settings or builds of llama.cpp have other folders."""
-        options = model.options
-        key = json.dumps([
-            release_key(model.path), runtime.backend_description(), options.gpu_layers, options.repack,
-            *options.placement,
-            options.flash_attention, options.cache_type_k, options.cache_type_v, options.heads,
-        ])  # fmt: skip
+        how = [*model.options.computing, model.options.heads]
+        key = json.dumps([release_key(model.path), runtime.backend_description(), *how])
         return self.path / hashlib.sha256(key.encode()).hexdigest()[:KEY_LENGTH]
 
 

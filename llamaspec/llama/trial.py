@@ -19,14 +19,17 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llamaspec.errors import MemoryFullError, ModelFileError
 from llamaspec.files import cache_folder, file_identity, write_file
 from llamaspec.kernels import AUTO, OFF, VARIABLE, library
-from llamaspec.llama.child import Outcome, run_child
 from llamaspec.llama.gguf_file import check_metadata, file_parts
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.resources import available_bytes
+
+if TYPE_CHECKING:
+    from llamaspec.llama.child import Outcome
 
 CHILD = "llamaspec.llama.trial_child"
 TRUST = "LLAMASPEC_TRUST_FILES"  # environment variable: open every file without a trial
@@ -81,6 +84,8 @@ def release_key(path: Path) -> str:
 
 
 def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
+    from llamaspec.llama.child import run_child
+
     n_bytes = sum(part.stat().st_size for part in file_parts(path))
     reads_weights = n_bytes <= min(LARGE_BYTES, available_bytes())
     if not reads_weights:

@@ -17,9 +17,9 @@ import numpy as np
 
 from llamaspec.errors import LlamaspecError, MemoryFullError, PromptError, ScoresError
 from llamaspec.llama.child import end_with_answer, end_with_parent, limit_cpu, limit_memory
-from llamaspec.llama.gguf_file import read_gguf
+from llamaspec.llama.gguf_file import PARTS, read_gguf
 from llamaspec.llama.heads import PredictionHeads
-from llamaspec.llama.heads_file import PARTS, heads_in_file
+from llamaspec.llama.hidden_draft_file import heads_in_file
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions
 from llamaspec.llama.resources import available_bytes

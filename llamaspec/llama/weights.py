@@ -20,6 +20,7 @@ from llamaspec.kernels import LLAMA_CPP, library
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import chosen_devices
 from llamaspec.llama.gguf_file import (
+    PARTS,
     GgufFile,
     active_parameters,
     check_gguf,
@@ -30,7 +31,6 @@ from llamaspec.llama.gguf_file import (
     read_gguf,
     windowed_share,
 )
-from llamaspec.llama.heads_file import PARTS
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
 from llamaspec.llama.trial import ensure_tried

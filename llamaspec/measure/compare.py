@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import TypeVar
 
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import Completion
@@ -22,9 +21,6 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import Drafter, LengthPolicy
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
-
-T = TypeVar("T")
-Name = TypeVar("Name", bound=Hashable)
 
 
 def first_difference(mine: Sequence[object], other: Sequence[object]) -> int | None:

@@ -12,12 +12,13 @@ from typing import TypeAlias
 
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.errors import LlamaspecError
+from llamaspec.hidden_drafts import open_hidden_draft
 from llamaspec.kernels import Kernels
 from llamaspec.length.fixed import FixedLength
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import Device
 from llamaspec.llama.gguf_file import read_gguf
-from llamaspec.llama.heads_file import heads_in_file
+from llamaspec.llama.hidden_draft_file import heads_in_file
 from llamaspec.llama.model import LlamaModel, MemoryFacts
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import LoadProgress
@@ -25,7 +26,7 @@ from llamaspec.measure.findings import OK, PROBLEM, WARNING, Finding, check, opt
 from llamaspec.measure.machine import CROWDED, MachineFacts, look_at_machine
 from llamaspec.measure.probe import STEPS, Probe, measure, sample_tokens
 from llamaspec.measure.verdict import pair_verdict
-from llamaspec.pair import Pair, open_heads
+from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile, weights_bytes
 from llamaspec.protocols import Drafter
 
@@ -243,7 +244,7 @@ def heads_finding(plan: DraftPlan, heads: ModelFile, target: LlamaModel, working
     try:
         with (
             working("timing a prompt"),
-            closing(open_heads(plan, heads, target)) as draft,
+            closing(open_hidden_draft(plan, heads, target)) as draft,
             Pair(target, heads=draft) as pair,
         ):
             alone, both = (prompt_seconds(pair, drafter) for drafter in (NoDrafter(), None))

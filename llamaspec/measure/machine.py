@@ -12,7 +12,7 @@ import psutil
 
 from llamaspec.kernels import Kernels
 from llamaspec.llama import resources, runtime
-from llamaspec.llama.devices import Device, find_devices, gpus_among
+from llamaspec.llama.devices import Device, card_bytes, find_devices
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.resources import usage
 
@@ -107,6 +107,7 @@ def too_many_taken(n_taken: float, n_physical: int, n_logical: int) -> bool:
 
 def room_for_models() -> int:
     """Return the bytes that all loaded models may take by default: on GPUs, or else of main memory."""
-    cards = gpus_among(find_devices()) if runtime.can_offload() and sys.platform != "darwin" else ()
-    on_cards = sum(card.total_bytes for card in cards if card.kind == "GPU")
-    return round(CROWDED * on_cards) or resources.total_bytes() * (FREE_SHARE - 1) // FREE_SHARE
+    return (
+        round(CROWDED * card_bytes(find_devices()))
+        or resources.total_bytes() * (FREE_SHARE - 1) // FREE_SHARE
+    )

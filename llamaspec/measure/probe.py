@@ -16,12 +16,9 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from llamaspec.drafters.running import drafting, first_row, preparing, reads_rows, report
-from llamaspec.engine.prefill_decode import REPEATED
 from llamaspec.errors import MemoryFullError
-from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import DENSE
-from llamaspec.length.fixed import FixedLength
+from llamaspec.length.prior import CostCurve
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.turns import Progress, Spread, take_turns
 from llamaspec.pair import Pair
@@ -249,28 +246,7 @@ def _evaluation_seconds(pair: Pair, tokens: TokenArray, depth: int, width: int, 
 
 
 def _draft_seconds(pair: Pair, context: TokenArray, turn: int) -> float:
-    return pair.run(draft_step(pair, context, DRAFT_STEPS))
-
-
-def draft_step(pair: Pair, context: TokenArray, n_steps: int) -> Measurement[float]:
-    """Return the seconds of one of `n_steps` draft tokens in a row, with all the drafter's work."""
-    length = FixedLength(n_steps)
-    drafter = pair.model_drafter(context, length)
-    if reads_rows(drafter):
-        rows_from = max((yield from first_row(drafter, context)), len(context) - 1 - REPEATED)
-        forward = yield ForwardRequest(TARGET, context[:-1], 0, rows_from=rows_from)
-        report(drafter, context[:-1], forward.hidden)
-    yield from preparing(drafter, context)
-    start = pair.clock()
-    yield from drafting(drafter, context, length)
-    return (pair.clock() - start) / (1 if Source.BLOCK in pair.sources else n_steps)
-
-
-def time_draft_step(pair: Pair) -> float:
-    """Return the seconds of a draft step, the faster of two timings; this takes five draft steps."""
-    tokens = sample_tokens(pair.target.vocabulary, 2)  # the first may be a start token
-    pair.run(draft_step(pair, tokens, 1))  # loads the weights from the disk
-    return min(pair.run(draft_step(pair, tokens, 2)) for _ in range(2))
+    return pair.run(pair.draft_step(context, DRAFT_STEPS))
 
 
 def compare_widths(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from llamaspec.catalog import Catalog, Entry
 from llamaspec.errors import ModelFileError
+from llamaspec.llama.devices import card_bytes
 from llamaspec.measure.machine import CROWDED, MachineFacts
 from llamaspec.values import MTP
 
@@ -48,9 +49,8 @@ class Choice:
 
 def rooms_of(machine: MachineFacts, total_bytes: int) -> list[Room]:
     """Return the memory that a pair can use, best first: graphics cards, then main memory."""
-    cards = [device for device in machine.gpus if device.kind == "GPU" and machine.system != "darwin"]
-    on_cards = [Room(sum(card.total_bytes for card in cards), is_gpu=True)] if cards else []
-    return [*on_cards, Room(total_bytes)]
+    on_cards = card_bytes(machine.gpus, machine.system)
+    return [*([Room(on_cards, is_gpu=True)] if on_cards else []), Room(total_bytes)]
 
 
 def choices(catalog: Catalog, room: Room) -> list[Choice]:

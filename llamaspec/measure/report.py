@@ -21,10 +21,10 @@ from typing import Any
 import llamaspec
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.files import file_hash, parse_json, read_file
-from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.prior import LearnedPrior
+from llamaspec.length.prior import CostCurve, LearnedPrior
 from llamaspec.llama import resources
-from llamaspec.llama.gguf_file import file_parts, read_gguf
+from llamaspec.llama.file_facts import file_facts
+from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.options import CACHE_TYPES, FLASH_ATTENTION
 from llamaspec.measure.bench import (
     Figures,
@@ -242,15 +242,12 @@ def public_options(words: Sequence[str]) -> str:
 
 
 def _model(path: Path, with_hash: bool) -> ReportedModel:
-    from gguf import LlamaFileType  # a third of a second
-
-    found = read_gguf(path)
-    kinds = {kind.value: kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in LlamaFileType}
+    found, name = file_facts(path), read_gguf(path).text("general.name")
     return ReportedModel(
-        name=printable(found.text("general.name") or found.architecture)[:_LONGEST_NAME],
+        name=printable(name or found.architecture)[:_LONGEST_NAME],
         architecture=printable(found.architecture),
-        quantization=kinds.get(found.number("general.file_type", -1), "of unknown type"),
-        n_bytes=sum(part.stat().st_size for part in file_parts(path)),
+        quantization=found.quantization or "of unknown type",
+        n_bytes=found.n_bytes,
         sha256=file_hash(path, lambda n_bytes: None) if with_hash else None,
     )
 

@@ -13,7 +13,7 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from filelock import FileLock
 
@@ -21,9 +21,11 @@ from llamaspec.files import cache_folder, file_identity, parse_json, read_file, 
 from llamaspec.length.prior import Gain, LearnedPrior
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.model import LlamaModel
-from llamaspec.measure.probe import Probe
 from llamaspec.pair import Pair
 from llamaspec.plan import DraftPlan, ModelFile
+
+if TYPE_CHECKING:
+    from llamaspec.measure.probe import Probe
 
 FORMAT = 10  # of the files
 LOCK = ".lock"  # a file in their folder, which a process locks while it replaces one of them
@@ -46,11 +48,7 @@ class BenchGains:
             raise ValueError("speed-ups must be from 0.001 to 1000, at least one")
 
 
-_SUFFIXES: dict[type[object], str] = {
-    Probe: "",
-    LearnedPrior: ".runs",
-    BenchGains: ".bench",
-}
+_SUFFIXES = {"Probe": "", "LearnedPrior": ".runs", "BenchGains": ".bench"}  # of the files, by class
 
 
 def _ignore(line: str) -> None: ...
@@ -58,7 +56,7 @@ def _ignore(line: str) -> None: ...
 
 def stored(pair: Models, kind: type[T], notify: Notify = _ignore) -> T | None:
     """Return a kept measurement of a pair, or None; `notify` receives a warning if the file is damaged."""
-    return _read(_path(pair, kind), kind, notify)
+    return _read(_path(pair, _SUFFIXES[kind.__name__]), kind, notify)
 
 
 def keep(pair: Models, measured: Any, notify: Notify = _ignore) -> None:
@@ -75,7 +73,7 @@ def update(pair: Models, kind: type[T], change: Callable[[T | None], T], notify:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / LOCK, timeout=PATIENCE):
-            path = _path(pair, kind)
+            path = _path(pair, _SUFFIXES[kind.__name__])
             write_file(path, json.dumps(asdict(cast(Any, change(_read(path, kind, _ignore))))))
     except OSError as error:  # a lock that is not given back in time is one, too
         reason = error.strerror or str(error)
@@ -109,7 +107,7 @@ def keep_gains(pair: Models, speed_ups: Mapping[str, float]) -> None:
 
 def forget(pair: Models) -> bool:
     """Delete all measurements of a pair; return whether there were any."""
-    paths = [path for kind in _SUFFIXES if os.path.lexists(path := _path(pair, kind))]
+    paths = [path for suffix in _SUFFIXES.values() if os.path.lexists(path := _path(pair, suffix))]
     for path in paths:
         path.unlink()
     return bool(paths)
@@ -132,19 +130,16 @@ def _folder() -> Path:
     return cache_folder() / "curves"
 
 
-def _path(pair: Models, kind: type[object]) -> Path:
+def _path(pair: Models, suffix: str) -> Path:
     """Return the file of a measurement. Its name depends on everything that changes costs."""
     heads = None if pair.heads is None else file_identity(pair.heads.path)
     key: list[object] = [FORMAT, *map(_model_key, pair.models), heads]
     key += [runtime.backend_description(), platform.node()]
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
-    return _folder() / f"{name}{_SUFFIXES[kind]}.json"
+    return _folder() / f"{name}{suffix}.json"
 
 
 def _model_key(model: ModelFile | LlamaModel) -> list[object]:
     """Return a key of a model file and of where and how it is computed."""
-    options = model.options
-    threads = options.threads or resources.default_threads()
-    placement = [options.gpu_layers, threads, options.repack, *options.placement]
-    attention = [options.flash_attention, options.cache_type_k, options.cache_type_v]
-    return [file_identity(model.path), *placement, *attention]
+    threads = model.options.threads or resources.default_threads()
+    return [file_identity(model.path), threads, *model.options.computing]

@@ -7,18 +7,16 @@ or a pair, so all commands say the same. It measures nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from llamaspec.engine.completion import MIN_PLAIN_SECONDS
-from llamaspec.length.acceptance import Acceptance
-from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import CALIBRATED, DENSE, Costs
-from llamaspec.length.prior import Gain, LearnedPrior
-from llamaspec.measure.probe import Probe
+from llamaspec.length.estimates import Acceptance
+from llamaspec.length.prior import CostCurve, Gain, LearnedPrior
+from llamaspec.measure.explain import SAME, gains_in_words
 from llamaspec.measure.store import BenchGains, Models, stored
 from llamaspec.plan import DraftPlan, ModelFile
 
@@ -29,7 +27,6 @@ LIKELY = 0.8  # acceptance at which quantizations are compared
 TELLING = 32  # draft tokens from which an observed acceptance is mentioned
 ENOUGH = 2000  # tokens of real requests from which their gain is mentioned
 NOISE = 0.07  # two measurements of costs relative to plain decoding differ by up to twice this
-SAME = 0.03  # smaller speed-ups are noise
 QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # wide batches are often cheap with these
 _QUANTIZATION = re.compile(r"(?<![a-z0-9])(i?q[1-8](_[a-z0-9]+)*|b?f16|f32)(?![a-z0-9])", re.IGNORECASE)
 
@@ -144,7 +141,7 @@ def pair_verdict(pair: Models, prior: LearnedPrior | None = None) -> str | None:
         return found
     if (gains := stored(pair, BenchGains)) is not None:
         return (
-            f"on this machine this pair is {_gains_in_words(gains.speed_ups)} "
+            f"on this machine this pair is {gains_in_words(gains.speed_ups)} "
             "(measured by llamaspec bench at temperature 0)"
         )
     if prior is None or prior.curve is None or not prior.curve.draft_step_seconds:
@@ -168,24 +165,9 @@ def _gain_in_requests(gain: Gain) -> str | None:
     if gain.n_tokens < ENOUGH or gain.plain_seconds < MIN_PLAIN_SECONDS * gain.n_tokens:
         return None
     return (
-        f"on this machine this pair was {_gains_in_words({'': gain.speed_up})} in its latest requests "
+        f"on this machine this pair was {gains_in_words({'': gain.speed_up})} in its latest requests "
         f"(estimate for {gain.n_tokens:,.0f} tokens)"
     )
-
-
-def _gains_in_words(speed_ups: Mapping[str, float]) -> str:
-    """Return speed-ups as a clause; by group of tasks, or of everything if the name is empty."""
-    parts = []
-    for group, speed_up in speed_ups.items():
-        if abs(speed_up - 1) < SAME:
-            gain = "as fast as without drafts"
-        elif speed_up > 1:
-            gain = f"about {speed_up:.1f} times as fast{'' if group else ' as without drafts'}"
-        else:
-            gain = f"{1 - speed_up:.0%} slower{'' if group else ' than without drafts'}"
-        parts.append(f"{gain} for {group}" if group else gain)
-    *others, last = parts
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _other_quantization(pair: Models, curve: CostCurve) -> str:
@@ -209,30 +191,3 @@ def _other_quantization(pair: Models, curve: CostCurve) -> str:
         if best.n_guesses and speed_up > 1 + SAME:
             return f"; {other.name} with drafts is {speed_up:.1f} times as fast at {LIKELY:.0%} acceptance"
     return ""
-
-
-# A probe
-
-
-def attention_verdicts(found: Probe) -> list[str]:
-    """Return a sentence for each depth: whether decoding is faster without flash attention."""
-    return [
-        f"with {timing.depth} tokens in the KV cache, --flash-attn off "
-        + (f"decodes {timing.off_speed_up:.2f} times as fast" if timing.is_off_faster else "is no faster")
-        for timing in found.attention
-    ]
-
-
-def conclusions(found: Probe) -> dict[str, Any]:
-    """Return a probe and its conclusions, for JSON."""
-    curve, seconds = found.curve, round_seconds(found.curve)
-    return {
-        **asdict(found),
-        "identical_widths": sorted(found.identical_widths),
-        "saturation_width": saturation_width(curve),
-        "best_fixed_length": {str(each): asdict(best_length(seconds, each)) for each in ACCEPTANCES},
-        "break_even_acceptance": break_even(seconds),
-        "verdict": verdict(curve),
-        "flash_attn_off_speed_up": {timing.depth: timing.off_speed_up for timing in found.attention},
-        "flash_attn_off_pays": [timing.depth for timing in found.attention if timing.is_off_faster],
-    }

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -22,7 +21,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from llamaspec.errors import ConstraintError, printable
 from llamaspec.large_stack import with_large_stack
-from llamaspec.protocols import SequenceConstraint, WholeVocabulary, token_names
+from llamaspec.protocols import WholeVocabulary, token_names
 from llamaspec.sampling.schemas import compilable
 from llamaspec.values import NO_TOKENS, TokenArray, n_common
 
@@ -255,34 +254,3 @@ class _Tokens:
             is_mark = token in self._specials and len(piece) > 1
             found += [*self._split(piece[:1]), *self._split(piece[1:])] if is_mark else [token]
         return found
-
-
-Answer = TypeVar("Answer")
-
-
-@dataclass(slots=True, eq=False)
-class TimedConstraint:
-    """Measures the time that another constraint takes, for all drafts and the target."""
-
-    constraint: SequenceConstraint
-    clock: Callable[[], float] = time.perf_counter
-    seconds: float = 0.0
-
-    def allowed(self, generated: TokenArray) -> TokenArray:
-        """Return the tokens that may come next."""
-        return self._timed(self.constraint.allowed, generated)
-
-    def forced(self, generated: TokenArray) -> TokenArray:
-        """Return the tokens that must come next."""
-        return self._timed(self.constraint.forced, generated)
-
-    def is_complete(self, generated: TokenArray) -> bool:
-        """Whether the completion may end here."""
-        return self._timed(self.constraint.is_complete, generated)
-
-    def _timed(self, ask: Callable[[TokenArray], Answer], generated: TokenArray) -> Answer:
-        begin = self.clock()
-        try:
-            return ask(generated)
-        finally:
-            self.seconds += self.clock() - begin

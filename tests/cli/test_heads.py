@@ -49,7 +49,7 @@ def test_heads_are_used_by_default(target: Path, monkeypatch: pytest.MonkeyPatch
     used = "llamaspec: no --draft given, using the target's own prediction heads (--draft none: no heads)"
     assert invoke("generate", "--target", target, *short).stderr.startswith(used)
     assert "--draft" not in invoke("generate", *options(target, "none"), *short[2:]).stderr
-    monkeypatch.setattr("llamaspec.plan.free_bytes", lambda: 1000)
+    monkeypatch.setattr("llamaspec.plan.available_bytes", lambda: 1000)
     left_out = invoke("generate", "--target", target, *short).stderr
     assert "only copied from earlier text; --draft auto would use its heads" in left_out
 
@@ -59,7 +59,7 @@ def test_a_draft_that_nobody_asked_for_may_fail(target: Path, monkeypatch: pytes
     def fail(*_: object) -> None:
         raise MemoryFullError("no room for the heads; use a smaller context")
 
-    monkeypatch.setattr("llamaspec.pair.PredictionHeads", fail)
+    monkeypatch.setattr("llamaspec.hidden_drafts.PredictionHeads", fail)
     short = ("--threads", "1", "-n", "8", "--seed", "1", "--json", "x")
     answer = invoke("generate", "--target", target, *short)
     assert "continuing without the draft: no room for the heads" in answer.stderr

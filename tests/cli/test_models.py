@@ -20,7 +20,7 @@ from llamaspec.cli.main import main
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import RemoteFile
 from llamaspec.llama import resources
-from llamaspec.llama.heads_file import ONE_HEAD
+from llamaspec.llama.hidden_draft_file import ONE_HEAD
 from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE
 from llamaspec.measure.recommend import Room, choices
 

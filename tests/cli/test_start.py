@@ -15,6 +15,7 @@ from llamaspec.cli.main import SUBCOMMANDS
 from llamaspec.cli.main import main as group
 from llamaspec.llama import runtime
 
+MOST_MODULES = 70  # packages included
 MAIN = "\nimport runpy; runpy.run_module('llamaspec', run_name='__main__', alter_sys=True)"
 WHILE_LOADING = """
 import signal, sys
@@ -31,6 +32,10 @@ def interrupted():
 main.main = interrupted
 """
 IGNORED = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+MODULES = (
+    "import atexit, sys; "
+    "atexit.register(lambda: print(*sorted(name for name in sys.modules if name.startswith('llamaspec'))))"
+)
 LOADED = (
     "import atexit, sys; atexit.register(lambda: print({'numpy', 'llama_cpp', 'rich'} & set(sys.modules)))"
 )
@@ -93,6 +98,23 @@ def test_ctrl_c_that_is_ignored_stays_so() -> None:
 def test_help_loads_little() -> None:
     answer = started(LOADED, "-h")
     assert answer.stdout.splitlines()[-1] == "set()"
+
+
+UNUSED = (  # what a pair of two ordinary models does not need
+    "llama.heads", "llama.block_draft", "llama.row_contexts", "llama.hidden_rows", "llama.hidden_draft_file",
+    "llama.recurrent", "llama.child", "llama.file_facts", "drafters.hidden", "drafters.block",
+    "drafters.common_vocabulary", "drafters.earlier", "sampling.constraint", "sampling.schemas",
+    "measure.probe", "measure.turns", "chat", "serve", "draft_making",
+)  # fmt: skip
+
+
+def test_a_completion_loads_only_what_it_uses() -> None:
+    answer = started(MODULES, "generate", "--threads", "1", "-n", "3", "x")
+    assert answer.code == 0, answer
+    names = answer.stdout.splitlines()[-1].split()
+    assert not {f"llamaspec.{name}" for name in UNUSED} & {*names}
+    assert "llamaspec.llama.kv_cache" in names
+    assert len(names) <= MOST_MODULES
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)

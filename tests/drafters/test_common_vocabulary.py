@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fakes import tokens
-from llamaspec.drafters.common_vocabulary import LEAST, NONE, CommonTokens, SameTokens
+from llamaspec.drafters.common_vocabulary import LEAST, NONE, CommonTokens
+from llamaspec.drafters.model import SameTokens
 from llamaspec.errors import PairError
 from vocabularies import FakeVocabulary, spelled
 

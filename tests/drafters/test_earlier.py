@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from fakes import tokens
-from llamaspec.drafters.earlier import LONGEST_MATCH, MIN_MATCH, N_ANSWERS, N_TOKENS, EarlierAnswers
-from llamaspec.drafters.ngram import BEGINNING, SURE, NgramDrafter
+from llamaspec.drafters.alignment import LONGEST_MATCH
+from llamaspec.drafters.earlier import BEGINNING, MIN_MATCH, N_ANSWERS, N_TOKENS, EarlierAnswers
+from llamaspec.drafters.ngram import SURE, NgramDrafter
 from llamaspec.length.fixed import FixedLength
 from llamaspec.values import Draft, Source, TokenArray
 

@@ -11,9 +11,8 @@ import pytest
 
 from fake_constraint import Steps
 from fakes import Asleep, Length, tokens
-from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.hidden import KEPT_ROWS, HiddenDrafter, RecentRows, RowWindow
-from llamaspec.drafters.model import DeferredPrompt
+from llamaspec.drafters.model import DeferredPrompt, SameTokens
 from llamaspec.errors import LlamaspecError, RowsMissingError
 from llamaspec.protocols import SequenceConstraint
 from llamaspec.sampling.acceptance_rules import Coupled

@@ -9,8 +9,7 @@ import pytest
 
 from fake_constraint import Steps
 from fakes import FakeModel, Length, tokens
-from llamaspec.drafters.common_vocabulary import SameTokens
-from llamaspec.drafters.model import DeferredPrompt, ModelDrafter
+from llamaspec.drafters.model import DeferredPrompt, ModelDrafter, SameTokens
 from llamaspec.errors import (
     ContextFullError,
     EvaluationAbortedError,

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from fakes import CountingUp, tokens
-from llamaspec.drafters.earlier import LONGEST_MATCH
-from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
+from llamaspec.drafters.alignment import LONGEST_MATCH
+from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter, drafting
 from llamaspec.drafters.ngram import NgramDrafter, longest_match
-from llamaspec.drafters.running import drafting
 from llamaspec.length.fixed import FixedLength
 from llamaspec.protocols import Drafter, Preparing
 from llamaspec.values import DRAFT, LONGEST_COPY, Draft, ForwardRequest, Source, TokenArray

@@ -30,9 +30,8 @@ from exact_law import (
     walk,
 )
 from fakes import FakeModel, Length
-from llamaspec.drafters.common_vocabulary import SameTokens
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.drafters.model import ModelDrafter
+from llamaspec.drafters.model import ModelDrafter, SameTokens
 from llamaspec.errors import ScoresError
 from llamaspec.protocols import RandomStreams, Rule, Stream, TargetDistributions
 from llamaspec.sampling.acceptance_rules import RULES, Block, Rejection

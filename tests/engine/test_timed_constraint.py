@@ -6,7 +6,7 @@ import pytest
 
 from fake_constraint import Steps
 from fakes import Clock, tokens
-from llamaspec.sampling.constraint import TimedConstraint
+from llamaspec.engine.stream import TimedConstraint
 from llamaspec.values import TokenArray
 
 

@@ -7,7 +7,7 @@ from math import log
 import numpy as np
 import pytest
 
-from llamaspec.length.acceptance import Acceptance, SequenceAcceptance, verified_tokens
+from llamaspec.length.estimates import Acceptance, SequenceAcceptance, verified_tokens
 from llamaspec.values import Draft, Evaluation, Round
 
 

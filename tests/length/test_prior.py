@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llamaspec.length.acceptance import KEPT, Acceptance
 from llamaspec.length.automatic import AutoLength
-from llamaspec.length.cost_curve import CostCurve
-from llamaspec.length.prior import RECENT, Gain, LearnedPrior
+from llamaspec.length.estimates import KEPT, Acceptance
+from llamaspec.length.prior import RECENT, CostCurve, Gain, LearnedPrior
 from llamaspec.values import NO_DRAFT, Draft, Evaluation, Round, Source
 
 CURVE = CostCurve((1, 4), (1.0, 1.5), 0.1)

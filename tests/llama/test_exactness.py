@@ -53,7 +53,7 @@ def test_what_llama_cpp_computes_is_a_reason(
 
 @with_kernels
 def test_other_devices_are_a_reason(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "leaves_main_memory", lambda weights, options: True)
+    monkeypatch.setattr(models, "leaves_main_memory", lambda options, chosen: True)
     assert "layers are computed on other devices" in (opened().why_inexact() or "")
 
 

@@ -23,8 +23,8 @@ from llamaspec.drafters.hidden import NO_ROWS
 from llamaspec.errors import ContextFullError, PairError, RowsMissingError
 from llamaspec.llama import hidden_rows
 from llamaspec.llama.batch import Segment
-from llamaspec.llama.context import Context
-from llamaspec.llama.heads_file import heads_in_file
+from llamaspec.llama.hidden_draft_file import heads_in_file
+from llamaspec.llama.row_contexts import HeadContext
 from llamaspec.values import (
     MTP,
     NO_TOKENS,
@@ -211,7 +211,7 @@ def test_each_head_computes_its_own_layer(store: ModelStore, opened: OpenModel) 
     hidden = np.ones((5, target.weights.hidden_size), dtype=np.float32)
     logits = []
     for head in range(3):
-        context = Context(target.weights, target.options, head)
+        context = HeadContext(target.weights, target.options, head)
         context.decode([Segment(0, 0, text(5), 1, hidden)])
         logits.append(context.logits(1)[0].copy())
         context.close()

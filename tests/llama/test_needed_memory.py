@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.needed_memory import needed_bytes
+from llamaspec.llama.file_facts import needed_bytes
 from llamaspec.llama.options import ModelOptions
 from model_store import ModelStore, OpenModel
 from tiny_models import Recipe

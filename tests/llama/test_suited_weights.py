@@ -172,7 +172,7 @@ def test_a_trial_has_the_kernels_of_its_process(
 
     monkeypatch.setenv("LLAMASPEC_TRUST_FILES", "0")
     monkeypatch.setenv("LLAMASPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(trial, "run_child", child)
+    monkeypatch.setattr("llamaspec.llama.child.run_child", child)
     monkeypatch.setattr(trial, "check_outcome", lambda *_: None)
     library.facts = facts
     ensure_tried(store.path("llama"))

@@ -250,7 +250,9 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the child never answer."""
     (tmp_path / "hangs.py").write_text("import time\n\n\ndef main():\n    time.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trial, "run_child", lambda _module, *settings: run_child("hangs", *settings))
+    monkeypatch.setattr(
+        "llamaspec.llama.child.run_child", lambda _module, *settings: run_child("hangs", *settings)
+    )
 
 
 @pytest.mark.usefixtures("hanging")

@@ -1,22 +1,31 @@
-"""How likely a draft token is to be accepted: by its confidence, or on average if it is not drawn yet.
+"""Estimates from noisy observations: numbers of which several explain a measurement, and acceptance.
 
-Each source has an average of the log-odds for every bin of confidence (for copies, of the length of the
-match), and one more for tokens that are not drawn yet. All completions share them, and they are kept with the
-pair; each completion adds a level of its own. Nothing is learnt from tokens after a rejected one.
+A `Belief` holds unknown numbers, each with its uncertainty: an iterated extended Kalman filter. It moves each
+by its share of the uncertainty, and remembers which ones a later measurement can tell apart (R. E. Kalman, "A
+new approach to linear filtering and prediction problems", 1960). `Costs` are estimated with it.
+
+`Acceptance` says how likely a draft token is to be accepted. Each source has an average of the log-odds for
+every bin of confidence (for copies, of the length of the match), and one more for tokens that are not drawn
+yet. All completions share them, and they are kept with the pair; each completion adds a level of its own.
+Nothing is learnt from tokens after a rejected one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
-from math import exp, log
+from collections.abc import Callable, Collection, Mapping, Sequence
+from math import exp, log, sqrt
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from llamaspec.values import Round
 
-Array = npt.NDArray[np.float64]
+Array: TypeAlias = npt.NDArray[np.float64]
+Expected: TypeAlias = tuple[float, Mapping[int, float]]  # a measurement, and the effect of each unknown on it
+
+SMALL, ITERATIONS = 0.1, 2  # after a larger surprise, the effects are computed again so many times
 
 EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)  # between bins of confidence
 CENTRES = (0.05, 0.15, 0.275, 0.425, 0.575, 0.725, 0.85, 0.94, 0.985)
@@ -28,6 +37,88 @@ KEPT = 50  # maximum weight of what earlier runs have learnt, in tokens: the nex
 GAIN = 0.25  # how fast a completion's level moves
 LOSS = 0.5  # how fast it falls after a wrong copy, which costs a wide evaluation for nothing
 FLATTEST = 0.1  # minimum slope of a probability over its log-odds
+
+
+class Belief:
+    """Means and covariances of unknowns, which are added one by one and keep their index."""
+
+    def __init__(self) -> None:
+        self.means = np.zeros(0)  # [n]
+        self._covariance = np.zeros((0, 0))  # [n, n]
+
+    def add(self, mean: float, deviation: float) -> int:
+        """Add an unknown with its standard deviation; return its index."""
+        n = len(self.means)
+        covariance = np.zeros((n + 1, n + 1))
+        covariance[:n, :n], covariance[n, n] = self._covariance, deviation**2
+        self.means, self._covariance = np.append(self.means, mean), covariance
+        return n
+
+    def deviation(self, i: int) -> float:
+        """Return the standard deviation of an unknown."""
+        return sqrt(self._covariance[i, i])
+
+    def doubt(self, i: int | slice, deviation: float) -> None:
+        """Let one or more unknowns have changed by about this much."""
+        np.einsum("ii->i", self._covariance)[i] += deviation**2
+
+    def learn(
+        self,
+        expect: Callable[[Array], Expected],
+        surprise: float,
+        noise: float,
+        only: Collection[int] | None = None,
+    ) -> None:
+        """Learn from a measurement.
+
+        Parameters
+        ----------
+        expect : callable
+            Returns what the means [n] let expect, and how much that changes with each unknown.
+        surprise : float
+            The measurement, minus what was expected.
+        noise : float
+            Standard deviation of the measurement itself.
+        only : collection of int, optional
+            The unknowns to learn about; the others count as uncertain, and stay as they are.
+        """
+        before = self.means
+        expected, effects = expect(before)
+        measured = expected + surprise
+        gain, shared, variance = self._gain(effects, noise, only)
+        self.means = before + gain * surprise
+        for _ in range(ITERATIONS if abs(surprise) > SMALL else 0):  # the effects differ at the new means
+            expected, effects = expect(self.means)
+            gain, shared, variance = self._gain(effects, noise, only)
+            moved = sum(factor * (self.means[i] - before[i]) for i, factor in effects.items())
+            self.means = before + gain * (measured - expected + moved)
+        change = np.outer(gain, shared)
+        if only is None:
+            self._covariance -= change
+        else:  # the form of Joseph, for gains that are not optimal
+            self._covariance += variance * np.outer(gain, gain) - change - change.T
+
+    def spread(self, effects: Mapping[int, float]) -> float:
+        """Return the standard deviation of a sum of unknowns with these factors."""
+        at, factors = list(effects), np.array(list(effects.values()))
+        return sqrt(factors @ self._covariance[at][:, at] @ factors)
+
+    def _gain(
+        self, effects: Mapping[int, float], noise: float, only: Collection[int] | None
+    ) -> tuple[Array, Array, float]:
+        """Return the gains, the covariances of each unknown with the measurement, and its variance."""
+        at, factors = list(effects), np.array(list(effects.values()))
+        shared = self._covariance[:, at] @ factors
+        variance = float(factors @ shared[at]) + noise * noise
+        gain = shared / variance
+        if only is not None:
+            others = np.ones(len(gain), dtype=bool)
+            others[list(only)] = False
+            gain[others] = 0.0
+        return gain, shared, variance
+
+
+# Acceptance
 
 
 class Acceptance:

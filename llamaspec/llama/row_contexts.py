@@ -1,0 +1,168 @@
+"""Contexts that return hidden rows: of targets, of prediction heads, and of drafts that read such rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from llama_cpp import llama_cpp as lib
+
+from llamaspec.llama.batch import Batch, Segment
+from llamaspec.llama.context import Context
+from llamaspec.llama.hidden_draft_file import HiddenDraftFile
+from llamaspec.llama.hidden_rows import (
+    SCORED_ROWS_ONLY,
+    choose_head,
+    hidden_rows,
+    keep_layer,
+    layer_rows,
+    show_hidden_rows,
+)
+from llamaspec.llama.options import ModelOptions
+from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.runtime import AbortFlag
+from llamaspec.llama.weights import Weights
+from llamaspec.values import ForwardRequest, HiddenRows, Rows
+
+ENCODED = 64  # hidden rows that are encoded at once: llama.cpp makes room for as many rows of logits
+_M_ROPE = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
+
+
+class RowContext(Context):
+    """A context that returns the hidden rows of its last layer."""
+
+    scored_only = False  # whether llama.cpp returns hidden rows of the scored positions only
+
+    def hidden_rows(self, n: int) -> Rows:
+        """Return a view of the first `n` hidden rows, of all positions or only the scored ones: [n, E]."""
+        return self._view(hidden_rows(self.pointer), n, self.weights.hidden_size)
+
+
+class TargetContext(RowContext):
+    """A target's context. It returns the rows that the draft reads: `options.hidden_layers`, or the last."""
+
+    def __init__(
+        self, weights: Weights, options: ModelOptions, *, abort: AbortFlag, store: PrefixStore
+    ) -> None:
+        super().__init__(weights, options, abort=abort, store=store)
+        self._layers, self._n_layers = options.hidden_layers, int(lib.llama_model_n_layer(weights.pointer))
+        # Of each sequence of the last evaluation: its first row in the batch, their number, and the position.
+        self._places: dict[int, tuple[int, int, int]] = {}
+        for layer in self._layers:
+            if layer < self._n_layers:
+                keep_layer(self.pointer, layer)
+        if options.heads or self._n_layers in self._layers:
+            show_hidden_rows(self.pointer, scored_only=False)
+
+    def hidden(self, number: int) -> HiddenRows | None:
+        """Return the rows of the last evaluation that a sequence has asked for, valid until the next one."""
+        place = self._places.get(number)
+        if place is None:
+            return None
+        first, n, position = place
+        if not self._layers:
+            return HiddenRows(position, self.hidden_rows(first + n)[first:])
+        rows = [
+            self._view(layer_rows(self.pointer, layer), first + n, self.weights.hidden_size)
+            if layer < self._n_layers
+            else self.hidden_rows(first + n)
+            for layer in self._layers
+        ]
+        return HiddenRows(position, np.concatenate([each[first:] for each in rows], axis=1))
+
+    def _note_rows(self, batch: Sequence[tuple[int, ForwardRequest]], segments: Sequence[Segment]) -> None:
+        """Note which rows of the evaluation each sequence has asked for."""
+        self._places, first = {}, 0
+        for (number, request), segment in zip(batch, segments, strict=False):  # the last one may be padding
+            n = len(segment.tokens)
+            n_left_out = n if request.rows_from is None else max(0, request.rows_from - segment.start)
+            if n_left_out < n:
+                self._places[number] = first + n_left_out, n - n_left_out, segment.start + n_left_out
+            first += n
+
+
+class HeadContext(RowContext):
+    """A context for the prediction head number `head` of a model, from 0; see `Context` for `other`."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        options: ModelOptions,
+        head: int,
+        *,
+        abort: AbortFlag | None = None,
+        other: Context | None = None,
+        store: PrefixStore | None = None,
+    ) -> None:
+        super().__init__(weights, options, other, abort, store, weights.hidden_size, is_head=True)
+        choose_head(self.pointer, head)
+        self.scored_only = weights.facts.architecture in SCORED_ROWS_ONLY
+        show_hidden_rows(self.pointer, scored_only=self.scored_only)
+
+
+class DraftContext(RowContext):
+    """A context over a draft's weights; it uses the embedding and output of `target` if it has none.
+
+    Raises MemoryFullError if the machine has no room for the KV cache.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        options: ModelOptions,
+        draft: HiddenDraftFile,
+        target: Context,
+        abort: AbortFlag,
+        store: PrefixStore,
+    ) -> None:
+        row_size = 0 if draft.is_block else weights.hidden_size
+        options = replace(options, heads=False, hidden_layers=())
+        super().__init__(weights, options, target, abort, store, row_size)
+        n_axes = 4 if lib.llama_model_rope_type(weights.pointer) in _M_ROPE else 1
+        size = len(draft.layers) * draft.hidden_size
+        self._features = Batch(self.batch_size, size, has_tokens=False, n_axes=n_axes)
+        self.scored_only = draft.kind != "dflash2"
+        show_hidden_rows(self.pointer, scored_only=self.scored_only)
+        lib.llama_set_causal_attn(self.pointer, draft.is_causal)
+
+    def inject(self, segments: list[Segment]) -> None:
+        """Compute keys and values from hidden rows alone, without logits. Errors as for `decode`."""
+        self.compute(lib.llama_decode, self._features, segments)
+
+    def encode(self, rows: Rows) -> Rows:
+        """Return what the draft's encoder makes of hidden rows: [n, E]. Errors as for `decode`."""
+        encoded = np.empty((len(rows), self.weights.hidden_size), dtype=np.float32)
+        # The encoder uses no positions, but llama.cpp wants those that follow the ones of the sequence: none.
+        empty = lib.llama_n_seq_max(self.pointer) - 1
+        for start in range(0, len(rows), ENCODED):
+            part = rows[start : start + ENCODED]
+            tokens = np.zeros(len(part), dtype=np.int32)
+            self.compute(lib.llama_encode, self._features, [Segment(empty, 0, tokens, len(part), part)])
+            encoded[start : start + len(part)] = self.hidden_rows(len(part))
+        return encoded
+
+
+class DraftModel:
+    """What the drafts that read hidden rows have in common as models of the engine."""
+
+    can_share = True
+    max_chunked_prefill = 0
+    n_cells = None
+    is_disturbed = False  # only the target is asked
+
+    def __init__(self) -> None:
+        self._abort = AbortFlag()
+        self._latest: dict[int, HiddenRows] = {}  # of the latest evaluation, by the number of the sequence
+
+    def hidden(self, number: int) -> HiddenRows | None:
+        """Return what the latest evaluation gave a sequence beside logits, valid until the next one."""
+        return self._latest.get(number)
+
+    def attended(self, n_tokens: int) -> float:
+        """Return all tokens: only the target is asked."""
+        return n_tokens
+
+    def abort(self) -> None:
+        """Abort the running evaluation; may be called from any thread."""
+        self._abort.set()
