@@ -101,6 +101,15 @@ def test_a_copy_is_not_tried_again_but_a_changed_file_is(
     assert len(trials) == 2
 
 
+def test_a_new_version_tries_a_file_again(
+    store: ModelStore, trials: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_and_close(store.path())
+    monkeypatch.setattr(trial, "__version__", "99.0")
+    open_and_close(store.path())
+    assert len(trials) == 2
+
+
 def test_a_later_part_of_a_split_file_counts(
     split_files: list[Path], tmp_path: Path, trials: list[subprocess.Popen[bytes]]
 ) -> None:
