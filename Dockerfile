@@ -1,4 +1,5 @@
-# The server, computing on CPUs: docs/server.md says how to build and run it. Checked with hadolint, not built yet.
+# The server, computing on CPUs: docs/server.md says how to build and run it. Checked with hadolint, and its commands
+# were run one by one in a Debian 12 system; the image has not been built yet.
 FROM python:3.12-slim-bookworm AS build
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git make && rm -rf /var/lib/apt/lists/*
