@@ -14,7 +14,6 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ClosedError, PairError, PromptError
-from llamaspec.large_stack import STACK_BYTES, with_large_stack
 from llamaspec.llama.runtime import Handle
 from llamaspec.values import TokenArray
 
@@ -22,7 +21,7 @@ _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
 # Many tokenizers of llama.cpp split a text into words with std::regex, which recurses over the characters of
 # a word: 320 bytes of stack for each, so that a word of 26,000 would end the process.
 SHORT = 1000  # bytes of a text that any stack suffices for
-LONGEST = STACK_BYTES // 512  # bytes of a text that the large stack suffices for, even as one word
+LONGEST = 512 << 10  # bytes of a text that the large stack suffices for, even as one word
 _BETWEEN_LINES = re.compile(rb"[!-~]\n(?=[!-~])")
 _ONE_AT_A_TIME = threading.Lock()  # long words of many requests would take as many stacks
 MAX_SIZE_DIFFERENCE = 128  # unused tokens at the end of a vocabulary; llama.cpp allows as many
@@ -103,6 +102,8 @@ class LlamaVocabulary:
             ) from error
         if len(text) <= SHORT:
             return self._tokenized(text, add_special, parse_special)
+        from llamaspec.large_stack import with_large_stack
+
         found: list[TokenArray] = []
         for part in parts_of(text) if self._is_bpe else [text]:
             work = partial(self._tokenized, part, add_special and not found, parse_special)

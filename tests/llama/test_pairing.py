@@ -77,7 +77,7 @@ def test_a_refused_pair_leaves_nothing_open(store: ModelStore, monkeypatch: pyte
     def refused(*vocabularies: object) -> None:
         raise PairError("no")
 
-    monkeypatch.setattr("llamaspec.sequence_drafters.CommonTokens", refused)
+    monkeypatch.setattr("llamaspec.drafters.common_vocabulary.CommonTokens", refused)
     target, draft = model(store, BYTES), model(store, BYTES.renamed(70, "other"))
     with pytest.raises(PairError):
         open_pair(target, draft)
