@@ -546,6 +546,16 @@ def test_the_embedded_draft_is_worth_asking(demo: Pair) -> None:
     assert np.mean([round_.n_accepted for round_ in rounds]) > 0.5
 
 
+def test_the_embedded_eagle3_draft_is_worth_asking(demo_files: tuple[Path, Path]) -> None:
+    """Its text is the target's own, and it knows more than a random draft."""
+    with opened(demo_files[0], demo_files[0].with_name("eagle3.gguf")) as pair:
+        completions = [
+            found for prompt in PROMPTS[:4] for found in assert_same(pair, prompt, (1,), AT_TEMPERATURES[:3])
+        ]
+    rounds = [round_ for found in completions for round_ in found.rounds if len(round_.draft)]
+    assert np.mean([round_.n_accepted for round_ in rounds]) > 0.3
+
+
 def test_the_embedded_target_drafts_for_itself(demo_files: tuple[Path, Path]) -> None:
     with opened(demo_files[0], demo_files[0]) as pair:
         for rule in RULES:

@@ -32,6 +32,7 @@ FILES = (  # beside modules
     "demo/README.md",
     "demo/target.gguf",
     "demo/draft.gguf",
+    "demo/eagle3.gguf",
     "cli/timeline.html",
     "measure/tasks.yaml",
     "serve/page/page.js",
