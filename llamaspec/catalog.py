@@ -92,8 +92,8 @@ def find_remote(name: str, *, ask: bool = True) -> RemoteFile | None:
         from huggingface_hub import constants
 
         return _find_address(address_of_page(name, constants.ENDPOINT), ask)
-    plain, _, quantization = name.partition(":")
-    entry = read_catalog().find(plain)
+    quantization = name.partition(":")[2]
+    entry = read_catalog().find(name)
     return None if entry.path is not None and not quantization else entry.file(quantization or None)
 
 
@@ -106,7 +106,7 @@ def _own_or_remote(name: str | Path, *, ask: bool) -> Path | RemoteFile:
         raise ModelFileError(f"no file has the path {quoted(str(name))}; check it")
     if isinstance(name, Path) or is_path(name):
         return Path(name)
-    return find_remote(name, ask=ask) or read_catalog().find(name.partition(":")[0]).own_file()
+    return find_remote(name, ask=ask) or read_catalog().find(name).own_file()
 
 
 def _find_address(address: str, ask: bool) -> RemoteFile:
@@ -253,10 +253,13 @@ class Catalog:
         self.entries = dict(entries)
 
     def find(self, name: str) -> Entry:
-        """Return the entry of a name; ModelFileError, which suggests similar names, if there is none."""
-        if name in self.entries:
-            return self.entries[name]
-        close = difflib.get_close_matches(name[:200], self.entries, n=3, cutoff=0.5)
+        """Return the entry of NAME or NAME:QUANTIZATION; ModelFileError, with other names, if none has it."""
+        entry = self.entries.get(name.partition(":")[0])
+        if entry is not None:
+            return entry
+        spelled = name[:200].replace(":", "-")  # Ollama writes qwen3:8b
+        n_close = 1 if spelled in self.entries else 3
+        close = difflib.get_close_matches(spelled, self.entries, n=n_close, cutoff=0.5)
         remedy = "`llamaspec models list` shows the names"
         if os.path.isdir(name):  # noqa: PTH112 - Path raises for a NUL
             remedy = "it is a folder: name a .gguf file inside it"

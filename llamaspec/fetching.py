@@ -231,16 +231,18 @@ def _bar_settings(label: str, n_bytes: int) -> dict[str, Any]:
 
 def list_models(repo: str) -> list[str]:
     """Return the names of the model files in a repository, as the hub gives them."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi, constants, errors
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's
 
     try:  # one request, because `list_repo_files` retries for minutes
         facts = HfApi(endpoint=constants.ENDPOINT).model_info(repo, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         names = [sibling.rfilename for sibling in facts.siblings or ()]
         return [name for name in names if name.endswith(".gguf")]
     except Exception as error:  # the library raises many types for an unexpected answer
-        raise ModelFileError(
-            f"cannot list the models of {repo}: {quoted(str(error))}; name one as hf:owner/repo:file.gguf"
-        ) from error
+        reason, remedy = quoted(str(error)), "name one as hf:owner/repo:file.gguf"
+        if isinstance(error, HTTPError) and not isinstance(error, errors.HfHubHTTPError):
+            reason, remedy = f"the hub cannot be reached ({reason})", "check the network, or name a file"
+        raise ModelFileError(f"cannot list the models of {repo}: {reason}; {remedy}") from error
 
 
 def _size(n_bytes: int) -> str:

@@ -138,7 +138,7 @@ def _ordinary_tasks(pair: Pair, decoding: shared.DecodingOptions, seed: int) -> 
 
 
 def _show_comparison(comparison: Comparison, task: Task) -> None:
-    rows = []
+    rows, shows_nothing = [], False
     for arm in comparison.arms:
         seconds, speed_up = Spread.of(arm.seconds), comparison.speed_up(arm)
         if arm is comparison.target:
@@ -149,14 +149,17 @@ def _show_comparison(comparison: Comparison, task: Task) -> None:
             ratio = f"{speed_up.mean:.2f}x"
         else:
             ratio = f"{speed_up.mean:.2f}x ({speed_up.low:.2f} to {speed_up.high:.2f})"
+            shows_nothing |= speed_up.shows_nothing
         spread = f"{seconds.median:.3f} ± {seconds.half:.3f}"
         rows.append((arm.name, str(len(arm.runs)), spread, f"{arm.tokens_per_second:.1f}", ratio))
     out.print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
     notes = out.stderr_console()
     notes.print(
-        "seconds: median ± half the interquartile range; speed-up: mean (19 of 20 repeats will be in this "
-        "range)"
+        "seconds, tokens/s: medians (± half the interquartile range); speed-up: mean of runs in pairs (19 of "
+        "20 repeats will be in this range)"
     )
+    if shows_nothing:
+        notes.print("a range around 1.00 shows no difference: repeat on an idle machine, or with a larger -n")
     rate = comparison.speculative.acceptance_rate
     if comparison.speculative.n_drafted == 0:
         click.echo("no draft token was proposed, so any difference is noise")

@@ -382,6 +382,9 @@ def _warn(pair: Pair) -> None:
         for finding in option_findings(role, model):
             if finding.level != OK:
                 say(f"warning: {finding.topic}: {finding.text}; {finding.remedy}")
+    sizes = [model.weights.facts.n_computing for model in pair.models]
+    if sizes[0] < max(sizes):
+        say("warning: the draft has more parameters than the target; swap --target and --draft")
     if pair.common is not None:
         share = f"{pair.common.of_text:.0%} of typical text"
         say(f"the draft has a different vocabulary, covering about {share}; it drafts from the shared tokens")

@@ -201,8 +201,8 @@ _DRAFTING: tuple[Decorator, ...] = (
                       "same time."),
 )  # fmt: skip
 _CHAIN: tuple[Decorator, ...] = (
-    click.option("--temperature", "-t", type=float, metavar="NUMBER", default=0.8, show_default=True,
-                 help="0 = always the most probable token."),
+    click.option("--temperature", "--temp", "-t", type=float, metavar="NUMBER", default=0.8,
+                 show_default=True, help="0 = always the most probable token."),
     click.option("--top-k", type=_OrOff(Integer(min=0), 0), default=40, show_default=True,
                  help="Sample from the k most probable tokens; 0 = all."),
     click.option("--top-p", type=_OrOff(Number(0, 1), 1), default=0.95, show_default=True,
@@ -235,7 +235,7 @@ class DecodingOptions(Drafting):
 
     def seed_or_random(self) -> int:
         """Return the seed, or a random one."""
-        return secrets.randbits(32) if self.seed is None else self.seed
+        return secrets.randbits(32) if self.seed is None or self.seed == -1 else self.seed
 
 
 _SAMPLING = (
@@ -257,7 +257,7 @@ def _decoding(**given: Any) -> DecodingOptions:
 drafting_options = option_group("drafting", Drafting, _DRAFTING)
 _LIMIT = _limit(256, True, "Stop after this many tokens.")
 _ANSWER_LIMIT = _limit(UNLIMITED, "the rest of the context", "Stop an answer after this many tokens.")
-_DECODING = (*_CHAIN, _seed("random, and reported"), *_RULE)
+_DECODING = (*_CHAIN, _seed("random, as with -1, and reported"), *_RULE)
 decoding_options = option_group("decoding", _decoding, (_LIMIT, *_DECODING))
 answer_decoding_options = option_group("decoding", _decoding, (_ANSWER_LIMIT, *_DECODING))
 measured_decoding_options = option_group("decoding", _decoding, (_LIMIT, *_CHAIN, _seed("0"), *_RULE))

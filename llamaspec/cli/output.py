@@ -211,7 +211,7 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
     if summary.n_verified:
         drafts = f"{summary.n_accepted} of {summary.n_verified} draft tokens accepted"
     elif summary.n_drafted:
-        drafts = f"{summary.n_drafted} draft tokens proposed, none verified"
+        drafts = f"{summary.n_drafted} draft token{_plural(summary.n_drafted)} proposed, none verified"
     if detail == "short":
         if gain is not None:
             speed += f": {gain_in_words(gain)}"

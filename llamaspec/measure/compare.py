@@ -37,6 +37,11 @@ class SpeedUp:
     low: float | None = None  # None if too few runs repeat others to show the spread
     high: float | None = None
 
+    @property
+    def shows_nothing(self) -> bool:
+        """Whether the next measurement may as well show the opposite."""
+        return self.low is not None and self.high is not None and self.low < 1 < self.high
+
     @classmethod
     def of(cls, ratios: Sequence[float], n_cases: int = 1) -> SpeedUp:
         """Compute the speed-up from the ratios of one or more paired runs; run i is of case i % n_cases.

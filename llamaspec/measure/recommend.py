@@ -91,6 +91,11 @@ def expectation(machine: MachineFacts | None) -> str:
             "on GPUs, evaluating several tokens at once costs little more than one, so drafts should help, "
             "less with a mixture of experts; llamaspec itself has not been measured there"
         )
+    if machine.kernels.level is not None:
+        return (
+            "here llamaspec's kernels evaluate several tokens for little more than the price of one, so "
+            "drafts help in all usual quantizations if the draft is several times smaller"
+        )
     return (
         "on CPUs it depends on the kernels: on two cores, drafts helped with Q4_0 and F16 weights, but "
         "hardly with K-quants; a smaller pair or a mixture of experts is faster in any case"

@@ -28,6 +28,7 @@ PLAIN, AUTO, BEFORE, PEER = "plain", "auto", "before: auto", "llama-server"
 PEER_PLAIN = f"{PEER}, none"  # without a draft: the baseline
 PEER_BEST = f"{PEER}, best of each prompt"  # of several types, chosen afterwards
 READY_SECONDS = 900.0  # enough to load a large model from a disk
+HEALTH_SECONDS = 10.0  # a server that is loading lets clients wait
 END_SECONDS = 20.0
 _KEYS = ("LLAMASPEC_API_KEY", "LLAMA_API_KEY")  # with one, a server refuses requests without a key
 _ENTRY = (  # sets the program's name in messages
@@ -243,7 +244,7 @@ def _await_ready(name: str, client: httpx.Client, process: subprocess.Popen[byte
             reason = last.removeprefix("llamaspec: ") or f"exit code {process.returncode}"
             raise LlamaspecError(f"the server of {name!r} did not start: {reason}")
         try:
-            if client.get("/health").status_code == httpx.codes.OK:
+            if client.get("/health", timeout=HEALTH_SECONDS).status_code == httpx.codes.OK:
                 return
         except httpx.TransportError:
             pass

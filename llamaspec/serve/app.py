@@ -263,6 +263,8 @@ def open_socket(settings: ServeSettings) -> socket.socket:
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             opened.bind(address)
+            # A second server on this port fails now, not after loading. Early clients wait.
+            opened.listen()
         except BaseException:
             opened.close()
             raise

@@ -10,7 +10,7 @@ import pytest
 
 from command import Answer, invoke, naming
 from llamaspec import FixedLength, Pair, Sampling, open_pair
-from llamaspec.measure.compare import Task, run_compare
+from llamaspec.measure.compare import SpeedUp, Task, run_compare
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -70,6 +70,11 @@ def test_texts_that_end_early(store: ModelStore) -> None:
     found: dict[str, Any] = compare([target, target], "-k", "4", "--seed", "3", "--json").json
     assert found["same_text"] is True
     assert min(run["tokens"] for run in found["arms"][0]["runs"]) < 24
+
+
+def test_a_range_around_one_shows_no_difference() -> None:
+    found = [SpeedUp(1.2, *limits) for limits in ((0.9, 1.5), (1.1, 1.3), (0.7, 0.9), (None, None))]
+    assert [each.shows_nothing for each in found] == [True, False, False, False]
 
 
 def test_progress_goes_in_even_steps_and_each_seed_runs_twice(models: list[Path]) -> None:

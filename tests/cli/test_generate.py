@@ -58,7 +58,7 @@ def test_json_is_one_line_of_ascii_in_a_process(models: list[Path]) -> None:
     assert answer.json["text"] == expected(models, 5, 20).text
 
 
-@pytest.mark.parametrize("seed", ["7", str(2**63), "-1"])
+@pytest.mark.parametrize("seed", ["7", str(2**63), "-2"])
 def test_no_draft_says_the_same(models: list[Path], seed: str) -> None:
     answers = [
         generate(PROMPT, "-n", "40", "--seed", seed, "--json", *more, models=models).json["tokens"]
@@ -76,6 +76,21 @@ def test_sampling_options_reach_the_sampler(models: list[Path]) -> None:
         "--presence-penalty", "0.3", "--seed", "2", "-n", "50", "--json", models=models,
     )  # fmt: skip
     assert answer.json["tokens"] == list(expected(models, 2, 50, sampling=penalties).tokens)
+
+
+def test_minus_one_is_a_random_seed(models: list[Path]) -> None:
+    options = ["-n", "1", "--temp", "1", "--seed", "-1"]
+    answers = [invoke("generate", *naming(models), *options, "x") for _ in "ab"]
+    seeds = [answer.stderr.partition(", seed ")[2].split()[0] for answer in answers]
+    assert seeds[0] != seeds[1]
+    assert "-1" not in seeds
+
+
+def test_swapped_models_are_told(demo_files: tuple[Path, Path]) -> None:
+    target, draft = demo_files
+    for order, is_told in (([draft, target], True), ([target, draft], False)):
+        answer = invoke("generate", *naming(order), "-n", "1", "x")
+        assert ("swap --target and --draft" in answer.stderr) == is_told
 
 
 def test_the_seed_is_reported_and_reproduces(models: list[Path]) -> None:

@@ -123,7 +123,8 @@ def test_refusals(hub: Hub, cache: Path, refusal: tuple[int, str], part: str) ->
 
 def test_no_hub(hub: Hub, env: dict[str, str]) -> None:
     away = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    assert "the hub cannot be reached" in said(run("generate", "--target", "big", "x", env=away))
+    for name in ("big", "hf:acme/big-GGUF"):
+        assert "the hub cannot be reached" in said(run("generate", "--target", name, "x", env=away))
     line = said(run("generate", "--pair", "big", "x", env={**env, "HF_HUB_OFFLINE": "1"}))
     assert "HF_HUB_OFFLINE is set" in line
     assert "llamaspec models pull" in line

@@ -70,6 +70,7 @@ def test_an_address_may_leave_out_the_file(hub: Hub, cache: Path) -> None:
     for address, says in (
         ("hf:acme/two-GGUF", "has several models; name one"),
         ("hf:acme/two-GGUF:Q4_K", r"has no such model; .*two-Q4_K_M.gguf, two-Q4_K_S.gguf"),
+        ("large:8b", "is called large:8b; "),
         ("hf:acme/none", "cannot list the models of acme/none|has no such model"),
     ):
         with pytest.raises(ModelFileError, match=says):

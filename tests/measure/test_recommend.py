@@ -88,5 +88,7 @@ def test_the_expected_effect_of_drafts() -> None:
     with_card = replace(MACHINE, devices=(CARD, CPU), can_offload=True)
     on_metal = replace(with_card, system="darwin")
     sentences = [expectation(each) for each in (None, MACHINE, with_card, on_metal)]
+    quick = expectation(replace(MACHINE, kernels=Kernels("avx2")))
+    assert "in all usual quantizations" in quick
     for text, begins in zip(sentences, ("whether", "on CPUs", "on GPUs", "on Metal"), strict=True):
         assert text.startswith(begins)

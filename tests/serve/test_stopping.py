@@ -19,7 +19,8 @@ import pytest
 
 from command import ENTRY, environment, invoke, run, said
 from llamaspec import Pair
-from llamaspec.serve import app
+from llamaspec.errors import LlamaspecError
+from llamaspec.serve import ServeSettings, app
 from model_store import ModelStore
 from patience import PATIENCE, until
 from rpc_workers import needs_rpc, running_worker
@@ -157,6 +158,13 @@ def test_a_key_on_the_command_line_is_warned_about(demo_files: tuple[Path, Path]
     arguments, env = (["--api-key", "k"], {}) if is_seen else ([], {"LLAMASPEC_API_KEY": "k"})
     with process(*arguments, env=env) as server:
         assert any("--api-key-file" in line for line in server.lines) == is_seen
+
+
+def test_a_second_server_is_refused_while_the_first_one_loads() -> None:
+    with app.open_socket(ServeSettings(port=0)) as first:
+        port = int(first.getsockname()[1])
+        with pytest.raises(LlamaspecError, match=f"port {port}: address already in use; give another"):
+            app.open_socket(ServeSettings(port=port))
 
 
 def test_a_port_that_is_in_use_is_one_line() -> None:
