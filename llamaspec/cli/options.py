@@ -235,7 +235,7 @@ class DecodingOptions(Drafting):
 
     def seed_or_random(self) -> int:
         """Return the seed, or a random one."""
-        return secrets.randbits(32) if self.seed is None or self.seed == -1 else self.seed
+        return secrets.randbits(32) if self.seed is None else self.seed
 
 
 _SAMPLING = (
@@ -249,7 +249,8 @@ def _decoding(**given: Any) -> DecodingOptions:
         say(
             f"--temperature {sampling.temperature:g} makes the text almost random; for threads, use --threads"
         )
-    return DecodingOptions(sampling=sampling, **given)
+    seed = given.pop("seed")
+    return DecodingOptions(sampling=sampling, seed=None if seed == -1 else seed, **given)
 
 
 # The command receives DecodingOptions as `decoding`. By default, answers of a chat have no limit, and
