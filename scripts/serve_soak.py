@@ -173,7 +173,8 @@ class Client:
         body = {"messages": self._messages(), "options": options, "stream": is_stream}
         answer = self._post("/api/chat", body)
         last = json.loads(answer.text.splitlines()[-1])
-        return str(answer.status_code), None if last.get("done") else f"ends with {last}"
+        is_whole = answer.status_code != 200 or last.get("done")  # the queue may be full
+        return str(answer.status_code), None if is_whole else f"ends with {last}"
 
     def native(self) -> tuple[str, str | None]:
         """Use llama-server's API."""
