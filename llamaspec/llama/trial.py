@@ -21,7 +21,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamaspec import __version__
 from llamaspec.errors import MemoryFullError, ModelFileError
 from llamaspec.files import cache_folder, file_identity, write_file
 from llamaspec.kernels import AUTO, OFF, VARIABLE, library
@@ -64,7 +63,7 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
         return
     try:
         # With the version, because its checks of the metadata may be new.
-        record = cache_folder() / "tried" / f"{release_key(path)}-{__version__}"
+        record = cache_folder() / "tried" / f"{release_key(path)}-{version('llamaspec')}"
     except OSError as error:  # from another part of the model
         raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
     with suppress(OSError):  # the folder may not be searched

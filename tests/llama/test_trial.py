@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def test_a_new_version_tries_a_file_again(
     store: ModelStore, trials: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_and_close(store.path())
-    monkeypatch.setattr(trial, "__version__", "99.0")
+    monkeypatch.setattr(trial, "version", lambda name: "99.0" if name == "llamaspec" else version(name))
     open_and_close(store.path())
     assert len(trials) == 2
 
