@@ -141,21 +141,16 @@ def _show_comparison(comparison: Comparison, task: Task) -> None:
     rows, shows_nothing = [], False
     for arm in comparison.arms:
         seconds, speed_up = Spread.of(arm.seconds), comparison.speed_up(arm)
-        if arm is comparison.target:
-            ratio = "1.00x"
-        elif speed_up is None:
-            ratio = ""
-        elif speed_up.low is None:
-            ratio = f"{speed_up.mean:.2f}x"
-        else:
-            ratio = f"{speed_up.mean:.2f}x ({speed_up.low:.2f} to {speed_up.high:.2f})"
+        ratio = "1.00x" if arm is comparison.target else ""
+        if arm is not comparison.target and speed_up is not None:
+            ratio = str(speed_up)
             shows_nothing |= speed_up.shows_nothing
         spread = f"{seconds.median:.3f} ± {seconds.half:.3f}"
         rows.append((arm.name, str(len(arm.runs)), spread, f"{arm.tokens_per_second:.1f}", ratio))
     out.print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
     notes = out.stderr_console()
     notes.print(
-        "seconds, tokens/s: medians (± half the interquartile range); speed-up: mean of runs in pairs (19 of "
+        "seconds, tokens/s: medians (± half the interquartile range); speed-up: mean of paired runs (19 of "
         "20 repeats will be in this range)"
     )
     if shows_nothing:

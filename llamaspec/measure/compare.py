@@ -37,6 +37,9 @@ class SpeedUp:
     low: float | None = None  # None if too few runs repeat others to show the spread
     high: float | None = None
 
+    def __str__(self) -> str:
+        return f"{self.mean:.2f}x" + ("" if self.low is None else f" ({self.low:.2f} to {self.high:.2f})")
+
     @property
     def shows_nothing(self) -> bool:
         """Whether the next measurement may as well show the opposite."""

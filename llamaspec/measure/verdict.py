@@ -157,7 +157,7 @@ def pair_verdict(pair: Models, prior: LearnedPrior | None = None) -> str | None:
     best = best_length(seconds, acceptance)
     gain = f"about {best.speed_up:.1f} times as fast as without drafts"
     gain = "no faster" if best.speed_up < 1 + SAME else gain
-    return f"{said}; at the {acceptance:.0%} of all runs so far, it is {gain} (computed from measured times)"
+    return f"{said}; at {acceptance:.0%}, as in all runs so far, it is {gain} (computed from measured times)"
 
 
 def _gain_in_requests(gain: Gain) -> str | None:

@@ -41,7 +41,7 @@ def pair(target_file: Path, own_cache: None) -> DraftPlan:
             LearnedPrior(CHEAP, KNOWN, counts=KNOWN_WELL),
             "about 1.7 times as fast as without drafts (computed",
         ),
-        (LearnedPrior(CHEAP, POOR, counts=KNOWN_WELL), "at the 1% of all runs so far, it is no faster"),
+        (LearnedPrior(CHEAP, POOR, counts=KNOWN_WELL), "at 1%, as in all runs so far, it is no faster"),
         (LearnedPrior(CHEAP, POOR, counts=(31,) * 10), None),  # the first draft tokens may be unlucky
         (
             LearnedPrior(DEAR, KNOWN),
