@@ -6,7 +6,7 @@
 ...         print(piece.text, end="", flush=True)
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 TYPE_CHECKING = False  # as in `typing`, which is slow to import
 
