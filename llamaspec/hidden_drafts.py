@@ -34,10 +34,8 @@ def open_hidden_draft(
 
 def drafter_of(draft: HiddenDraft, target: LlamaModel, config: Speculation) -> HiddenDrafter | BlockDrafter:
     """Return the drafter of a sequence."""
-    reading, n_prompt, deferred = config.length.reading, len(config.prompt), None
-    if reading is not None and not reading.is_winning:
-        # It wakes later, and then sees no more than the last part of the prompt.
-        deferred = DeferredPrompt(reading, lambda _: max(n_prompt - KEPT_ROWS, 0))
+    n_skipped = max(len(config.prompt) - KEPT_ROWS, 0)  # tokens that a draft which waits never sees
+    deferred = DeferredPrompt.of(config.length.reading, lambda _: n_skipped, reads_rows=True)
     is_asleep, chance = deferred is not None, (config.sampler, config.rule, config.streams)
     if isinstance(draft, BlockDraft):
         file = draft.file

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from llamaspec.drafters.fallback import NoDrafter, drafting, first_row, preparing, reads_rows, report
+from llamaspec.drafters.calling import drafting, first_row, preparing, reads_rows, report
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.detokenizer import Detokenizer
 from llamaspec.engine.prefill_decode import REPEATED
 from llamaspec.engine.scheduler import Scheduler
@@ -239,7 +240,8 @@ class Pair:
     def _answers(self) -> EarlierAnswers:
         from llamaspec.drafters.earlier import EarlierAnswers
 
-        return EarlierAnswers()
+        answers: EarlierAnswers = self.__dict__.setdefault("_answers", EarlierAnswers())
+        return answers  # the same object for two threads at once
 
     @functools.cached_property
     def _grammars(self) -> Grammars:

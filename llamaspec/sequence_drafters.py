@@ -99,9 +99,9 @@ class SequenceDrafters:
             from llamaspec.hidden_drafts import drafter_of
 
             return drafter_of(self.heads, self.target, config)
-        draft, reading = self.draft, config.length.reading
+        draft = self.draft
         assert draft is not None
         tokens = self.common or SameTokens(draft.vocabulary_size, self.target.vocabulary_size)
-        deferred = None if reading is None else DeferredPrompt(reading, draft.n_cached)
+        deferred = DeferredPrompt.of(config.length.reading, draft.n_cached)
         chance = config.sampler, config.rule, config.streams
         return ModelDrafter(tokens, draft.context_size, *chance, deferred=deferred)

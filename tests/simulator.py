@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.length.prior import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.protocols import LengthPolicy, SequenceLength
 from llamaspec.values import NO_ATTENTION, Attention, Draft, Evaluation, Round, Source
 

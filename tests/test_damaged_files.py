@@ -20,7 +20,8 @@ from llamaspec.chat.conversation_files import load_conversation, save_conversati
 from llamaspec.chat.messages import Message
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.automatic import AutoLength
-from llamaspec.length.prior import CostCurve, LearnedPrior
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import keep
 from llamaspec.measure.store import stored as stored_of

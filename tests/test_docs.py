@@ -23,7 +23,7 @@ import pytest
 
 from command import ENTRY, environment
 from llamaspec.cli.main import main
-from llamaspec.length.prior import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.verdict import best_length, break_even, round_seconds
 from patience import PATIENCE
 from rpc_workers import free_port

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from llamaspec import AutoLength, FixedLength, ModelOptions, NoDrafter, Pair, open_pair
-from llamaspec.length.prior import CostCurve, LearnedPrior
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import keep, keep_probe, stored
 from llamaspec.measure.turns import Spread

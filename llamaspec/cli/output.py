@@ -30,7 +30,7 @@ from llamaspec.errors import (
     TemplateError,
     printable,
 )
-from llamaspec.length.prior import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.explain import gain_in_words
 from llamaspec.measure.verdict import ACCEPTANCES, best_length, in_words, round_seconds, verdict
 

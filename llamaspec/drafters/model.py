@@ -66,6 +66,19 @@ class DeferredPrompt:
     n_cached: Callable[[TokenArray], int]  # tokens of a sequence that the draft model's KV cache holds
     _n_processed: int | None = field(default=None, init=False)  # None = nothing left to process
 
+    @classmethod
+    def of(
+        cls, reading: PromptReading | None, n_cached: Callable[[TokenArray], int], *, reads_rows: bool = False
+    ) -> DeferredPrompt | None:
+        """Return the deferred prompt of a sequence; None if its draft processes the prompt at once.
+
+        A policy without costs cannot tell when to wait. A draft that `reads_rows` gets those of the prompt
+        only once, so it waits only if drafts were slower lately: it then sees no more than the last rows.
+        """
+        if reading is None or (reads_rows and reading.is_winning):
+            return None
+        return cls(reading, n_cached)
+
     @property
     def is_pending(self) -> bool:
         """Whether the draft model has not processed all of the prompt."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from llamaspec.drafters.fallback import first_row, metered, preparing, report
+from llamaspec.drafters.calling import first_row, metered, preparing, report
 from llamaspec.engine.completion import StopReason
 from llamaspec.engine.detokenizer import Detokenizer, Piece
 from llamaspec.engine.sequence import Generating

@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from llamaspec.drafters.fallback import NoDrafter, drafting, reads_rows, report
+from llamaspec.drafters.calling import drafting, reads_rows, report
+from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.errors import PromptError
 from llamaspec.length.fixed import FixedLength, SequenceAtMost
 from llamaspec.protocols import (

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from llamaspec.drafters.fallback import fault_of
+from llamaspec.drafters.calling import fault_of
 from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.engine.detokenizer import Detokenizer, Piece
 from llamaspec.engine.prefill_decode import Ended, Prefilled, TextEvent, Written, generate

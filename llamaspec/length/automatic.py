@@ -13,10 +13,11 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import DENSE
 from llamaspec.length.draft_prompt import DraftPrompt
 from llamaspec.length.estimates import Array, SequenceAcceptance, expected_accepted, verified_tokens
-from llamaspec.length.prior import CostCurve, LearnedPrior
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.length.shared import FREE, RoundPlan, Shared
 from llamaspec.protocols import SequenceLength
 from llamaspec.values import CHUNK, COPIES, LONGEST_COPY, WAIT_SECONDS, Attention, Draft, Round, Source

@@ -20,8 +20,8 @@ from math import exp, hypot, log, log2, sqrt
 
 import numpy as np
 
+from llamaspec.length.cost_curve import LONGEST, PROBED, SHORTEST, WIDEST, CostCurve
 from llamaspec.length.estimates import Array, Belief, Expected
-from llamaspec.length.prior import LONGEST, PROBED, SHORTEST, WIDEST, CostCurve
 from llamaspec.values import NO_ATTENTION, Attention
 
 DENSE = 16  # up to this, each width has its own ratio; beyond, each power of two

@@ -137,12 +137,11 @@ class Shared:
             self.credit -= max(seconds - n_made * plan.plain, 0.0)
         if n_steps and plan.explored is self.drafting:
             self.drafts.learn(paid=paid)
-        if self.costs.knows_plain and not round_.verified_in.n_prefill:
+        if round_.plain_seconds is not None and not round_.verified_in.n_prefill:
             self._n_tokens += n_made
-            self._seconds += (
-                seconds - round_.overhead_seconds / round_.n_sequences
-            )  # plain rounds have it, too
-            self._plain_seconds += n_made * plan.plain
+            # Plain rounds have the overhead, too.
+            self._seconds += seconds - round_.overhead_seconds / round_.n_sequences
+            self._plain_seconds += n_made * round_.plain_seconds / round_.n_sequences
         self.on_work(seconds)
 
     def _learn_costs(self, round_: Round) -> None:

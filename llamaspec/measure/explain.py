@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from llamaspec.engine.completion import Completion
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.estimates import verified_tokens
-from llamaspec.length.prior import CostCurve
 from llamaspec.values import COPIES, Source
 
 SAME = 0.03  # smaller speed-ups are noise

@@ -17,8 +17,8 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from llamaspec.errors import MemoryFullError
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import DENSE
-from llamaspec.length.prior import CostCurve
 from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.turns import Progress, Spread, take_turns
 from llamaspec.pair import Pair

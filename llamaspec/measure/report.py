@@ -21,7 +21,8 @@ from typing import Any
 import llamaspec
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.files import file_hash, parse_json, read_file
-from llamaspec.length.prior import CostCurve, LearnedPrior
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama import resources
 from llamaspec.llama.file_facts import file_facts
 from llamaspec.llama.gguf_file import read_gguf

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from llamaspec.engine.completion import MIN_PLAIN_SECONDS
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import CALIBRATED, DENSE, Costs
 from llamaspec.length.estimates import Acceptance
-from llamaspec.length.prior import CostCurve, Gain, LearnedPrior
+from llamaspec.length.prior import Gain, LearnedPrior
 from llamaspec.measure.explain import SAME, gains_in_words
 from llamaspec.measure.store import BenchGains, Models, stored
 from llamaspec.plan import DraftPlan, ModelFile

@@ -17,7 +17,7 @@ from command import Answer, invoke, naming
 from llamaspec import ModelOptions
 from llamaspec.cli.generate import completion_json, print_reasons, write_timeline
 from llamaspec.cli.output import statistics_lines
-from llamaspec.length.prior import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.compare import Arm, Comparison
 from llamaspec.measure.explain import Reasons
 from llamaspec.measure.probe import AttentionTiming, Probe, WidthTiming

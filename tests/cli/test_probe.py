@@ -9,7 +9,7 @@ import pytest
 
 from command import invoke, naming
 from llamaspec import LlamaModel, Pair
-from llamaspec.length.prior import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.llama import runtime
 from llamaspec.measure.probe import Effort, measure
 from llamaspec.measure.verdict import verdict

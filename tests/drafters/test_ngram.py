@@ -7,7 +7,8 @@ import pytest
 
 from fakes import CountingUp, tokens
 from llamaspec.drafters.alignment import LONGEST_MATCH
-from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter, drafting
+from llamaspec.drafters.calling import drafting
+from llamaspec.drafters.fallback import FallbackDrafter, NoDrafter
 from llamaspec.drafters.ngram import NgramDrafter, longest_match
 from llamaspec.length.fixed import FixedLength
 from llamaspec.protocols import Drafter, Preparing

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import Costs
-from llamaspec.length.prior import CostCurve
 from llamaspec.values import Attention
 
 STEPPED = {1: 10.0, 2: 16.0, 3: 22.0, 4: 12.0, 8: 20.0, 16: 60.0, 32: 50.0, 64: 90.0, 128: 100.0, 512: 400.0}

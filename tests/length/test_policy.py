@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from llamaspec.length.automatic import AutoLength, AutoSequence
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.fixed import FixedLength
-from llamaspec.length.prior import CostCurve, LearnedPrior
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.values import Draft, Evaluation, Round, Source
 from simulator import Array, Machine, Passage, optimal_rate, passage, play, play_together, table
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llamaspec.length.prior import CostCurve
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.explain import Reasons, explain
 from llamaspec.values import Draft, Evaluation, Round, Source
 from rounds import a_text

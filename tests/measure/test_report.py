@@ -14,7 +14,8 @@ import pytest
 import draw_benchmarks
 import write_command_docs
 from llamaspec.errors import LlamaspecError
-from llamaspec.length.prior import CostCurve, LearnedPrior
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama.options import ModelOptions
 from llamaspec.measure.bench import Sample
 from llamaspec.measure.report import (

@@ -19,7 +19,8 @@ from command import generate
 from llamaspec import ModelOptions
 from llamaspec.kernels import KernelLibrary, Kernels
 from llamaspec.length.automatic import AutoLength
-from llamaspec.length.prior import CostCurve, LearnedPrior
+from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure import store
 from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import BenchGains, forget, keep, keep_probe, stored

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from llamaspec import ModelOptions
+from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.estimates import Acceptance
-from llamaspec.length.prior import CostCurve, Gain, LearnedPrior
+from llamaspec.length.prior import Gain, LearnedPrior
 from llamaspec.measure.store import forget, keep, keep_gains
 from llamaspec.measure.verdict import (
     BestFixedLength,
