@@ -15,16 +15,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_config_dir
 
 from llamaspec.defaults import Defaults
 from llamaspec.errors import ModelFileError, quoted
-from llamaspec.fetching import MAX_BYTES, SHA256, OnFetch, fetch, list_models
 from llamaspec.files import expanded, parse_json, read_file, write_file
 from llamaspec.hub import (
     HUB,
+    MAX_BYTES,
+    SHA256,
     RemoteFile,
     address_of_page,
     fetched_snapshots,
@@ -33,6 +34,9 @@ from llamaspec.hub import (
     remote_file,
     repo_folder,
 )
+
+if TYPE_CHECKING:
+    from llamaspec.fetching import OnFetch
 
 CACHE_TOKENS = 8192  # context size to which an entry's cache_mb refers
 _MAX_LIST_BYTES = 1 << 20
@@ -58,7 +62,14 @@ def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
         There is no such model, or it cannot be fetched.
     """
     found = _own_or_remote(name, ask=True)
-    return found if isinstance(found, Path) else find_here(found) or fetch(found, on_fetch)
+    if isinstance(found, Path):
+        return found
+    here = find_here(found)
+    if here is None:
+        from llamaspec.fetching import fetch
+
+        here = fetch(found, on_fetch)
+    return here
 
 
 def locate_model(name: str | Path) -> Path:
@@ -127,6 +138,8 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
         raise ModelFileError(
             f"this machine has several models of {quoted(address)}; name one as hf:owner/repo:file.gguf"
         )
+    from llamaspec.fetching import list_models
+
     listed = list_models(repo)
     there = matching(listed, repo, quantization)
     if len(there) == 1:

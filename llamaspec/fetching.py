@@ -23,11 +23,9 @@ from urllib.parse import urlsplit
 
 from llamaspec.errors import ModelFileError, quoted
 from llamaspec.files import file_hash, write_file
-from llamaspec.hub import RemoteFile, remove_link, repo_folder, sweep
+from llamaspec.hub import MAX_BYTES, SHA256, RemoteFile, remove_link, repo_folder, sweep
 from llamaspec.llama.gguf_file import check_gguf
 
-MAX_BYTES = 1 << 50  # of a file; a larger size must be a mistake
-SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_EXTRA_BYTES = 32 << 20  # received beyond twice the announced size
 _STALE_SECONDS = 7 * 24 * 3600.0  # an interrupted transfer this old is deleted

@@ -22,6 +22,8 @@ from llamaspec.errors import ModelFileError, quoted
 from llamaspec.files import is_plain, part_names, read_file
 
 HUB = "hf:"
+MAX_BYTES = 1 << 50  # of a file; a larger size must be a mistake
+SHA256 = re.compile(r"[0-9a-f]{64}")
 _OWNER_OR_REPO = re.compile(r"(?!.*(--|\.\.))[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 _IN_USE_SECONDS = 60.0  # another process may still be writing to a file that changed more recently
 

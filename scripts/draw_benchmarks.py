@@ -47,6 +47,7 @@ def draw_report(report: Report, path: Path) -> None:
     ]
     names = {
         AUTO: "llamaspec",
+        "--draft none": "llamaspec, copies alone",
         PLAIN: "llamaspec, plain",
         report.best_type: f"{report.best_type} (best type)",
     }

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -22,11 +22,13 @@ from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.automatic import AutoLength
-from llamaspec.measure.explain import Reasons, explain
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary
 from llamaspec.values import COPIES, MTP, Round, TokenArray
+
+if TYPE_CHECKING:
+    from llamaspec.measure.explain import Reasons
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--special", is_flag=True,
@@ -136,6 +138,8 @@ def generate(
         else:
             _report(completion, seed, output)
         if output.explain and isinstance(pair.length, AutoLength):
+            from llamaspec.measure.explain import explain
+
             prior = pair.length.experience()
             reasons = explain(completion, prior.curve and prior.curve.at(_mean_depth(completion)))
             print_reasons(reasons, pair_verdict(pair, prior), out.stderr_console())

@@ -31,8 +31,14 @@ from llamaspec.errors import (
     printable,
 )
 from llamaspec.length.cost_curve import CostCurve
-from llamaspec.measure.explain import gain_in_words
-from llamaspec.measure.verdict import ACCEPTANCES, best_length, in_words, round_seconds, verdict
+from llamaspec.measure.verdict import (
+    ACCEPTANCES,
+    best_length,
+    gain_in_words,
+    in_words,
+    round_seconds,
+    verdict,
+)
 
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # before progress is shown

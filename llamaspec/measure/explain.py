@@ -1,12 +1,8 @@
-"""What drafts have gained, in the words of all commands, and why: `--explain`. tests/measure/test_explain.py.
-
-The numbers come from `Summary.speed_up` (one completion), `Gain` (all requests) and `BenchGains`.
-"""
+"""What was drafted in one completion, and what it gained: `--explain`. tests/measure/test_explain.py."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,8 +11,6 @@ from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.estimates import verified_tokens
 from llamaspec.values import COPIES, Source
 
-SAME = 0.03  # smaller speed-ups are noise
-FEW = 1.1  # smaller speed-ups are told in percent
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0)  # of the confidence bins
 _ORIGINS = {
     Source.MODEL: "from the draft model",
@@ -28,35 +22,6 @@ _ORIGINS = {
     Source.EARLIER: "copied from earlier answers",
     Source.GRAMMAR: "forced by the grammar",
 }
-
-
-def gain_in_words(gain: float, digits: int = 1) -> str:
-    """Compare the estimated speed of a completion with that of decoding without drafts.
-
-    The page of the server says the same (`speed.js`).
-    """
-    if abs(gain - 1) < SAME:
-        compared = "about as fast as"
-    elif gain < FEW:
-        compared = f"{abs(gain - 1):.0%} {'slower' if gain < 1 else 'faster'} than"
-    else:
-        compared = f"{gain:.{digits}f} times as fast as"
-    return f"{compared} without drafts (estimate)"
-
-
-def gains_in_words(speed_ups: Mapping[str, float]) -> str:
-    """Return speed-ups as a clause; by group of tasks, or of everything if the name is empty."""
-    parts = []
-    for group, speed_up in speed_ups.items():
-        if abs(speed_up - 1) < SAME:
-            gain = "as fast as without drafts"
-        elif speed_up > 1:
-            gain = f"about {speed_up:.1f} times as fast{'' if group else ' as without drafts'}"
-        else:
-            gain = f"{1 - speed_up:.0%} slower{'' if group else ' than without drafts'}"
-        parts.append(f"{gain} for {group}" if group else gain)
-    *others, last = parts
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """Whether drafting is faster: by measured costs, and for a pair on this machine.
 
-Costs are a `CostCurve`, from a probe or from a length policy. This module makes every sentence about a curve
-or a pair, so all commands say the same. It measures nothing.
+Costs are a `CostCurve`, from a probe or from a length policy. Gains are `Summary.speed_up` (one completion),
+`Gain` (all requests) or `BenchGains`. This module makes every sentence about a curve, a gain or a pair, so
+all commands say the same. It measures nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,6 @@ from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import CALIBRATED, DENSE, Costs
 from llamaspec.length.estimates import Acceptance
 from llamaspec.length.prior import Gain, LearnedPrior
-from llamaspec.measure.explain import SAME, gains_in_words
 from llamaspec.measure.store import BenchGains, Models, stored
 from llamaspec.plan import DraftPlan, ModelFile
 
@@ -27,9 +27,40 @@ CONCLUSIVE_WIDTH = 9
 LIKELY = 0.8  # acceptance at which quantizations are compared
 TELLING = 32  # draft tokens from which an observed acceptance is mentioned
 ENOUGH = 2000  # tokens of real requests from which their gain is mentioned
+SAME = 0.03  # smaller speed-ups are noise
+FEW = 1.1  # smaller speed-ups are told in percent
 NOISE = 0.07  # two measurements of costs relative to plain decoding differ by up to twice this
 QUANTIZATIONS = ("Q4_0", "Q8_0", "F16")  # wide batches are often cheap with these
 _QUANTIZATION = re.compile(r"(?<![a-z0-9])(i?q[1-8](_[a-z0-9]+)*|b?f16|f32)(?![a-z0-9])", re.IGNORECASE)
+
+
+def gain_in_words(gain: float, digits: int = 1) -> str:
+    """Compare the estimated speed of a completion with that of decoding without drafts.
+
+    The page of the server says the same (`speed.js`).
+    """
+    if abs(gain - 1) < SAME:
+        compared = "about as fast as"
+    elif gain < FEW:
+        compared = f"{abs(gain - 1):.0%} {'slower' if gain < 1 else 'faster'} than"
+    else:
+        compared = f"{gain:.{digits}f} times as fast as"
+    return f"{compared} without drafts (estimate)"
+
+
+def gains_in_words(speed_ups: Mapping[str, float]) -> str:
+    """Return speed-ups as a clause; by group of tasks, or of everything if the name is empty."""
+    parts = []
+    for group, speed_up in speed_ups.items():
+        if abs(speed_up - 1) < SAME:
+            gain = "as fast as without drafts"
+        elif speed_up > 1:
+            gain = f"about {speed_up:.1f} times as fast{'' if group else ' as without drafts'}"
+        else:
+            gain = f"{1 - speed_up:.0%} slower{'' if group else ' than without drafts'}"
+        parts.append(f"{gain} for {group}" if group else gain)
+    *others, last = parts
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 @dataclass(frozen=True, slots=True)

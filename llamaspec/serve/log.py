@@ -14,7 +14,7 @@ from typing import Any, Literal
 from starlette.types import Scope
 
 from llamaspec.errors import LlamaspecError, printable
-from llamaspec.measure.explain import gain_in_words
+from llamaspec.measure.verdict import gain_in_words
 from llamaspec.serve import address_of
 from llamaspec.serve.http_errors import RequestError, as_request_error
 

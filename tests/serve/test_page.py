@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, Request, expect, sync_playwright
 
 from llamaspec import Pair
-from llamaspec.measure.explain import gain_in_words
+from llamaspec.measure.verdict import gain_in_words
 from patience import PATIENCE, until
 from serving import TEMPLATE, Gate, Served, served
 from shelf import NAMES, Shelf, several
