@@ -7,6 +7,7 @@ gets the completion that it would get alone. One compute thread serves all pairs
 from __future__ import annotations
 
 import functools
+import operator
 import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,7 +16,9 @@ from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeVar
+
+import numpy as np
 
 from llamaspec.drafters.calling import drafting, first_row, preparing, reads_rows, report
 from llamaspec.drafters.fallback import NoDrafter
@@ -114,7 +117,7 @@ class Pair:
 
     def stream(
         self,
-        prompt: str | bytes | TokenArray,
+        prompt: str | bytes | Sequence[int] | TokenArray,
         *,
         sampling: Sampling | None = None,
         seed: int | None = None,
@@ -128,7 +131,7 @@ class Pair:
         on_prefill: Progress | None = None,
         constraint: Constraint | None = None,
         logprobs: int | None = None,
-        prediction: str | bytes | TokenArray | None = None,
+        prediction: str | bytes | Sequence[int] | TokenArray | None = None,
         is_interactive: bool = False,
         scope: str | None = "",
     ) -> TextStream:
@@ -136,8 +139,8 @@ class Pair:
 
         Parameters
         ----------
-        prompt : str, bytes or [n] int32
-            Text, UTF-8 bytes, or token ids.
+        prompt : str, bytes or [n] int
+            Text, UTF-8 bytes, or token ids. `chat_prompt` makes one of messages.
         sampling : Sampling, optional
             Default: llama.cpp's values, temperature 0.8.
         seed : int, optional
@@ -164,7 +167,7 @@ class Pair:
             Restricts the completion; made by `json_schema` or `grammar`.
         logprobs : int, optional
             Report the log-probability of each token, and of this many of the most probable tokens.
-        prediction : str, bytes or [n] int32, optional
+        prediction : str, bytes or [n] int, optional
             Text that the completion is likely to repeat, such as the file being edited. Draft tokens are
             copied from it; it does not change the completion.
         is_interactive : bool
@@ -177,8 +180,12 @@ class Pair:
         ------
         PromptError
             The prompt is empty, not UTF-8, or does not fit.
+        TypeError, ValueError
+            An argument has the wrong type or is out of range.
         """
-        sampling, n_vocabulary = sampling or Sampling(), self.target.vocabulary_size
+        sampling, n_vocabulary = Sampling() if sampling is None else sampling, self.target.vocabulary_size
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, got {sampling!r}")
         if max(sampling.logit_bias or (0,)) >= n_vocabulary:
             raise ValueError(f"logit bias: token ids must be from 0 to {n_vocabulary - 1}")
         if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
@@ -192,11 +199,11 @@ class Pair:
             predicted = self._tokens(prediction, add_special=False)
         config = Speculation(
             prompt=self._tokens(prompt),
-            max_tokens=max_tokens,
+            max_tokens=_whole("max_tokens", max_tokens),
             context_size=self.target.context_size,
             rule=RULES[rule],
             sampling=sampling,
-            streams=SeededStreams(secrets.randbits(32) if seed is None else seed),
+            streams=SeededStreams(secrets.randbits(32) if seed is None else _whole("seed", seed)),
             constraint=None if constraint is None else TimedConstraint(constraint.start_sequence()),
             max_scored=self.target.max_scored,
             n_logprobs=logprobs,
@@ -300,14 +307,34 @@ class Pair:
         yield from drafting(drafter, context, length)
         return (self.clock() - start) / (1 if Source.BLOCK in self.sources else n_steps)
 
-    def _tokens(self, text: str | bytes | TokenArray, *, add_special: bool = True) -> TokenArray:
+    def _tokens(
+        self, text: str | bytes | Sequence[int] | TokenArray, *, add_special: bool = True
+    ) -> TokenArray:
         if isinstance(text, str):
-            text = text.encode()
-        if not isinstance(text, bytes):
-            return text
-        if not text:
-            raise PromptError("the prompt is empty; give some text to continue")
-        return self.target.vocabulary.tokenize(text, add_special=add_special)
+            try:
+                text = text.encode()
+            except UnicodeEncodeError as error:
+                raise PromptError(f"the prompt is not UTF-8: {error.reason}; remove such characters") from error
+        if isinstance(text, bytes):
+            if not text:
+                raise PromptError("the prompt is empty; give some text to continue")
+            return self.target.vocabulary.tokenize(text, add_special=add_special)
+        tokens = np.array(text, dtype=np.int32 if isinstance(text, Sequence) and not text else None)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            kind = type(text).__name__
+            raise TypeError(f"a prompt is text, bytes or token ids, not {kind}; for messages, use chat_prompt")
+        size = self.target.vocabulary_size
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:
+            raise ValueError(f"token ids must be from 0 to {size - 1}")
+        return tokens.astype(np.int32)
+
+
+def _whole(name: str, value: SupportsIndex) -> int:
+    """Return a whole number; TypeError if it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
 
 
 def demo_target() -> Path:
