@@ -346,53 +346,6 @@ def test_pairs_that_are_opened_closed_and_dropped_in_several_threads() -> None:
     until_no_thread_computes()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # about a fork with several threads
-def test_a_child_process_has_its_own_thread() -> None:
-    """Whatever the parent's thread does at that moment."""
-    held, pair = pairs(nothing, nothing)
-    gate, reached = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        reached.set()
-        assert gate.wait(PATIENCE)
-
-    holding = in_threads(lambda: held[0].call(hold))
-    assert reached.wait(PATIENCE)
-    of = stream(*pair)
-    of.begin()
-    child = os.fork()
-    if not child:
-        os._exit(_in_child(held[0], pair[0]))
-    watch = threading.Timer(PATIENCE, os.kill, (child, 9))  # if it hangs
-    watch.start()
-    status = os.waitpid(child, 0)[1]
-    watch.cancel()
-    gate.set()
-    join(holding)
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert of.run().tokens == alone()
-
-
-def _in_child(*parents: ComputeThread) -> int:
-    """Return 0 if all is well; the child process must not continue with the tests."""
-    try:
-        own = pairs(nothing, nothing)
-        if any(stream(*pair, seed=3).run().tokens != alone(seed=3) for pair in own):
-            return 1
-        for thread in parents:
-            with pytest.raises(ClosedError):
-                thread.call(lambda: None)
-            thread.close()
-        if stream(*own[0]).run().tokens != alone():
-            return 2
-        for thread, _ in own:
-            thread.close()
-        return 0
-    except BaseException:  # noqa: BLE001
-        return 99
-
-
 LEFT = """
 import threading
 from contextlib import suppress

@@ -78,19 +78,6 @@ def test_too_late_after_llama_cpp(called_stand_in: Path) -> None:
     assert not is_called
 
 
-@pytest.mark.parametrize("first", ["model", "quantize", "gguf_file", "trial", "options"])
-def test_every_module_loads_the_library_before_llama_cpp(stand_in: Path, first: str) -> None:
-    code = f"""
-import sys
-import llamaspec.kernels as kernels
-load, early = kernels.KernelLibrary.load, []
-kernels.KernelLibrary.load = lambda self: (early.append("llama_cpp" not in sys.modules), load(self))
-import llamaspec.llama.{first}
-print(early)
-"""
-    assert python(code, stand_in).stdout == "[True]\n"
-
-
 def test_who_does_not_want_them_is_not_warned(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = KernelLibrary(stand_in)
     monkeypatch.setitem(sys.modules, "llama_cpp", sys)

@@ -10,23 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forward_requests import RandomRows, request, text
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.kv_cache import MIN_SHARED, KVCache
-from llamaspec.values import TARGET, ForwardRequest, n_common
+from llamaspec.values import TARGET, ForwardRequest
 from simulated_cells import Checked, SimulatedCells
-
-letters = st.lists(st.integers(0, 1), max_size=9)
-
-
-@given(letters, letters)
-def test_n_common_is_the_longest_common_beginning(a: list[int], b: list[int]) -> None:
-    n = n_common(np.array(a, dtype=np.int32), np.array(b, dtype=np.int32))
-    assert a[:n] == b[:n]
-    assert n == min(len(a), len(b)) or a[n] != b[n]
 
 
 def test_a_sequence_grows_and_rolls_back() -> None:
@@ -77,13 +66,6 @@ def test_a_record_that_is_wrong_is_noticed_and_the_cache_works_again_after_a_res
     checked.cache.reset()
     assert checked.cache.n_used == checked.store.n_bytes == 0
     assert checked.run(8, request(20)) == 0
-
-
-def test_a_prefix_is_shared_with_a_running_sequence() -> None:
-    checked = Checked(128)
-    checked.run(0, request(50))
-    assert checked.run(1, request(60)) == 50
-    assert checked.cache.n_used == 60
 
 
 def test_a_sequence_that_continues_a_finished_one_takes_its_cells() -> None:
@@ -297,14 +279,6 @@ def test_padding_is_reserved_and_removed_again() -> None:
     assert isinstance(answer, ContextFullError)
 
 
-def test_an_interrupted_evaluation_leaves_no_cells() -> None:
-    checked = Checked()
-    checked.run(0, request(10))
-    checked.prepare((0, request(20), 0))
-    checked.interrupt(0, request(20), reached_llama=True)
-    assert checked.run(0, request(25)) == 10
-
-
 OWN_CODE = ("llama/kv_cache.py", "llama/tree_cells.py", "llama/cells.py")
 
 
@@ -339,6 +313,7 @@ def test_an_exception_at_any_line_leaves_a_right_record() -> None:
     while n_left <= 0:
         n_lines += 1
         n_left, checked, before = n_lines, Checked(64), sys.gettrace()
+        checked.check = lambda: None  # type: ignore[method-assign]  # slow, and other tests' concern
         sys.settrace(called)
         try:
             some_operations(checked)
@@ -346,6 +321,7 @@ def test_an_exception_at_any_line_leaves_a_right_record() -> None:
             pass
         finally:
             sys.settrace(before)
+        del checked.check
         for number in (1, 3):
             checked.cache.release(number)
         for number, seed in ((0, 0), (2, 2)):

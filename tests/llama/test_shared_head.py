@@ -16,7 +16,6 @@ from head_requests import Asking, drafted_side_by_side, drafting, evaluating, op
 from llamaspec import ModelOptions, Pair, open_pair
 from llamaspec.drafters.hidden import NO_ROWS
 from llamaspec.errors import EvaluationAbortedError, ModelFileError, PairError
-from llamaspec.llama import hidden_rows
 from llamaspec.llama.heads import SharedHead
 from llamaspec.values import MTP, TARGET, ForwardRequest, HiddenInput, HiddenRows, Source
 from model_store import ModelStore
@@ -108,12 +107,6 @@ def test_another_target(store: ModelStore) -> None:
     wider = store.path("gemma4", Recipe(width=128))
     with pytest.raises(PairError, match="made for another target"):
         open_pair(wider, files[1], target_options=ModelOptions(threads=1))
-
-
-def test_a_build_that_cannot_compute_it(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_rows, "_ext", None)
-    with pytest.raises(PairError, match="this build of llama"):
-        open_pair(store.path("gemma4"), store.path("gemma4-assistant"))
 
 
 def test_it_cannot_be_opened_as_a_model(store: ModelStore) -> None:

@@ -75,19 +75,6 @@ def test_states_of_several_sequences_roll_back_independently(
 
 
 @pytest.mark.parametrize("kind", MEMORIES)
-def test_a_second_turn_costs_only_its_own_tokens(opened: OpenModel, evaluated: Count, kind: str) -> None:
-    """The sequence of the first turn has ended; its tokens are found again."""
-    model = opened(kind)
-    model.forward(request(100, n_logits=0), number=0)
-    model.forward(request(70, 1), number=1)
-    model.release(0)
-    model.forward(request(80, 1), number=1)
-    evaluated.taken()
-    model.forward(request(120), number=2)
-    assert evaluated.taken() == 20
-
-
-@pytest.mark.parametrize("kind", MEMORIES)
 def test_agents_in_turns_process_no_token_twice(opened: OpenModel, evaluated: Count, kind: str) -> None:
     """Two growing conversations and short requests in between: each finds its tokens in the store."""
     model = opened(kind)
