@@ -32,6 +32,7 @@ from llamaspec.protocols import (
     SequenceConstraint,
     Stream,
 )
+from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling, distribution
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import DRAFT, TARGET, Distribution, Round, TokenArray
@@ -92,7 +93,6 @@ CHAINS: dict[str, MakeDrafter] = {
     ),
     "certain tokens": lambda *_: CountingUp(),
     "more than asked for": lambda *_: OverDelivers(),
-    "none": lambda *_: NoDrafter(),
 }
 
 
@@ -153,12 +153,12 @@ class TableStreams:
         raise AssertionError("the coupled rule decides nothing by chance")
 
 
-def noise_tables() -> Iterator[dict[int, tuple[float, ...]]]:
-    """Yield all combinations of a few noise vectors at the positions of a text."""
+def noise_tables(first: int = len(PROMPT)) -> Iterator[dict[int, tuple[float, ...]]]:
+    """Yield all combinations of a few noise vectors at the positions of a text that begins at `first`."""
     vectors: list[tuple[float, ...]] = [(0.0, 0.0, 0.0), (2.0, -1.0, 0.3), (-1.0, 0.5, 1.5)]
     for choice in itertools.product(vectors, repeat=N_TOKENS):
         unverified = [vectors[0]] * 2 * N_TOKENS  # for draft tokens after the end of the text
-        yield dict(enumerate((*choice, *unverified), 1))
+        yield dict(enumerate((*choice, *unverified), first))
 
 
 def branches(run: Callable[[RandomStreams], Answer]) -> Iterator[tuple[Answer, float]]:
@@ -239,3 +239,43 @@ def plain_law(
 
 def distance(a: Law, b: Law) -> float:
     return max(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in {*a, *b})
+
+
+def error_of(
+    models: Models,
+    make: MakeDrafter,
+    length: Length,
+    rule: Rule,
+    sampling: Sampling = SAMPLINGS["plain"],
+    constraint: SequenceConstraint | None = None,
+    prompt: TokenArray = PROMPT,
+) -> float:
+    """Return the distance between the distribution of completions with drafts and the target's."""
+
+    def run(streams: RandomStreams) -> tuple[int, ...]:
+        drafter, limits = make(sampling, rule, streams), {"constraint": constraint, "prompt": prompt}
+        return text(rounds(models, drafter, length, rule, sampling, streams, **limits))  # type: ignore[arg-type]
+
+    return distance(walk(run), plain_law(models[TARGET], sampling, constraint, prompt))
+
+
+def coupled(
+    models: Models,
+    make: MakeDrafter,
+    length: Length,
+    sampling: Sampling,
+    constraint: SequenceConstraint | None = None,
+    prompt: TokenArray = PROMPT,
+) -> Iterator[list[Round]]:
+    """Yield the rounds with drafts for every noise, after comparing them with those of plain decoding."""
+    rule, texts = RULES["coupled"], set[tuple[int, ...]]()
+    for noise in noise_tables(len(prompt)):
+        streams = TableStreams(noise)
+        made, plain = (
+            rounds(models, drafter, policy, rule, sampling, streams, constraint=constraint, prompt=prompt)
+            for drafter, policy in ((make(sampling, rule, streams), length), (NoDrafter(), Length()))
+        )
+        assert text(made) == text(plain)
+        texts.add(text(made))
+        yield made
+    assert len(texts) > 1 or sampling.temperature == 0

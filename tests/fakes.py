@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,6 +201,19 @@ def hidden_rows(path: TokenArray, start: int, end: int) -> Rows:
     """Return the rows of a fake model for some positions: each depends on all tokens up to there."""
     rows = [(p, zlib.crc32(path[: p + 1].tobytes()) % 9973) for p in range(start, end)]
     return np.array(rows, dtype=np.float32).reshape(len(rows), 2)
+
+
+def answered(
+    asking: Generator[ForwardRequest, Forward, Any], answer: Callable[[ForwardRequest], Forward | Exception]
+) -> Any:
+    """Answer each request of a coroutine, or raise an error in it; return the coroutine's result."""
+    try:
+        request = next(asking)
+        while True:
+            found = answer(request)
+            request = asking.throw(found) if isinstance(found, Exception) else asking.send(found)
+    except StopIteration as end:
+        return end.value
 
 
 def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:

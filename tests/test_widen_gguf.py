@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from plain_llama import PlainLlama
 from tiny_models import Recipe, truncated, write_llama, write_mamba
-from widen_gguf import Widening, quantize, write
+from widen_gguf import Widening, main, quantize, write
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "widen_gguf.py"
 TEXT = b"def tiny(model):\n    return model + 1\n"
 TIED = Recipe(dtype="q8_0", tied=True)
 SEPARATE = Recipe(seed=4, dtype="f32")
@@ -73,12 +71,11 @@ def test_the_command(arguments: list[str], told: str, tmp_path: Path) -> None:
     places["mamba"] = write_mamba(tmp_path / "mamba.gguf")
     places["cut"] = truncated(places["source"], tmp_path / "cut.gguf")
     words = [argument.format(**places) for argument in arguments]
-    command = [sys.executable, str(SCRIPT), *words, "--folder", str(tmp_path / "out")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = CliRunner().invoke(main, [*words, "--folder", str(tmp_path / "out")])
     names = sorted(path.name for path in tmp_path.glob("out/*"))
     if told:
-        assert (result.returncode, result.stderr.count("\n"), names) == (1, 1, [])
-        assert told in result.stderr
+        assert (result.exit_code, result.output.count("\n"), names) == (1, 1, [])
+        assert told in result.output
     else:
-        assert result.returncode == 0, result.stderr
+        assert result.exit_code == 0, result.output
         assert names == ["source-x2-L3-F16.gguf", "source-x2-L3-Q8_0.gguf"]

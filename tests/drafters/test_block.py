@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fakes import Asleep, Length, tokens
+from fakes import Asleep, Length, answered, tokens
 from llamaspec.drafters.block import BlockDrafter, BlockShape
 from llamaspec.drafters.hidden import RowWindow
 from llamaspec.drafters.model import DeferredPrompt
@@ -49,14 +48,16 @@ def scores(*best: int) -> Logits:
 
 
 def drafted(drafter: BlockDrafter, n: int, logits: Logits, rows: Rows | None = None) -> Draft:
-    asking: Generator[Any, Any, Draft] = drafter.propose(CONTEXT, Length(n))
-    request = next(asking)
+    asked, hidden = list[ForwardRequest](), None if rows is None else HiddenRows(2, rows)
+
+    def answer(request: ForwardRequest) -> Forward:
+        asked.append(request)
+        return Forward(logits, 0.0, 0, Evaluation(4), hidden)
+
+    draft: Draft = answered(drafter.propose(CONTEXT, Length(n)), answer)
+    (request,) = asked
     assert request.tokens.tolist() == CONTEXT.tolist()
     assert (request.n_logits, request.draft.tolist()) == (1, [MASK] * 3)
-    hidden = None if rows is None else HiddenRows(2, rows)
-    with pytest.raises(StopIteration) as end:
-        asking.send(Forward(logits, 0.0, 0, Evaluation(4), hidden))
-    draft: Draft = end.value.value
     return draft
 
 
@@ -93,19 +94,13 @@ def test_a_failure_ends_the_use_of_the_model_unless_its_context_is_full(
     fault: Exception, is_used: bool
 ) -> None:
     drafter = drafter_of()
-    asking: Any = drafter.propose(CONTEXT, Length(2))
-    next(asking)
-    with pytest.raises(StopIteration) as end:
-        asking.throw(fault)
-    assert not len(end.value.value)
+    assert not len(answered(drafter.propose(CONTEXT, Length(2)), lambda _: fault))
     assert drafter.reads_rows is is_used
 
 
 def test_an_aborted_evaluation_is_raised() -> None:
-    asking: Any = drafter_of().propose(CONTEXT, Length(2))
-    next(asking)
     with pytest.raises(EvaluationAbortedError):
-        asking.throw(EvaluationAbortedError("x"))
+        answered(drafter_of().propose(CONTEXT, Length(2)), lambda _: EvaluationAbortedError("x"))
 
 
 @pytest.mark.parametrize(("n_chunk", "processed"), [(0, [2]), (1, [1, 2])])
@@ -114,21 +109,16 @@ def test_a_sleeping_model_processes_the_prompt_when_it_drafts(n_chunk: int, proc
     drafter, reading, asked = drafter_of(), Asleep(n_chunk), list[ForwardRequest]()
     drafter.deferred = DeferredPrompt(reading, lambda _: 0)
 
-    def answered(asking: Generator[ForwardRequest, Forward, Any]) -> Any:
-        try:
-            request = next(asking)
-            while True:
-                asked.append(request)
-                request = asking.send(Forward(scores(0, 1, 2, 3), 0.1, 0, Evaluation(4)))
-        except StopIteration as end:
-            return end.value
+    def answer(request: ForwardRequest) -> Forward:
+        asked.append(request)
+        return Forward(scores(0, 1, 2, 3), 0.1, 0, Evaluation(4))
 
-    answered(drafter.prepare(CONTEXT))
+    answered(drafter.prepare(CONTEXT), answer)
     assert (asked, reading.n_unread) == ([], 3)
-    assert not len(answered(drafter.propose(CONTEXT, Length(0))))
+    assert not len(answered(drafter.propose(CONTEXT, Length(0)), answer))
     assert not asked, "the policy wants no draft"
     n_without = len(processed) if n_chunk else 0
-    drafts = [answered(drafter.propose(CONTEXT, Length(9))) for _ in range(n_without + 1)]
+    drafts = [answered(drafter.propose(CONTEXT, Length(9)), answer) for _ in range(n_without + 1)]
     assert [len(draft) for draft in drafts] == [0] * n_without + [3]
     assert [len(each.tokens) for each in asked] == [*processed, 3]
     assert asked[0].draft is NO_TOKENS

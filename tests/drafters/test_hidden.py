@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fake_constraint import Steps
-from fakes import Asleep, Length, tokens
+from fakes import Asleep, Length, answered, tokens
 from llamaspec.drafters.hidden import KEPT_ROWS, HiddenDrafter, RecentRows, RowWindow
 from llamaspec.drafters.model import DeferredPrompt, SameTokens
 from llamaspec.errors import LlamaspecError, RowsMissingError
@@ -71,14 +71,7 @@ class Asked:
         return draft
 
     def run(self, coroutine: Generator[ForwardRequest, Any, Any]) -> Any:
-        try:
-            request = next(coroutine)
-            while True:
-                answer = self.answer(request)
-                is_fault = isinstance(answer, Exception)
-                request = coroutine.throw(answer) if is_fault else coroutine.send(answer)  # type: ignore[arg-type]
-        except StopIteration as end:
-            return end.value
+        return answered(coroutine, self.answer)
 
 
 def drafter_of(constraint: SequenceConstraint | None = None) -> HiddenDrafter:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fake_constraint import Steps
-from fakes import FakeModel, Length, tokens
+from fakes import Asleep, FakeModel, Length, answered, tokens
 from llamaspec.drafters.model import DeferredPrompt, ModelDrafter, SameTokens
 from llamaspec.errors import (
     ContextFullError,
@@ -38,14 +38,13 @@ def drafter(vocabulary_size: int = 5, context_size: int = 100, n_tokens: int | N
 def asked(coroutine: Drafting, model: FakeModel) -> tuple[list[ForwardRequest], Draft]:
     """Let a model answer the requests of a drafter; return the requests and the draft."""
     requests: list[ForwardRequest] = []
-    try:
-        wanted = next(coroutine)
-        while True:
-            requests.append(wanted)
-            wanted = coroutine.send(Forward(model.logits(wanted), 0.0, 0, Evaluation(1, 1, 1)))
-    except StopIteration as end:
-        made: Draft = end.value
-        return requests, made
+
+    def answer(request: ForwardRequest) -> Forward:
+        requests.append(request)
+        return Forward(model.logits(request), 0.0, 0, Evaluation(1, 1, 1))
+
+    made: Draft = answered(coroutine, answer)
+    return requests, made
 
 
 def test_one_evaluation_for_each_draft_token() -> None:
@@ -156,29 +155,15 @@ def test_a_prompt_of_one_token_needs_no_preparation() -> None:
     assert (request.tokens.tolist(), request.n_logits) == ([1, 2], 0)
 
 
-class InChunks:
-    """Lets the draft model process a prompt in chunks, and records what it observes."""
-
-    unused, is_winning = None, False
+class InChunks(Asleep):
+    """Lets the draft model process a prompt in chunks."""
 
     def __init__(self, *chunks: int) -> None:
-        self.chunks = list(chunks)
-        self.observed: list[int] = []
-
-    @property
-    def n_to_read(self) -> int:
-        return self.chunks[0]
-
-    def start_prompt(self, n_unread: int) -> None:
-        self.observed.append(n_unread)
-
-    def observe_prompt(self, evaluation: Evaluation, seconds: float) -> None: ...
+        super().__init__(chunks[0])
+        self.chunks = iter(chunks[1:])
 
     def observe_reading(self, n: int, seconds: float) -> None:
-        self.observed.append(n)
-        self.chunks.pop(0)
-
-    def plain_seconds(self, evaluation: Evaluation) -> None: ...
+        self.n_to_read = next(self.chunks, 0)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +182,7 @@ def test_a_deferred_prompt_is_processed_as_the_policy_says(
     drafting = replace(drafter(), deferred=deferred, sampler=Sampler(GREEDY, len(prompt)))
     for part in (prompt[:3], prompt):
         assert list(drafting.prepare(part)) == []
-    assert policy.observed == [5]
+    assert policy.n_unread == 5
     found = []
     for i in range(len(requests)):
         made, _ = asked(drafting.propose(prompt, Length(2 if i else 0)), FakeModel(vocabulary_size=5))

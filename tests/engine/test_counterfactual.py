@@ -33,7 +33,6 @@ from texts import alone, draft, stream, target
 
 HowMany = Callable[[Draft, Sequence[Round]], int]
 NO_SHADOW = 0.0, 0.0
-SPEAKING = [name for name in CHAINS if name != "none"]
 
 
 class Until(Partly):
@@ -53,7 +52,7 @@ class Until(Partly):
 # -- the value of a counterfactual
 
 
-@pytest.mark.parametrize("drafter", SPEAKING)
+@pytest.mark.parametrize("drafter", list(CHAINS))
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 @pytest.mark.parametrize(("rule", "k", "i"), [("rejection", 1, 1), ("block", 1, 1), ("rejection", 2, 0)])
 def test_a_counterfactual_is_accepted_as_often_as_a_verified_token(
@@ -93,7 +92,7 @@ def test_the_counterfactual_after_a_verified_token_is_that_of_the_next(sampling:
     )
 
 
-@pytest.mark.parametrize("drafter", SPEAKING)
+@pytest.mark.parametrize("drafter", list(CHAINS))
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 @pytest.mark.parametrize("n", [0, 1])
 def test_a_counterfactual_is_accepted_if_the_token_would_have_been(

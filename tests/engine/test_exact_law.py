@@ -7,6 +7,9 @@ is enumerated instead, and the completions must be the same for each.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -20,21 +23,17 @@ from exact_law import (
     THREE,
     Models,
     RepeatedDrawError,
-    TableStreams,
-    distance,
+    coupled,
+    error_of,
     model_drafter,
-    noise_tables,
-    plain_law,
     rounds,
-    text,
-    walk,
 )
 from fakes import FakeModel, Length
-from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter, SameTokens
 from llamaspec.errors import ScoresError
 from llamaspec.protocols import RandomStreams, Rule, Stream, TargetDistributions
 from llamaspec.sampling.acceptance_rules import RULES, Block, Rejection
+from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import (
@@ -53,13 +52,7 @@ from llamaspec.values import (
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_the_law_is_the_targets(rule: str, sampling: str, length: str, drafter: str) -> None:
-    chain = SAMPLINGS[sampling]
-
-    def run(streams: RandomStreams) -> tuple[int, ...]:
-        chosen = CHAINS[drafter](chain, RULES[rule], streams)
-        return text(rounds(THREE, chosen, LENGTHS[length], RULES[rule], chain, streams))
-
-    assert distance(walk(run), plain_law(THREE[TARGET], chain)) < 1e-12
+    assert error_of(THREE, CHAINS[drafter], LENGTHS[length], RULES[rule], SAMPLINGS[sampling]) < 1e-12
 
 
 class Fails(FakeModel):
@@ -74,34 +67,20 @@ class Fails(FakeModel):
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_a_draft_that_fails_after_a_token_keeps_it(rule: str) -> None:
     """Dropping it because of its value would change the distribution."""
-    chain, faults = SAMPLINGS["plain"], set[str | None]()
-    models = {**THREE, DRAFT: Fails(THREE[DRAFT].seed)}
+    models, drafters = {**THREE, DRAFT: Fails(THREE[DRAFT].seed)}, list[ModelDrafter]()
 
-    def run(streams: RandomStreams) -> tuple[int, ...]:
-        drafter = model_drafter(models, chain, RULES[rule], streams)
-        made = text(rounds(models, drafter, Length(3), RULES[rule], chain, streams))
-        faults.add(drafter.fault)
-        return made
+    def make(*chance: Any) -> ModelDrafter:
+        drafters.append(model_drafter(models, *chance))
+        return drafters[-1]
 
-    assert distance(walk(run), plain_law(models[TARGET], chain)) < 1e-12
-    assert faults == {None, "scores that are not numbers"}
-
-
-def error_of(rule: Rule, models: Models, length: Length) -> float:
-    """Return the distance between the distribution under a rule and the target's."""
-    chain = SAMPLINGS["plain"]
-
-    def run(streams: RandomStreams) -> tuple[int, ...]:
-        drafter = model_drafter(models, chain, rule, streams)
-        return text(rounds(models, drafter, length, rule, chain, streams))
-
-    return distance(walk(run), plain_law(models[TARGET], chain))
+    assert error_of(models, make, Length(3), RULES[rule]) < 1e-12
+    assert {each.fault for each in drafters} == {None, "scores that are not numbers"}
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("models", [FOUR, SELF], ids=["four tokens", "self-draft"])
 def test_the_law_with_other_models(rule: str, models: Models) -> None:
-    assert error_of(RULES[rule], models, Length(2)) < 1e-12
+    assert error_of(models, partial(model_drafter, models), Length(2), RULES[rule]) < 1e-12
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -110,7 +89,8 @@ def test_dropping_tokens_because_of_their_value_changes_the_law(length: str, rul
     """The reason for `Rule.drops`."""
     assert not RULES[rule].drops
     depends = length != "all but the last"
-    assert (error_of(RULES[rule], THREE, DROPPING[length]) > 1e-3) == depends
+    error = error_of(THREE, CHAINS["model"], DROPPING[length], RULES[rule])
+    assert (error > 1e-3) == depends
 
 
 class Instead:
@@ -176,15 +156,15 @@ class ForgetsWeight(Block):
         return Verification(n, streams.choose(rest, Stream.RESIDUAL, start + n, -1))
 
 
-@pytest.mark.parametrize("rule", [ForgetsResidual(), ForgetsWeight()])
-def test_a_wrong_residual_changes_the_law(rule: Rule) -> None:
-    assert error_of(rule, FOUR, Length(2)) > 1e-3
+@pytest.mark.parametrize(("rule", "models"), [(ForgetsResidual(), THREE), (ForgetsWeight(), FOUR)])
+def test_a_wrong_residual_changes_the_law(rule: Rule, models: Models) -> None:
+    assert error_of(models, partial(model_drafter, models), Length(2), rule) > 1e-3
 
 
 @pytest.mark.parametrize("rule", [DrawsResidualAsDraft(), DrawsWithoutAttempt()])
 def test_a_random_number_that_is_used_twice_changes_the_law(rule: Rule) -> None:
     with pytest.raises(RepeatedDrawError):
-        error_of(rule, THREE, Length(3))
+        error_of(THREE, CHAINS["model"], Length(3), rule)
 
 
 EVERY_LENGTH = {**LENGTHS, **DROPPING}
@@ -194,15 +174,7 @@ EVERY_LENGTH = {**LENGTHS, **DROPPING}
 @pytest.mark.parametrize("length", list(EVERY_LENGTH))
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, drafter: str) -> None:
-    chain, rule = SAMPLINGS[sampling], RULES["coupled"]
-    texts = set()
-    for noise in noise_tables():
-        streams = TableStreams(noise)
-        chosen = CHAINS[drafter](chain, rule, streams)
-        with_draft = text(rounds(THREE, chosen, EVERY_LENGTH[length], rule, chain, streams))
-        assert with_draft == text(rounds(THREE, NoDrafter(), Length(), rule, chain, streams))
-        texts.add(with_draft)
-    assert len(texts) > 1 or sampling == "greedy"
+    assert [*coupled(THREE, CHAINS[drafter], EVERY_LENGTH[length], SAMPLINGS[sampling])]
 
 
 @pytest.mark.parametrize("rule", list(RULES))
@@ -220,11 +192,9 @@ def test_a_draft_that_is_the_target_is_never_rejected(rule: str, sampling: str, 
 def test_a_draft_with_more_tokens_keeps_the_law() -> None:
     """It proposes only tokens that the target has."""
     models = {TARGET: THREE[TARGET], DRAFT: FOUR[DRAFT]}
-    chain = SAMPLINGS["plain"]
+
+    def make(sampling: Sampling, rule: Rule, streams: RandomStreams) -> ModelDrafter:
+        return ModelDrafter(SameTokens(4, 3), 64, Sampler(sampling), rule, streams)
+
     for rule in ("rejection", "block"):
-
-        def run(streams: RandomStreams, rule: Rule = RULES[rule]) -> tuple[int, ...]:
-            drafter = ModelDrafter(SameTokens(4, 3), 64, Sampler(chain), rule, streams)
-            return text(rounds(models, drafter, Length(2), rule, chain, streams))
-
-        assert distance(walk(run), plain_law(models[TARGET], chain)) < 1e-12
+        assert error_of(models, make, Length(2), RULES[rule]) < 1e-12

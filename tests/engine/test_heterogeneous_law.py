@@ -6,32 +6,19 @@ more.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
-from exact_law import (
-    DROPPING,
-    FOUR,
-    LENGTHS,
-    PROMPT,
-    SAMPLINGS,
-    THREE,
-    TableStreams,
-    distance,
-    noise_tables,
-    plain_law,
-    rounds,
-    text,
-    walk,
-)
+from exact_law import DROPPING, FOUR, LENGTHS, PROMPT, SAMPLINGS, THREE, coupled, error_of
 from fake_constraint import Steps
 from llamaspec.drafters.common_vocabulary import CommonTokens
-from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
 from llamaspec.protocols import Drafter, RandomStreams, Rule, SequenceConstraint
 from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import DRAFT, TARGET, Round
+from llamaspec.values import DRAFT, TARGET
 from vocabularies import FakeVocabulary
 
 MODELS = {TARGET: THREE[TARGET], DRAFT: FOUR[DRAFT]}
@@ -49,40 +36,20 @@ def drafter(
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_the_law_is_the_targets(rule: str, sampling: str, length: str) -> None:
-    chain, made = SAMPLINGS[sampling], list[Round]()
-
-    def run(streams: RandomStreams) -> tuple[int, ...]:
-        chosen = drafter(chain, RULES[rule], streams)
-        found = rounds(MODELS, chosen, LENGTHS[length], RULES[rule], chain, streams)
-        made.extend(found)
-        return text(found)
-
-    assert distance(walk(run), plain_law(MODELS[TARGET], chain)) < 1e-12
-    assert any(len(round_.draft) for round_ in made) or length == "K=0"
+    assert error_of(MODELS, drafter, LENGTHS[length], RULES[rule], SAMPLINGS[sampling]) < 1e-12
 
 
 @pytest.mark.parametrize("length", [*LENGTHS, *DROPPING])
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str) -> None:
-    chain, rule, n_right = SAMPLINGS[sampling], RULES["coupled"], 0.0
-    for noise in noise_tables():
-        streams = TableStreams(noise)
-        chosen = drafter(chain, rule, streams)
-        found = rounds(MODELS, chosen, (LENGTHS | DROPPING)[length], rule, chain, streams)
-        assert text(found) == text(rounds(MODELS, NoDrafter(), LENGTHS["K=0"], rule, chain, streams))
-        n_right += sum(round_.n_accepted + (round_.counterfactual or (0.0, 0.0))[1] for round_ in found)
+    n_right = 0.0
+    for made in coupled(MODELS, drafter, (LENGTHS | DROPPING)[length], SAMPLINGS[sampling]):
+        n_right += sum(round_.n_accepted + (round_.counterfactual or (0.0, 0.0))[1] for round_ in made)
     assert n_right > 0 or length == "K=0" or sampling == "greedy"
 
 
 @pytest.mark.parametrize("length", ["K=2", "every second"])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_the_law_under_a_constraint(rule: str, length: str) -> None:
-    chain = SAMPLINGS["plain"]
-
-    def run(streams: RandomStreams) -> tuple[int, ...]:
-        chosen = drafter(chain, RULES[rule], streams, CONSTRAINT)
-        return text(
-            rounds(MODELS, chosen, LENGTHS[length], RULES[rule], chain, streams, constraint=CONSTRAINT)
-        )
-
-    assert distance(walk(run), plain_law(MODELS[TARGET], chain, CONSTRAINT)) < 1e-12
+    make, chain = partial(drafter, constraint=CONSTRAINT), SAMPLINGS["plain"]
+    assert error_of(MODELS, make, LENGTHS[length], RULES[rule], chain, CONSTRAINT) < 1e-12

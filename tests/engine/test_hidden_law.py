@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,23 +21,15 @@ from exact_law import (
     SAMPLINGS,
     THREE,
     Models,
-    TableStreams,
-    distance,
-    noise_tables,
-    plain_law,
-    rounds,
+    coupled,
+    error_of,
     same_tokens,
-    text,
-    walk,
 )
 from fakes import FakeModel, Length, hidden_rows, tokens
 from llamaspec.drafters.block import BlockDrafter, BlockShape
-from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.hidden import HiddenDrafter, RowWindow
 from llamaspec.errors import ScoresError
-from llamaspec.protocols import RandomStreams, Rule
 from llamaspec.sampling.acceptance_rules import RULES
-from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.sampler import Sampler
 from llamaspec.values import MTP, TARGET, ForwardRequest, HiddenRows, Logits
 
@@ -95,13 +88,13 @@ class FakeBlocks(FakeModel):
         return HiddenRows(len(request.tokens) - 1, rows)
 
 
-def block_drafter(chance: tuple[Sampling, Rule, RandomStreams], **shape: Any) -> BlockDrafter:
+def block_drafter(*chance: Any, **shape: Any) -> BlockDrafter:
     sampling, rule, streams = chance
     sampler = Sampler(sampling, len(PROMPT))
     return BlockDrafter(BlockShape(V, 4, MASK, **shape), RowWindow(MTP, 0), sampler, rule, streams, MTP)
 
 
-def head_drafter(chance: tuple[Sampling, Rule, RandomStreams]) -> HiddenDrafter:
+def head_drafter(*chance: Any) -> HiddenDrafter:
     sampling, rule, streams = chance
     sampler, words = Sampler(sampling, len(PROMPT)), same_tokens(THREE[TARGET])
     return HiddenDrafter(words, 64, sampler, rule, streams, model=MTP, row_window=RowWindow(MTP, 1))
@@ -109,30 +102,27 @@ def head_drafter(chance: tuple[Sampling, Rule, RandomStreams]) -> HiddenDrafter:
 
 @dataclass(frozen=True)
 class Kind:
-    """A draft, and its drafter for a sampling, a rule and random streams."""
+    """A draft, and how its drafter is made for a sampling, a rule and random streams."""
 
     draft: FakeModel
-    drafter: Callable[[tuple[Sampling, Rule, RandomStreams]], HiddenReader]
+    drafter: Callable[..., HiddenReader]
 
     @property
     def models(self) -> Models:
         return {TARGET: THREE[TARGET], MTP: self.draft}
 
-    def rounds(
-        self, sampling: Sampling, length: Length, rule: Rule, streams: RandomStreams
-    ) -> tuple[int, ...]:
-        drafter = self.drafter((sampling, rule, streams))
+    def make(self, *chance: Any) -> HiddenReader:
+        """Return a drafter that knows the rows of the prompt."""
+        drafter = self.drafter(*chance)
         drafter.committed(PROMPT[:1], hidden_rows(PROMPT, 0, 1), 0)
-        return text(rounds(self.models, drafter, length, rule, sampling, streams, prompt=PROMPT))
+        return drafter
 
 
 KINDS = {
     "EAGLE-3": Kind(FakeHead(2), head_drafter),
     "DFlash": Kind(FakeBlocks(3), block_drafter),
-    "DSpark": Kind(
-        FakeBlocks(4), lambda chance: block_drafter(chance, from_anchor=True, has_confidence=True)
-    ),
-    "DFlash2": Kind(FakeBlocks(5, n_candidates=2), lambda chance: block_drafter(chance, n_candidates=2)),
+    "DSpark": Kind(FakeBlocks(4), partial(block_drafter, from_anchor=True, has_confidence=True)),
+    "DFlash2": Kind(FakeBlocks(5, n_candidates=2), partial(block_drafter, n_candidates=2)),
 }
 
 
@@ -141,41 +131,37 @@ KINDS = {
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_the_law_is_the_targets(rule: str, sampling: str, length: str, kind: str) -> None:
-    chain, chosen = SAMPLINGS[sampling], RULES[rule]
-    law = walk(lambda streams: KINDS[kind].rounds(chain, LENGTHS[length], chosen, streams))
-    assert distance(law, plain_law(THREE[TARGET], chain, prompt=PROMPT)) < 1e-12
+    each, chain = KINDS[kind], SAMPLINGS[sampling]
+    error = error_of(each.models, each.make, LENGTHS[length], RULES[rule], chain, prompt=PROMPT)
+    assert error < 1e-12
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("length", [*LENGTHS, *DROPPING])
 @pytest.mark.parametrize("sampling", list(SAMPLINGS))
 def test_coupled_text_is_the_same_for_every_noise(sampling: str, length: str, kind: str) -> None:
-    chain, rule = SAMPLINGS[sampling], RULES["coupled"]
-    for noise in noise_tables():
-        streams = TableStreams({n + 1: vector for n, vector in noise.items()})
-        right = rounds(THREE, NoDrafter(), Length(), rule, chain, streams, prompt=PROMPT)
-        assert KINDS[kind].rounds(chain, (LENGTHS | DROPPING)[length], rule, streams) == text(right)
+    each, policy = KINDS[kind], (LENGTHS | DROPPING)[length]
+    assert [*coupled(each.models, each.make, policy, SAMPLINGS[sampling], prompt=PROMPT)]
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize("kind", ["EAGLE-3", "DFlash"])
 def test_a_draft_that_fails_keeps_the_law(kind: str, rule: str) -> None:
     """It fails behind any token but 0: an EAGLE-3 draft perhaps behind one that it drew."""
-    fine, chain, drafters = KINDS[kind], SAMPLINGS["plain"], list[HiddenReader]()
+    fine, drafters = KINDS[kind], list[HiddenReader]()
 
     def logits(request: ForwardRequest) -> Logits:
         if request.tokens[len(PROMPT) :].any():
             raise ScoresError("scores that are not numbers")
         return type(fine.draft).logits(draft, request)
 
-    def drafter(chance: tuple[Sampling, Rule, RandomStreams]) -> HiddenReader:
-        drafters.append(fine.drafter(chance))
+    def drafter(*chance: Any) -> HiddenReader:
+        drafters.append(fine.drafter(*chance))
         return drafters[-1]
 
     draft = replace(fine.draft)
     draft.logits = logits  # type: ignore[method-assign]
     failing = Kind(draft, drafter)
-    law = walk(lambda streams: failing.rounds(chain, Length(3), RULES[rule], streams))
-    assert distance(law, plain_law(THREE[TARGET], chain, prompt=PROMPT)) < 1e-12
+    assert error_of(failing.models, failing.make, Length(3), RULES[rule], prompt=PROMPT) < 1e-12
     assert {each.fault for each in drafters} == {None, "scores that are not numbers"}
     assert {each.reads_rows for each in drafters} == {True, False}

@@ -30,22 +30,22 @@ def ended(code: str, seconds: float = 60.0) -> Outcome | None:
     return run_child("some_child", [code], seconds=seconds)
 
 
-def test_an_answer() -> None:
-    assert ended("end_with_answer('é')") == Outcome(0, "é".encode())
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("end_with_answer('é')", Outcome(0, "é".encode())),
+        ("os.kill(os.getpid(), 9)", Outcome(-9, b"")),
+        ("raise ValueError", Outcome(1, b"")),
+    ],
+)
+def test_an_outcome(code: str, expected: Outcome) -> None:
+    assert ended(code) == expected
 
 
 def test_an_answer_that_would_block_the_pipe_is_cut_off() -> None:
     found = ended("end_with_answer('x' * (1 << 20))")
     assert found is not None
     assert 1000 < len(found.answer) < 1 << 16
-
-
-def test_a_crash() -> None:
-    assert ended("os.kill(os.getpid(), 9)") == Outcome(-9, b"")
-
-
-def test_an_exception() -> None:
-    assert ended("raise ValueError") == Outcome(1, b"")
 
 
 def test_a_child_that_takes_too_long() -> None:

@@ -302,5 +302,6 @@ def test_heads_in_another_part_of_the_file(tmp_path: Path) -> None:
 
 def test_a_build_that_cannot_compute_heads(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_rows, "_ext", None)
-    with pytest.raises(PairError, match=r"this build of llama.cpp cannot compute them"):
-        open_pair(store.path("qwen35"), "mtp")
+    for files in ((store.path("qwen35"), "mtp"), (store.path("gemma4"), store.path("gemma4-assistant"))):
+        with pytest.raises(PairError, match=r"this build of llama.cpp cannot compute"):
+            open_pair(*files)

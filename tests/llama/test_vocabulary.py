@@ -34,9 +34,10 @@ def byte_level(store: ModelStore) -> Iterator[LlamaVocabulary]:
         yield model.vocabulary
 
 
-@pytest.fixture
-def pieces(opened: OpenModel) -> LlamaVocabulary:
-    return opened("llama", Recipe(vocabulary=PIECES)).vocabulary
+@pytest.fixture(scope="module")
+def pieces(store: ModelStore) -> Iterator[LlamaVocabulary]:
+    with LlamaModel(store.path("llama", Recipe(vocabulary=PIECES)), ModelOptions(threads=1)) as model:
+        yield model.vocabulary
 
 
 def joined(vocabulary: LlamaVocabulary, tokens: list[int]) -> bytes:

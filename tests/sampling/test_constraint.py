@@ -6,20 +6,21 @@ import json
 import random
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fakes import tokens
+from llamaspec import LlamaModel, ModelOptions
 from llamaspec.errors import ConstraintError
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.constraint import MAX_TEXT, Grammar, Grammars
 from llamaspec.values import NO_TOKENS, TokenArray
-from model_store import OpenModel
+from model_store import ModelStore
 from tiny_models import Recipe
-from tiny_vocabulary import BYTES, sentencepiece_vocabulary
+from tiny_vocabulary import BYTES, Vocabulary, sentencepiece_vocabulary
 
 PERSON = {
     "type": "object",
@@ -40,10 +41,20 @@ MAKE: dict[str, Callable[[Grammars], Grammar]] = {
 }
 
 
-@pytest.fixture(params=["bytes", "pieces"])
-def vocabulary(request: pytest.FixtureRequest, opened: OpenModel) -> LlamaVocabulary:
-    kind = BYTES if request.param == "bytes" else sentencepiece_vocabulary()
-    return opened("llama", Recipe(dtype="q8_0", vocabulary=kind)).vocabulary
+@pytest.fixture(scope="module", params=[BYTES, sentencepiece_vocabulary()], ids=["bytes", "pieces"])
+def vocabulary(request: pytest.FixtureRequest, store: ModelStore) -> Iterator[LlamaVocabulary]:
+    yield from opened_vocabulary(store, request.param)
+
+
+@pytest.fixture(scope="module")
+def byte_level(store: ModelStore) -> Iterator[LlamaVocabulary]:
+    yield from opened_vocabulary(store, BYTES)
+
+
+def opened_vocabulary(store: ModelStore, kind: Vocabulary) -> Iterator[LlamaVocabulary]:
+    path = store.path("llama", Recipe(dtype="q8_0", vocabulary=kind))
+    with LlamaModel(path, ModelOptions(threads=1)) as model:
+        yield model.vocabulary
 
 
 @pytest.fixture
@@ -108,13 +119,9 @@ def test_nothing_follows_an_end_token_or_a_forbidden_token(
 def test_special_tokens_are_allowed_only_by_name(grammars: Grammars, vocabulary: LlamaVocabulary) -> None:
     anything = grammars.grammar("start: /(.|\\n)*/").start_sequence()
     assert not {*vocabulary.specials} - {vocabulary.eos} & {*anything.allowed(NO_TOKENS).tolist()}
-    assert accepts_tokens(anything, spelled(vocabulary, b"<s>"))  # as text, not as the token
+    assert anything.is_complete(spelled(vocabulary, b"<s>"))  # as text, not as the token
     named = grammars.grammar('start: <s> "a"').start_sequence()
     assert named.allowed(NO_TOKENS).tolist() == [vocabulary.bos]
-
-
-def accepts_tokens(row: object, generated: TokenArray) -> bool:
-    return row.is_complete(generated)  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -161,14 +168,17 @@ def references(n: int) -> str:
     return json.dumps({"$defs": {**definitions, f"a{n}": {"type": "integer"}}, "$ref": "#/$defs/a0"})
 
 
-def test_long_chains_do_not_overflow_the_stack(opened: OpenModel) -> None:
-    vocabulary = opened("llama").vocabulary
-    grammars = Grammars(vocabulary)
-    assert accepts(grammars.grammar(chain(4500)), vocabulary, "x")
-    assert accepts(grammars.json_schema(references(1700)), vocabulary, "12")
+def test_long_chains_do_not_overflow_the_stack(byte_level: LlamaVocabulary) -> None:
+    grammars = Grammars(byte_level)
+    assert accepts(grammars.grammar(chain(4500)), byte_level, "x")
+    assert accepts(grammars.json_schema(references(1700)), byte_level, "12")
 
 
-BAD_SCHEMAS = {
+CIRCLE: dict[str, object] = {}
+CIRCLE["items"] = CIRCLE
+BAD_SCHEMAS: dict[str, tuple[Any, str]] = {
+    "a circle": (CIRCLE, "is not JSON"),
+    "a set": ({"const": {1, 2}}, "is not JSON"),
     "not JSON": ("{", "is not JSON"),
     "a list": ("[1]", "must be a JSON object"),
     "unknown type": ('{"type": "foo"}', "Invalid type: foo"),
@@ -201,37 +211,23 @@ BAD_GRAMMARS = {
 }
 
 
-@pytest.mark.parametrize("name", list(BAD_SCHEMAS))
-def test_bad_schemas(name: str, opened: OpenModel) -> None:
-    text, says = BAD_SCHEMAS[name]
-    refused(lambda: Grammars(opened("llama").vocabulary).json_schema(text), says)
-
-
-@pytest.mark.parametrize("name", list(BAD_GRAMMARS))
-def test_bad_grammars(name: str, opened: OpenModel) -> None:
-    text, says = BAD_GRAMMARS[name]
-    refused(lambda: Grammars(opened("llama").vocabulary).grammar(text), says)
-
-
-def test_a_schema_that_is_not_json(opened: OpenModel) -> None:
-    grammars = Grammars(opened("llama").vocabulary)
-    refused(lambda: grammars.json_schema({"const": {1, 2}}), "is not JSON")
-    circle: dict[str, object] = {}
-    circle["items"] = circle
-    refused(lambda: grammars.json_schema(circle), "is not JSON")
-
-
-def refused(make: Callable[[], object], says: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        *(pytest.param("json_schema", *case, id=name) for name, case in BAD_SCHEMAS.items()),
+        *(pytest.param("grammar", *case, id=name) for name, case in BAD_GRAMMARS.items()),
+    ],
+)
+def test_bad_schemas_and_grammars(kind: str, given: Any, says: str, byte_level: LlamaVocabulary) -> None:
     with pytest.raises(ConstraintError, match=re.escape(says)) as caught:
-        make()
+        getattr(Grammars(byte_level), kind)(given)
     message = str(caught.value)
     assert message.isprintable()
     assert len(message) < 400
 
 
-def test_one_constraint_in_several_threads(opened: OpenModel) -> None:
-    vocabulary = opened("llama").vocabulary
-    grammars = Grammars(vocabulary)
+def test_one_constraint_in_several_threads(byte_level: LlamaVocabulary) -> None:
+    grammars = Grammars(byte_level)
     grammar = grammars.json_schema(PERSON)
     wrong: list[object] = []
 
@@ -277,11 +273,12 @@ INTEGER = {"type": "integer"}
         ({"const": {"type": "integer"}}, ['{"type":"integer"}'], []),
     ],
 )  # fmt: skip
-def test_an_integer_ends(opened: OpenModel, schema: Any, right: list[str], wrong: list[str]) -> None:
+def test_an_integer_ends(
+    byte_level: LlamaVocabulary, schema: Any, right: list[str], wrong: list[str]
+) -> None:
     """At temperature 0, a model wrote zeros up to the limit."""
-    vocabulary = opened("llama", Recipe(vocabulary=BYTES)).vocabulary
-    grammar = Grammars(vocabulary).json_schema(schema)
+    grammar = Grammars(byte_level).json_schema(schema)
     for text in right:
-        assert accepts(grammar, vocabulary, text), text
+        assert accepts(grammar, byte_level, text), text
     for text in wrong:
-        assert not accepts(grammar, vocabulary, text), text
+        assert not accepts(grammar, byte_level, text), text
