@@ -226,8 +226,8 @@ def test_responses(name: str) -> None:
     OpenAIResponse.model_validate(whole)
     assert whole["store"] is False, "the server keeps nothing"
     kinds: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    for kind, data in events:
-        assert kind == data["type"]
+    for number, (kind, data) in enumerate(events):
+        assert (kind, number) == (data["type"], data["sequence_number"])
         kinds.validate_python(data)
     last = events[-1][1]["response"]
     assert events[-1][0] == ("response.incomplete" if name in CUT else "response.completed")
@@ -269,22 +269,17 @@ def test_three_calls_of_one_chat_answer_can_be_told_apart(three_calls: list[Even
 
     choices = [chunk["choices"][0] for _, chunk in parse_events(asyncio.run(events())) if chunk != "[DONE]"]
     for i in range(2):
-        told = [
-            call
-            for choice in choices
-            if choice["index"] == i
-            for call in choice["delta"].get("tool_calls", ())
-        ]
-        assert [index for index, _ in itertools.groupby(told, lambda call: call["index"])] == [0, 1, 2]
-        firsts = [call for call in told if "id" in call]
-        assert [(call["index"], call["type"], call["function"]["name"]) for call in firsts] == [
-            (0, "function", "find"), (1, "function", "find"), (2, "function", "nap"),
-        ]  # fmt: skip
-        assert len({call["id"] for call in firsts}) == 3
-        assert all(call.keys() == {"index", "function"} for call in told if "id" not in call)
-        written = ["".join(call["function"]["arguments"] for call in told if call["index"] == n)
-                   for n in range(3)]  # fmt: skip
-        assert written == ['{"a": 1}', '{"a": 1}', "{}"]
+        deltas = (choice["delta"] for choice in choices if choice["index"] == i)
+        calls = {n: [*parts] for n, parts in itertools.groupby(
+            (call for delta in deltas for call in delta.get("tool_calls", ())), lambda call: call["index"]
+        )}  # fmt: skip
+        firsts = [(first["type"], first["function"]["name"]) for first, *_ in calls.values()]
+        assert firsts == [("function", "find"), ("function", "find"), ("function", "nap")]
+        assert len({first["id"] for first, *_ in calls.values()}) == len(calls) == 3
+        for first, *rest in calls.values():
+            assert all(call.keys() == {"index", "function"} for call in rest)
+            written = "".join(call["function"]["arguments"] for call in rest)
+            assert written == ("{}" if first["function"]["name"] == "nap" else '{"a": 1}')
 
 
 def test_three_calls_of_one_response_can_be_told_apart(three_calls: list[Event]) -> None:

@@ -160,12 +160,6 @@ def test_one_target_is_unloaded_if_asked_for(folder: Path) -> None:
             until(lambda: not httpx.get(f"{server.url}/api/ps").json()["models"])
 
 
-def test_without_models_the_embedded_pair_is_a_demo(demo_files: tuple[Path, Path]) -> None:
-    with process() as server:
-        assert names(server) == ["demo"]
-        assert ask(server, "any").status_code == 200
-
-
 def test_the_users_own_list(folder: Path, tmp_path: Path) -> None:
     one, two = sorted(folder.rglob("*-Q8_0.gguf"), key=lambda path: path.name)
     entries = {"mine": {"path": str(one), "draft": "small"}, "small": {"path": str(two)},

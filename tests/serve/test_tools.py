@@ -217,19 +217,6 @@ def test_calls_can_be_forced_with_any_template(demo: Pair, template: str) -> Non
         check(block["name"], block["input"])
 
 
-def test_log_probabilities_beside_tools(talker: Served) -> None:
-    """Tokens of the text are listed, tokens of a call are not."""
-    asked = {"logprobs": True, "top_logprobs": 1, "seed": 1}
-    for body in (FORCED, {**FORCED, "tool_choice": "auto", "max_tokens": 12}):
-        (whole,) = talker.post(CHAT, {**body, **asked}).json()["choices"]
-        tokens = whole["logprobs"]["content"]
-        said = "".join(token["token"] for token in tokens)
-        assert said.strip() == (whole["message"]["content"] or "").strip()
-        chunks = [data["choices"][0] for _, data in talker.events(CHAT, {**body, **asked})[:-1]]
-        assert [token for c in chunks if c["logprobs"] for token in c["logprobs"]["content"]] == tokens
-        assert all("content" in chunk["delta"] for chunk in chunks if chunk["logprobs"])
-
-
 def test_a_stop_string_after_a_mark_is_named(talker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control tokens have text in answers if they are marks."""
     builder = talker.service.builder
