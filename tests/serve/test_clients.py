@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from click.testing import CliRunner
 
 from llamaspec import Pair
 from patience import PATIENCE
@@ -87,3 +90,30 @@ def test_the_clients_understand_errors(client: Any, claude: Any) -> None:
     assert refused.value.param == "temperature"
     with pytest.raises(anthropic.BadRequestError, match="top_k"):
         claude.messages.create(model="any", max_tokens=N, messages=MESSAGES, extra_body={"top_k": "many"})
+
+
+def test_llm(server: Served, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """simonw's `llm`, configured as docs/server.md says: a stream, and a whole answer with a schema."""
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    monkeypatch.setenv("LLM_LOAD_PLUGINS", "")
+    model = {"model_id": "llamaspec", "model_name": "any", "api_base": f"{server.url}/v1"}
+    listed = json.dumps([{**model, "supports_schema": True}])  # JSON is YAML
+    (tmp_path / "extra-openai-models.yaml").write_text(listed)
+
+    def ask(*arguments: str) -> str:
+        from llm.cli import cli  # takes seconds
+
+        usual = ["-m", "llamaspec", "--no-log", "-o", "seed", str(SEED)]
+        done = CliRunner().invoke(cli, [*usual, *arguments], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert ask("def f(x):", "-o", "max_tokens", str(N)) == f"{expected}\n"
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}, "ok": {"type": "boolean"}},
+        "required": ["n", "ok"],
+    }
+    answer = json.loads(ask("Which one?", "--no-stream", "--schema", json.dumps(schema)))
+    assert answer["n"] in (1, 2)
+    assert isinstance(answer["ok"], bool)
