@@ -28,6 +28,7 @@ from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, Rea
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm
+from llamaspec.serve.ollama import OllamaForm
 from llamaspec.serve.openai_chat import ChatBody, ChatForm, CompletionBody, CompletionForm
 from llamaspec.serve.openai_responses import ResponsesBody, ResponsesForm
 from llamaspec.serve.request_queue import Event, Events, Finished, PromptProgress
@@ -215,6 +216,27 @@ def test_messages(name: str) -> None:
     starts = [data["index"] for kind, data in events if kind == "content_block_start"]
     assert starts == [data["index"] for kind, data in events if kind == "content_block_stop"]
     assert starts == list(range(len(starts)))
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_ollama(name: str) -> None:
+    """A call comes whole, with its arguments as an object."""
+
+    async def both() -> tuple[dict[str, Any], list[Any]]:
+        lines = b"".join([part async for part in OllamaForm("m", is_chat=True).stream(of(name), print)])
+        whole = OllamaForm("m", is_chat=True).whole(await collected(of(name), 1))
+        return whole, [json.loads(line) for line in lines.splitlines()]
+
+    whole, parts = asyncio.run(both())
+    messages = [part["message"] for part in parts]
+    for key in ("content", "thinking"):
+        told = "".join(message.get(key, "") for message in messages)
+        assert told == whole["message"].get(key, "")
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    assert calls == whole["message"].get("tool_calls", [])
+    assert all(isinstance(call["function"]["arguments"], dict) for call in calls)
+    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1]["done_reason"] == whole["done_reason"] == ("length" if name in CUT else "stop")
 
 
 @pytest.mark.parametrize("name", SAID)
