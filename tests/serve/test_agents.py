@@ -7,20 +7,14 @@ from typing import Any
 
 import pytest
 
-from llamaspec import Pair
 from llamaspec.chat.messages import Message, ToolCall
 from llamaspec.serve.bodies import without_half_pairs
 from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.openai_responses import ResponsesBody
 from llamaspec.serve.response_forms import arguments_of
-from serve_soak import TEMPLATE as TALKER
-from serving import Served, served
+from serving import Served
 
 RESPONSES, CHAT = "/v1/responses", "/v1/chat/completions"
-STRICT = (
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
-    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}" + TALKER
-)
 
 
 def text(role: str, words: str) -> dict[str, Any]:
@@ -45,47 +39,20 @@ def function(name: str) -> dict[str, Any]:
     }
 
 
-CODEX: dict[str, Any] = {  # as codex-cli 0.169 sends the second request of a turn
-    "model": "any",
-    "input": [
-        text("developer", "You are a coding agent."),
-        text("developer", "<skills_instructions>"),
-        text("user", "<environment_context>"),
-        text("user", "List the files."),
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAA"},
-        {"type": "function_call", "status": "completed", "id": "fc_1", "name": "exec_command",
-         "arguments": '{"cmd": "ls"}', "call_id": "call_1"},
-        {"type": "function_call_output", "id": "fco_1", "call_id": "call_1", "output": "a.txt\n"},
-        text("developer", "Now be brief."),
-        text("user", "Go on."),
-    ],
-    "tools": [
-        function("exec_command"),
-        {"type": "namespace", "name": "multi_agent_v1", "description": "", "tools": [function("spawn")]},
-        {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": {"type": "grammar"}},
-        {"type": "web_search", "external_web_access": False},
-        {"type": "local\x1b[2Jshell"},
-    ],
-    "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"effort": None, "summary": "auto"},
-    "store": False, "stream": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "01a2",
-    "client_metadata": {"x-codex-window-id": "01a2:0"}, "max_output_tokens": 4, "seed": 1,
-}  # fmt: skip
-
-
-def test_codex(demo: Pair) -> None:
-    """Tools that are not functions are left out, and logged once, without control characters."""
-    with served(demo, template=STRICT) as server:
-        for _ in range(2):
-            answer = server.post(RESPONSES, CODEX)
-            assert answer.status_code == 200, answer.text
-        told = [line for line in server.log if "left out" in line]
-        assert told == [
-            "left out of requests: tool custom apply_patch, tool local\\x1b[2Jshell, "
-            "tool web_search; only functions can be called"
-        ]
-        json_tool = {"type": "custom", "custom": {"name": "apply_patch"}}
-        chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": [json_tool], "max_tokens": 2}
-        assert server.post(CHAT, chat).status_code == 200
+def test_tools_that_are_no_functions_are_left_out(talker: Served) -> None:
+    """The log names them once, without control characters."""
+    custom = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}
+    tools = [function("exec_command"), custom, {"type": "web_search"}, {"type": "local\x1b[2Jshell"}]
+    for _ in range(2):
+        answer = talker.post(RESPONSES, {"input": "Hi", "tools": tools, "max_output_tokens": 2})
+        assert answer.status_code == 200, answer.text
+    assert [line for line in talker.log if "left out" in line] == [
+        "left out of requests: tool custom apply_patch, tool local\\x1b[2Jshell, "
+        "tool web_search; only functions can be called"
+    ]
+    nested = [{"type": "custom", "custom": {"name": "apply_patch"}}]
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": nested, "max_tokens": 2}
+    assert talker.post(CHAT, chat).status_code == 200
 
 
 def test_items_of_a_codex_conversation() -> None:

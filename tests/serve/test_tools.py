@@ -152,18 +152,6 @@ def test_the_clients_parse_answers_with_a_schema(client: Any, claude: Any) -> No
     assert isinstance(parsed.parsed_output, Thing)
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_the_tool_that_was_named_is_called(talker: Served, name: str) -> None:
-    choice = {"type": "function", "function": {"name": name}}
-    for seed in range(2):
-        answer = talker.post(CHAT, {**FORCED, "tool_choice": choice, "seed": seed}).json()["choices"][0]
-        assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == [name]
-    claudes = {"messages": USER, "tools": CLAUDES, "tool_choice": {"type": "tool", "name": name},
-               "max_tokens": 200, "thinking": {"type": "disabled"}, "seed": 1}  # fmt: skip
-    names = [block["name"] for block in talker.post(MESSAGES, claudes).json()["content"] if "name" in block]
-    assert set(names) == {name}
-
-
 def test_several_calls_of_one_answer(talker: Served) -> None:
     for seed in range(8):
         answer = talker.post(CHAT, {**FORCED, "parallel_tool_calls": True, "seed": seed, "max_tokens": 300})
