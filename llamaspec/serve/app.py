@@ -16,7 +16,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from importlib.resources import files
+from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any, cast
@@ -64,25 +64,12 @@ ENDPOINTS = (
     *llama_server.ENDPOINTS,
     *status.ENDPOINTS,
 )
-_PAGE_MODULES = (
-    "page",
-    "answers",
-    "client",
-    "dom",
-    "files",
-    "list",
-    "markdown",
-    "models",
-    "speed",
-    "store",
-    "timeline",
-    "transfer",
-    "versions",
-    "view",
-)
-_PAGE_FILES = {"/": "index.html"} | {
-    f"/{name}": name
-    for name in ("page.css", "vendor/markdown-it.umd.min.js", *(f"{name}.js" for name in _PAGE_MODULES))
+_PAGE = Path(__file__).with_name("page")
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_PAGE_FILES = {"/": _PAGE / "index.html"} | {
+    f"/{path.relative_to(_PAGE).as_posix()}": path
+    for path in _PAGE.rglob("*")
+    if path.suffix in (".css", ".js")
 }
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'; "
@@ -91,13 +78,12 @@ _PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 def make_app(models: Models) -> ASGIApp:
     """Return the ASGI application."""
     settings = models.settings
-    routes = [Route(path, _file_handler(name)) for path, name in _PAGE_FILES.items()]
+    routes = [Route(url, _file_handler(path)) for url, path in _PAGE_FILES.items()]
     for endpoint in ENDPOINTS:
         method = endpoint.method or ("GET" if endpoint.body is None else "POST")
         routes.append(Route(endpoint.path, _EndpointApp(models, endpoint), methods=[method]))
@@ -109,10 +95,9 @@ def make_app(models: Models) -> ASGIApp:
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _routing_error})
 
 
-def _file_handler(name: str) -> Handler:
+def _file_handler(path: Path) -> Handler:
     """Return the handler of a file of the web page."""
-    content = (files("llamaspec") / "serve" / "page" / name).read_bytes()
-    media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
+    content, media_type = path.read_bytes(), _MEDIA_TYPES[path.suffix]
 
     async def answer(_: Request) -> Response:
         return Response(content, headers=_PAGE_HEADERS, media_type=media_type)
@@ -162,13 +147,21 @@ class _EndpointApp:
         return await with_loaded(models, model, http, body, handler)
 
 
+_EMBEDDINGS = ("/embeddings", "/embedding", "/embed")  # ends of the paths in OpenAI's API and others
+
+
 async def _routing_error(http: Request, error: Exception) -> Response:
     """Return the response to a request with a wrong path or method, in the form of the API."""
     assert isinstance(error, HTTPException)
-    known = {404: "there is nothing at this path; see docs/server.md", 405: "wrong method for this path"}
-    message = known.get(error.status_code, "this request cannot be answered")
-    response = error_response(http.scope["path"], RequestError(error.status_code, message))
-    response.headers.update(error.headers or {})
+    path, headers = http.scope["path"], dict(error.headers or {})
+    if "Allow" in headers:
+        message = f"wrong method; this path takes {headers['Allow']}"
+    elif path.endswith(_EMBEDDINGS):
+        message = "llamaspec does not compute embeddings; use Ollama, or llama-server with --embeddings"
+    else:
+        message = "there is nothing at this path; see docs/server.md"
+    response = error_response(path, RequestError(error.status_code, message))
+    response.headers.update(headers)
     return response
 
 

@@ -21,17 +21,11 @@ def seconds_of(given: float | str) -> float:
     >>> seconds_of("1h30m"), seconds_of(5), seconds_of("-1")
     (5400.0, 5.0, inf)
     """
-    seconds = _read(given) if isinstance(given, str) else float(given)
-    if math.isnan(seconds):
-        raise ValueError("must be a number of seconds, or a duration such as 10m or 1h30m")
-    return seconds if 0 <= seconds <= _LONGEST else math.inf
-
-
-def _read(text: str) -> float:
-    """Return the seconds that a text names; NaN if it names none."""
-    found = _WHOLE.fullmatch(text.strip())
-    if found is None:
-        return math.nan
-    parts = _PART.findall(found[2])
-    seconds = sum(float(n) * _UNITS[unit] for n, unit in parts) if parts else float(found[2])
-    return -seconds if found[1] else seconds
+    if isinstance(given, str):
+        found = _WHOLE.fullmatch(given.strip())
+        if found is None:
+            raise ValueError("must be a number of seconds, or a duration such as 10m or 1h30m")
+        parts = _PART.findall(found[2])
+        seconds = sum(float(n) * _UNITS[unit] for n, unit in parts) if parts else float(found[2])
+        given = -seconds if found[1] else seconds
+    return float(given) if 0 <= given <= _LONGEST else math.inf

@@ -78,9 +78,7 @@ class Job:
         pair, policy = self.runner.pair, self.runner.policy
         prompt, drafting, vocabulary = self.prompt, self.options.drafting, pair.target.vocabulary
         is_plain = drafting.enabled is False or drafting.max_draft == 0
-        constraints = iter(
-            (prompt.constraint, prompt.constraint_after_cut)
-        )  # of the first part, of the second
+        constraints = iter((prompt.constraint, prompt.constraint_after_cut))  # of the two parts
 
         def open_part(tokens: TokenArray, max_tokens: int) -> TextStream:
             return pair.stream(

@@ -100,15 +100,11 @@ class InfillBody(NativeBody):
 
 async def _complete(service: Service, http: Request, body: NativeCompletionBody) -> Response:
     """Continue a text."""
-    if (
-        len(body.prompt) > 1
-        and isinstance(body.prompt, list)
-        and not any(isinstance(p, int) for p in body.prompt)
-    ):
-        raise not_supported(
-            "prompt", "takes one prompt at this endpoint; send a request for each, or use /v1/completions"
-        )
-    text = await run_in_threadpool(service.builder.tokenized, body.prompt)
+    given = body.prompt
+    if isinstance(given, list) and len(given) > 1 and all(isinstance(part, str) for part in given):
+        remedy = "send a request for each, or use /v1/completions"
+        raise not_supported("prompt", f"takes one prompt at this endpoint; {remedy}")
+    text = await run_in_threadpool(service.builder.tokenized, given)
     return await _respond(service, http, body, text)
 
 

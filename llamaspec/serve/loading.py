@@ -17,7 +17,7 @@ from llamaspec.serve.bodies import ModelBody
 from llamaspec.serve.http_errors import RequestError, anthropic_error, error_response, openai_error
 from llamaspec.serve.models import Models
 from llamaspec.serve.ollama import OllamaForm
-from llamaspec.serve.response_forms import sse
+from llamaspec.serve.response_forms import Form, sse
 from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import CLIENT_LEFT, EventStream, Service, while_connected
 
@@ -38,7 +38,7 @@ async def with_loaded(
     if body.is_streamed:
         await asyncio.wait({loading}, timeout=SILENT_SECONDS)
         if not loading.done():
-            return _Stream(models, model, http.scope["path"], loading, handler).response()
+            return _begun_stream(models, model, http.scope["path"], loading, handler)
     timeout = models.settings.request_timeout
     try:
         service = await while_connected(asyncio.wait_for(loading, timeout), http.receive)
@@ -47,38 +47,35 @@ async def with_loaded(
     return Response(status_code=CLIENT_LEFT) if service is None else await handler(service)
 
 
-class _Stream:
-    """A stream that begins before its model is loaded."""
+def _begun_stream(
+    models: Models, model: ServedModel, path: str, loading: asyncio.Future[Service], handler: Handler
+) -> Response:
+    """Return a stream that begins before its model is loaded."""
+    is_ollama, settings = path.startswith("/api/"), models.settings
+    answer: Response | None = None
 
-    def __init__(
-        self,
-        models: Models,
-        model: ServedModel,
-        path: str,
-        loading: asyncio.Future[Service],
-        handler: Handler,
-    ) -> None:
-        self._models, self._model, self._path = models, model, path
-        self._loading, self._handler = loading, handler
-        self._answer: Response | None = None
+    def comment() -> bytes:
+        if is_ollama:
+            return OllamaForm(model.name, is_chat=path == "/api/chat").waiting()
+        return f": loading {model.name}\n\n".encode()
 
-    def response(self) -> Response:
-        """Return the response that sends it."""
-        is_ollama = self._path.startswith("/api/")
-        media_type = OllamaForm.media_type if is_ollama else "text/event-stream"
-        timeout = self._models.settings.request_timeout  # twice: to load the model, and to answer
-        return EventStream(self._parts(), media_type, self._cancel, None if timeout is None else 2 * timeout)
+    def failed(error: Exception) -> bytes:
+        if is_ollama:
+            return bytes(error_response(path, error).body) + b"\n"
+        if path.startswith("/v1/messages"):
+            return sse(anthropic_error(error), "error")
+        return sse(openai_error(error))
 
-    async def _parts(self) -> AsyncIterator[bytes]:
-        seconds = self._models.settings.keep_alive_seconds
+    async def parts() -> AsyncIterator[bytes]:
+        nonlocal answer
         try:
-            yield self._comment()
-            while not (await asyncio.wait({self._loading}, timeout=seconds))[0]:
-                yield self._comment()
-            answer = self._answer = await self._handler(self._loading.result())
+            yield comment()
+            while not (await asyncio.wait({loading}, timeout=settings.keep_alive_seconds))[0]:
+                yield comment()
+            answer = await handler(loading.result())
         except Exception as error:  # noqa: BLE001  # the client gets the error
-            self._models.log.fault(error)
-            yield self._error(error)
+            models.log.fault(error)
+            yield failed(error)
             return
         if not isinstance(answer, StreamingResponse):
             yield bytes(answer.body) + b"\n"
@@ -86,19 +83,11 @@ class _Stream:
         async for part in answer.body_iterator:
             yield part.encode() if isinstance(part, str) else bytes(part)
 
-    def _comment(self) -> bytes:
-        if self._path.startswith("/api/"):
-            return OllamaForm(self._model.name, is_chat=self._path == "/api/chat").waiting()
-        return f": loading {self._model.name}\n\n".encode()
+    def cancel() -> None:
+        loading.cancel()
+        if isinstance(answer, EventStream):
+            answer.cancel()
 
-    def _error(self, error: Exception) -> bytes:
-        if self._path.startswith("/api/"):
-            return bytes(error_response(self._path, error).body) + b"\n"
-        if self._path.startswith("/v1/messages"):
-            return sse(anthropic_error(error), "error")
-        return sse(openai_error(error))
-
-    def _cancel(self) -> None:
-        self._loading.cancel()
-        if isinstance(self._answer, EventStream):
-            self._answer.cancel()
+    media_type = (OllamaForm if is_ollama else Form).media_type
+    timeout = settings.request_timeout  # twice: to load the model, and to answer
+    return EventStream(parts(), media_type, cancel, None if timeout is None else 2 * timeout)

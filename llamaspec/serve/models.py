@@ -300,11 +300,11 @@ class Models:
 
     # The start and the end of the server.
 
-    def open_now(self, on_load: LoadProgress = lambda _: None) -> Service:
+    def open_now(self) -> Service:
         """Open the only model before the server starts, in this thread; raises what opening it raises."""
         (model,) = self._models.values()
         model.last_used = time.monotonic()
-        model.service = self._open_here(model, on_load)
+        model.service = self._open_here(model, lambda _: None)
         return model.service
 
     def stop(self) -> None:

@@ -59,7 +59,8 @@ async def _version(*_: object) -> Response:
 
 async def _tags(models: Models, _: Request) -> Response:
     """List the models."""
-    return JSONResponse({"models": [_about(model) for model in await models.listed() if _exists(model)]})
+    listed = [model for model in await models.listed() if model.source.path.is_file()]
+    return JSONResponse({"models": [_about(model) for model in listed]})
 
 
 async def _ps(models: Models, _: Request) -> Response:
@@ -122,18 +123,10 @@ def _about(model: ServedModel) -> Data:
         family, size, quantization = (*described.split(" ", 2), "", "", "")[:3]
     details = {"parent_model": "", "format": "gguf", "family": family, "families": [family],
                "parameter_size": size, "quantization_level": quantization}  # fmt: skip
-    name = _tagged(model.name)
+    # Ollama's lists have names with a tag. Open WebUI adds the tag to a name before it looks it up.
+    name = model.name if ":" in model.name else f"{model.name}:latest"
     return {"name": name, "model": name, "modified_at": time_of(model.created),
             "size": facts.n_bytes, "digest": _digest(model.source.path), "details": details}  # fmt: skip
-
-
-def _tagged(name: str) -> str:
-    """Return a name as Ollama lists it. Open WebUI adds the tag to a name before it looks it up."""
-    return name if ":" in name else f"{name}:latest"
-
-
-def _exists(model: ServedModel) -> bool:
-    return model.source.path.is_file()
 
 
 def _facts(model: ServedModel) -> FileFacts:

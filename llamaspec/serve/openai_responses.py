@@ -82,11 +82,6 @@ class InputItem(FieldsByType):
     summary: Content | None = None  # of reasoning
     tools: Tools | None = None  # of additional_tools
 
-    @property
-    def is_left_out(self) -> bool:
-        """Whether its type is not supported."""
-        return self.type is not None and self.type not in _ITEMS
-
 
 class EffortFields(Fields):
     """How much the model reasons before it answers."""
@@ -120,7 +115,7 @@ class ResponsesBody(GenerationBody, ReasoningFields):
         items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
         system = [system_message(self.instructions, "instructions")] if self.instructions else []
         messages = [*system, *(conversation("input", _messages(items)) if items or not system else ())]
-        left_out = [f"item {item.type}" for item in items if item.is_left_out]
+        left_out = [f"item {item.type}" for item in items if item.type not in (None, *_ITEMS)]
         use = tool_use(self.functions[0], self.tool_choice, self.parallel_tool_calls)
         reasoning = self.reasoning_options(None if self.reasoning is None else self.reasoning.effort)
         wanted = inner_format(self.text, "text")

@@ -17,6 +17,10 @@ GEMMA2 = """{% if messages[0].role == 'system' %}{{ raise_exception('System role
 {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
 {{- '<' + m.role + '>' + m.content | trim }}{% endfor %}"""
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}" + LENIENT
+)
 LOSES_SYSTEM = (
     "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 )
@@ -60,13 +64,15 @@ RESULT = Message("tool", "r", name="probe", tool_call_id="abcdefghi")
         (LENIENT, [SYSTEM], "<system>s"),
         (LENIENT, [SYSTEM, CALL, RESULT], "<system>s<assistant>c<tool>r"),
         (LENIENT, [SYSTEM, USER, USER, SYSTEM], "<system>s<user>u<user>u<system>s"),
+        (LENIENT, [SYSTEM, SYSTEM, USER, SYSTEM], "<system>s\n\ns<user>u<system>s"),
         (LENIENT, [ANSWER, USER], "<assistant>a<user>u"),
+        (ONE_SYSTEM, [SYSTEM, SYSTEM, USER, SYSTEM, ANSWER], "<system>s\n\ns\n\ns<user>u<assistant>a"),
         (GEMMA2, [SYSTEM], "<user>s"),
         (GEMMA2, [SYSTEM, USER], "<user>s\n\nu"),
         (GEMMA2, [SYSTEM, ANSWER, USER], "<user>s<assistant>a<user>u"),
         (GEMMA2, [USER, USER, SYSTEM, ANSWER, ANSWER, USER], "<user>s\n\nu\n\nu<assistant>a\n\na<user>u"),
         (GEMMA2, [ANSWER, USER], "<user><assistant>a<user>u"),
-        (LOSES_SYSTEM, [SYSTEM, USER, ANSWER], "<user>s\n\nu<assistant>a"),
+        (LOSES_SYSTEM, [SYSTEM, USER, SYSTEM, ANSWER], "<user>s\n\ns\n\nu<assistant>a"),
         (QWEN35, [SYSTEM], "<system>s<user>"),
         (QWEN35, [SYSTEM, CALL, RESULT], "<system>s<user><assistant>c<tool>r"),
         (QWEN35, [SYSTEM, ANSWER, USER], "<system>s<assistant>a<user>u"),

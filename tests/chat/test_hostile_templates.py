@@ -62,26 +62,22 @@ def outcome(process: TemplateProcess, source: str) -> str:
         return str(refused)[:501]
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_templates(process: TemplateProcess, source: str) -> None:
+FAULTS = {
+    "loops": "runs for more than 0.5 seconds",
+    "branching": "runs for more than 0.5 seconds",
+    "long output": "writes more than 16777216 characters",
+    "product": "needs too much memory",
+    "self": "recurses without end",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_templates(process: TemplateProcess, name: str) -> None:
     """They hung, took gigabytes, or gave a traceback. The next template is rendered as usual."""
-    assert len(outcome(process, source)) <= sandbox.MAX_CHARACTERS
+    found = outcome(process, HOSTILE[name])
+    assert len(found) <= sandbox.MAX_CHARACTERS
+    assert FAULTS.get(name, "") in found
     assert process.render("{{ x }}", {"x": "hello"}) == "hello"
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("loops", "runs for more than 0.5 seconds"),
-        ("branching", "runs for more than 0.5 seconds"),
-        ("long output", "writes more than 16777216 characters"),
-        ("product", "needs too much memory"),
-        ("self", "recurses without end"),
-    ],
-)
-def test_the_message_for_each_fault(process: TemplateProcess, name: str, says: str) -> None:
-    with pytest.raises(RenderError, match=says):
-        process.render(HOSTILE[name], {})
 
 
 @pytest.mark.parametrize(

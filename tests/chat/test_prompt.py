@@ -86,11 +86,13 @@ def test_a_loaded_answer_continues_as_a_larger_limit(pair: Pair) -> None:
     assert chat.messages[-1].text.startswith("two")
 
 
-# A template that opens reasoning, one that leaves it to the model, and gpt-oss's channels.
+# Templates that open reasoning, leave it to the model, or rule it out, and gpt-oss's channels.
 THINKS = f"{TEMPLATE}<think>\n{{# </think> #}}"
 MAY_THINK = f"{TEMPLATE}{{# <think></think> #}}"
 CHANNELS = f"{TEMPLATE}{{# <|channel|><|message|><|start|> #}}"
-HM = Message("assistant", "", reasoning="Hm")
+CLOSED = f"{TEMPLATE}<think>\n\n</think>{{{{ '\n\n' }}}}"
+FINAL = "<|channel|>final<|message|>"
+HM, BOTH = (Message("assistant", text, reasoning="Hm") for text in ("", "So"))
 
 
 @pytest.mark.parametrize(
@@ -100,10 +102,15 @@ HM = Message("assistant", "", reasoning="Hm")
         (TEMPLATE, Message("assistant", " \n"), "", False),
         (THINKS, Message("user", "x"), "<think>\n", True),
         (THINKS, Message("assistant", "So"), "<think>\n\n</think>\n\nSo", False),
+        (THINKS, BOTH, "<think>\nHm\n</think>\n\nSo", False),
         (THINKS, HM, "<think>\nHm", True),
         (MAY_THINK, Message("assistant", "So"), "So", False),
+        (MAY_THINK, BOTH, "<think>Hm\n</think>\n\nSo", False),
         (MAY_THINK, HM, "<think>Hm", True),
-        (CHANNELS, Message("assistant", "So"), "<|channel|>final<|message|>So", False),
+        (CLOSED, BOTH, "<think>\n\n</think>\n\nSo", False),
+        (CLOSED, HM, "<think>\n\n</think>\n\n", False),
+        (CHANNELS, Message("assistant", "So"), f"{FINAL}So", False),
+        (CHANNELS, BOTH, f"<|channel|>analysis<|message|>Hm\n<|end|><|start|>assistant{FINAL}So", False),
         (CHANNELS, HM, "", False),
     ],
 )
@@ -120,8 +127,10 @@ def test_an_answer_alone_has_a_user_before_it() -> None:
 
 
 def test_programs_continue_an_answer_and_may_write_control_tokens_in_it(pair: Pair) -> None:
-    messages = [Message("user", "one"), Message("assistant", "two</s>")]
+    messages = [Message("user", "one"), Message("assistant", "two</s>", reasoning="</s>")]
     eos = pair.target.vocabulary.eos
-    plain = chat_prompt(pair, messages, template=TEMPLATE).tolist()
-    special = chat_prompt(pair, messages, template=TEMPLATE, parse_special=True).tolist()
-    assert (plain[-1] == eos, special[-1] == eos) == (False, True)
+    counts = [
+        chat_prompt(pair, messages, template=THINKS, parse_special=special).tolist().count(eos)
+        for special in (False, True)
+    ]
+    assert counts == [1, 3]  # the template's own, and those of the answer

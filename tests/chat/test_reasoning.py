@@ -11,7 +11,6 @@ import pytest
 from chat_models import PLAIN, TEMPLATE, last, say, session
 from command import invoke, naming
 from llamaspec import EvaluationError, FixedLength, ModelOptions, Pair, Sampling, StopReason, open_pair
-from llamaspec.chat import families
 from llamaspec.chat.answer_stream import AnswerStream
 from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.messages import Delta, Message, message_of
@@ -160,34 +159,3 @@ def test_through_the_entry_point(talker: list[Path], tmp_path: Path) -> None:
         for more in (["--reasoning", "off"], ["--reasoning-budget", "0"], ["--reasoning-budget", "1"])
     )
     assert forbidden == none != one
-
-
-OPENED, CLOSED = b"<|assistant|><think>\n", b"<|assistant|><think>\n\n</think>\n\n"
-CHANNELS = AnswerFormat(families.HARMONY, families.CHANNELS)
-FINAL = "<|channel|>final<|message|>"
-
-
-@pytest.mark.parametrize(
-    ("answer_format", "text", "reasoning", "prompt", "expected"),
-    [
-        (AnswerFormat(), "So", "Hm", b"", "So"),
-        (THINKS, "So", "", b"", "So"),
-        (THINKS, "So", "", OPENED, "\n</think>\n\nSo"),
-        (THINKS, "So", "Hm", b"", "<think>Hm\n</think>\n\nSo"),
-        (THINKS, "So", "Hm", OPENED, "Hm\n</think>\n\nSo"),
-        (THINKS, "", "Hm", b"", "<think>Hm"),
-        (THINKS, "", "Hm", OPENED, "Hm"),
-        (THINKS, "So", "Hm", CLOSED, "So"),
-        (THINKS, "", "Hm", CLOSED, ""),
-        (CHANNELS, "So", "", b"", f"{FINAL}So"),
-        (CHANNELS, "So", "Hm", b"", f"<|channel|>analysis<|message|>Hm\n<|end|><|start|>assistant{FINAL}So"),
-        (CHANNELS, "", "Hm", b"", ""),
-    ],
-)
-def test_the_beginning_of_a_continued_answer(
-    answer_format: AnswerFormat, text: str, reasoning: str, prompt: bytes, expected: str
-) -> None:
-    """Only the marks of the family are marks."""
-    parts = answer_format.beginning(text, reasoning, prompt)
-    assert "".join(part for part, _ in parts) == expected
-    assert not {part for part, is_mark in parts if is_mark} & {text, reasoning} - {""}

@@ -41,11 +41,7 @@ def test_the_first_answer_is_that_of_generate(pair: Pair, talker: list[Path]) ->
     assert generated["prompt_tokens"] == last(chat)[0]
 
 
-def test_a_prompt_of_messages_for_programs(pair: Pair) -> None:
-    chat = session(pair, seed=3, system="Be brief.")
-    say(chat, "hello")
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
-    assert len(chat_prompt(pair, messages, template=TEMPLATE)) == last(chat)[0]
+def test_messages_of_programs_that_are_none(pair: Pair) -> None:
     for wrong in ({"role": "user"}, {"role": "nobody", "content": "x"}, {"role": "user", "content": 3}):
         with pytest.raises(PromptError):
             chat_prompt(pair, [wrong], template=TEMPLATE)
@@ -80,17 +76,6 @@ def test_a_continued_answer_is_the_longer_answer(pair: Pair) -> None:
     assert chat.messages == whole.messages
     whole.settings = chat.settings
     assert say(chat, "two") == say(whole, "two")
-
-
-def test_an_answer_from_a_file_continues_in_the_final_channel(pair: Pair) -> None:
-    """An answer of gpt-oss was continued directly after <|start|>assistant, where a channel must follow."""
-    template = ChatTemplate(f"{TEMPLATE}{{# <|channel|><|message|><|start|> #}}", "<s>", "</s>")
-    chat = session(pair, template=template)
-    chat.replace([Message("user", "one"), Message("assistant", "two")])
-    list(chat.continue_answer())
-    prompt = template.render(chat.messages[:1]).text + b"<|channel|>final<|message|>two"
-    assert last(chat)[0] == len(pair.target.vocabulary.tokenize(prompt[len("<s>") :], parse_special=True))
-    assert chat.messages[-1].text.startswith("two")
 
 
 def test_another_message_in_place_of_the_last(pair: Pair) -> None:

@@ -27,7 +27,7 @@ NOTHING = {"type": "nothing"}
 BROKEN = {"type": "json_schema", "json_schema": {"name": "a", "schema": NOTHING}}
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, NATIVE = "/v1/responses", "/v1/messages", "/completion"
 
 BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {}, 400, "messages"),
@@ -57,6 +57,11 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
      "prediction.content.0.type"),
     (TEXT, {"prompt": ""}, 400, "prompt"),
     (TEXT, {"prompt": [["a"]]}, 400, "prompt.0.0"),
+    (NATIVE, {"prompt": []}, 400, "prompt"),
+    (NATIVE, {"prompt": ["one", "two"]}, 400, "prompt"),
+    (NATIVE, {"prompt": [1 << 30]}, 400, "prompt"),
+    (NATIVE, {"prompt": "a", "n_predict": -3}, 400, "n_predict"),
+    (NATIVE, {"prompt": "a", "n": 2}, 400, "n"),
     ("/infill", {"input_prefix": "a"}, 400, "input_suffix"),
     ("/infill", {"input_prefix": "a", "input_suffix": "", "input_extra": [{}]}, 400, "input_extra.0.text"),
     (TEXT, {"prompt": "a", "echo": True}, 400, "echo"),
@@ -113,11 +118,24 @@ def test_a_body_that_is_not_a_json_object_is_refused(server: Served, path: str, 
     assert len(answer.text) < 500
 
 
-def test_other_paths_and_methods(server: Served) -> None:
-    assert server.client.get("/v1/nothing").status_code == 404
-    wrong = server.client.get(CHAT)
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert server.client.get("/v1/models/other").json()["error"]["code"] == "model_not_found"
+@pytest.mark.parametrize(
+    ("method", "path", "status", "told"),
+    [
+        ("GET", "/v1/nothing", 404, "nothing at this path"),
+        ("GET", CHAT, 405, "takes POST"),
+        ("PUT", "/api/chat", 405, "takes POST"),
+        ("POST", "/api/delete", 405, "takes DELETE"),
+        ("POST", "/v1/embeddings", 404, "does not compute embeddings; use Ollama"),
+        ("POST", "/api/embed", 404, "does not compute embeddings; use Ollama"),
+        ("POST", "/api/embeddings", 404, "does not compute embeddings; use Ollama"),
+    ],
+)
+def test_other_paths_and_methods(server: Served, method: str, path: str, status: int, told: str) -> None:
+    answer = server.client.request(method, path, json={"model": "any", "input": "a"})
+    error = answer.json()["error"]
+    assert answer.status_code == status
+    assert told in (error if path.startswith("/api") else error["message"])
+    assert answer.headers.get("allow") == (told.removeprefix("takes ") if status == 405 else None)
 
 
 def test_too_many_prompts(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,24 +220,19 @@ def test_a_body_that_never_comes(demo: Pair, length: int, more: str, status: int
 
 
 def test_errors_do_not_repeat_what_was_sent(server: Served) -> None:
-    secret = "<script>alert(1)</script>\x1b[2J"
-    for body in ({"messages": secret}, {"messages": [{"role": secret, "content": "a"}]}, {secret: 1}):
-        answer = server.post(CHAT, body)
-        assert answer.status_code == 400
-        assert "script" not in answer.text
-
-
-def test_errors_do_not_repeat_names_of_fields(server: Served) -> None:
-    """Only names that a field of the API may have; others may be megabytes long."""
-    for name in ("<script>", "k" * 100_000, "Hidden text", "a-b"):
+    """Of names, only those that a field of the API may have; others may be megabytes long."""
+    for secret in ("<script>alert(1)</script>\x1b[2J", "k" * 100_000, "Hidden text", "a-b"):
         for path, body in (
-            (RESPONSES, {"input": "a", "metadata": {name: 5}}),
-            (TEXT, {"prompt": "a", "logit_bias": {name: "x"}}),
+            (CHAT, {"messages": secret}),
+            (CHAT, {"messages": [{"role": secret, "content": "a"}]}),
+            (CHAT, {secret: 1}),
+            (RESPONSES, {"input": "a", "metadata": {secret: 5}}),
+            (TEXT, {"prompt": "a", "logit_bias": {secret: "x"}}),
         ):
             answer = server.post(path, body)
             assert answer.status_code == 400
-            assert name not in answer.text
-            assert answer.json()["error"]["param"] == next(reversed(body))
+            assert secret not in answer.text
+            assert answer.json()["error"]["param"].split(".")[0] in ("messages", *body)
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])

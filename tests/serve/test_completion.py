@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from serving import Served
 
 BODY: dict[str, Any] = {"prompt": "def f(x):", "n_predict": 24, "seed": 11}
@@ -40,20 +38,3 @@ def test_probabilities(server: Served) -> None:
     assert all(len(token["top_logprobs"]) == 2 for token in told)
     parts = [data for _, data in server.events("/completion", {**BODY, "n_probs": 2})]
     assert [token for part in parts for token in part.get("completion_probabilities", ())] == told
-
-
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ["one", "two"]}, "prompt: takes one prompt"),
-        ({"prompt": [1 << 30]}, "prompt"),
-        ({"n_predict": -3}, "n_predict"),
-        ({"n": 2}, "n: "),
-        ({"n": 2, "stream": True}, "n: "),
-    ],
-)
-def test_a_wrong_field_is_named(server: Served, more: dict[str, Any], told: str) -> None:
-    answer = server.post("/completion", {**BODY, **more})
-    assert answer.status_code == 400
-    assert told in answer.json()["error"]["message"]

@@ -21,7 +21,7 @@ from serve_soak import TEMPLATE
 
 NAMED = "/v1/models/{name:path}"  # generated names do not exist
 N_TOKENS = 96  # of the context, so that answers are short
-N_EXAMPLES = 15  # per operation and mode
+N_EXAMPLES = 5  # per operation and mode
 
 
 def openapi() -> dict[str, Any]:

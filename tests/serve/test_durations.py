@@ -22,9 +22,7 @@ def test_durations(given: float | str, seconds: float) -> None:
     assert seconds_of(given) == seconds
 
 
-@pytest.mark.parametrize(
-    "given", ["", "soon", "m", "1 m", "1d", "--1", "1h-30m", "nan", "1e9", float("nan"), "9" * 40]
-)
-def test_no_durations(given: float | str) -> None:
+@pytest.mark.parametrize("given", ["", "soon", "m", "1 m", "1d", "--1", "1h-30m", "nan", "1e9", "9" * 40])
+def test_no_durations(given: str) -> None:
     with pytest.raises(ValueError, match="10m"):
         seconds_of(given)

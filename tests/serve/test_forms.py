@@ -28,6 +28,7 @@ from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, Rea
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm
+from llamaspec.serve.ollama import OllamaForm
 from llamaspec.serve.openai_chat import ChatBody, ChatForm, CompletionBody, CompletionForm
 from llamaspec.serve.openai_responses import ResponsesBody, ResponsesForm
 from llamaspec.serve.request_queue import Event, Events, Finished, PromptProgress
@@ -218,6 +219,27 @@ def test_messages(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAID)
+def test_ollama(name: str) -> None:
+    """A call comes whole, with its arguments as an object."""
+
+    async def both() -> tuple[dict[str, Any], list[Any]]:
+        lines = b"".join([part async for part in OllamaForm("m", is_chat=True).stream(of(name), print)])
+        whole = OllamaForm("m", is_chat=True).whole(await collected(of(name), 1))
+        return whole, [json.loads(line) for line in lines.splitlines()]
+
+    whole, parts = asyncio.run(both())
+    messages = [part["message"] for part in parts]
+    for key in ("content", "thinking"):
+        told = "".join(message.get(key, "") for message in messages)
+        assert told == whole["message"].get(key, "")
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    assert calls == whole["message"].get("tool_calls", [])
+    assert all(isinstance(call["function"]["arguments"], dict) for call in calls)
+    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1]["done_reason"] == whole["done_reason"] == ("length" if name in CUT else "stop")
+
+
+@pytest.mark.parametrize("name", SAID)
 def test_responses(name: str) -> None:
     def form() -> Any:
         return ResponsesForm("m", ResponsesBody(input="a"))
@@ -226,8 +248,8 @@ def test_responses(name: str) -> None:
     OpenAIResponse.model_validate(whole)
     assert whole["store"] is False, "the server keeps nothing"
     kinds: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    for kind, data in events:
-        assert kind == data["type"]
+    for number, (kind, data) in enumerate(events):
+        assert (kind, number) == (data["type"], data["sequence_number"])
         kinds.validate_python(data)
     last = events[-1][1]["response"]
     assert events[-1][0] == ("response.incomplete" if name in CUT else "response.completed")
@@ -269,22 +291,17 @@ def test_three_calls_of_one_chat_answer_can_be_told_apart(three_calls: list[Even
 
     choices = [chunk["choices"][0] for _, chunk in parse_events(asyncio.run(events())) if chunk != "[DONE]"]
     for i in range(2):
-        told = [
-            call
-            for choice in choices
-            if choice["index"] == i
-            for call in choice["delta"].get("tool_calls", ())
-        ]
-        assert [index for index, _ in itertools.groupby(told, lambda call: call["index"])] == [0, 1, 2]
-        firsts = [call for call in told if "id" in call]
-        assert [(call["index"], call["type"], call["function"]["name"]) for call in firsts] == [
-            (0, "function", "find"), (1, "function", "find"), (2, "function", "nap"),
-        ]  # fmt: skip
-        assert len({call["id"] for call in firsts}) == 3
-        assert all(call.keys() == {"index", "function"} for call in told if "id" not in call)
-        written = ["".join(call["function"]["arguments"] for call in told if call["index"] == n)
-                   for n in range(3)]  # fmt: skip
-        assert written == ['{"a": 1}', '{"a": 1}', "{}"]
+        deltas = (choice["delta"] for choice in choices if choice["index"] == i)
+        calls = {n: [*parts] for n, parts in itertools.groupby(
+            (call for delta in deltas for call in delta.get("tool_calls", ())), lambda call: call["index"]
+        )}  # fmt: skip
+        firsts = [(first["type"], first["function"]["name"]) for first, *_ in calls.values()]
+        assert firsts == [("function", "find"), ("function", "find"), ("function", "nap")]
+        assert len({first["id"] for first, *_ in calls.values()}) == len(calls) == 3
+        for first, *rest in calls.values():
+            assert all(call.keys() == {"index", "function"} for call in rest)
+            written = "".join(call["function"]["arguments"] for call in rest)
+            assert written == ("{}" if first["function"]["name"] == "nap" else '{"a": 1}')
 
 
 def test_three_calls_of_one_response_can_be_told_apart(three_calls: list[Event]) -> None:

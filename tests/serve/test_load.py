@@ -103,7 +103,7 @@ def test_a_reader_that_stops_gives_its_place_to_others(demo: Pair, alone: Pair) 
     with decoding(demo, parallel=1) as queue:
 
         async def ask() -> list[list[str]]:
-            slow = queue.submit([job(demo, "def f(", 1, 300, drafting=SpeculativeFields(enabled=False))])
+            slow = queue.submit([job(demo, "def f(", 1, 60, drafting=SpeculativeFields(enabled=False))])
             others = [queue.submit([job(demo, "import os", seed, 40)]) for seed in (2, 3)]
             texts = [await read(each) for each in others]
             running, n_waiting = queue.sequences()
@@ -112,7 +112,7 @@ def test_a_reader_that_stops_gives_its_place_to_others(demo: Pair, alone: Pair) 
 
         texts = run(ask())
     assert texts[:2] == [[said(alone, "import os", seed, 40)] for seed in (2, 3)]
-    assert texts[2:] == [[said(alone, "def f(", 1, 300)]]
+    assert texts[2:] == [[said(alone, "def f(", 1, 60)]]
 
 
 def test_a_reader_that_returns_waits_for_a_place(demo: Pair, alone: Pair) -> None:
@@ -120,7 +120,7 @@ def test_a_reader_that_returns_waits_for_a_place(demo: Pair, alone: Pair) -> Non
     with decoding(demo, parallel=1) as queue:
 
         async def ask() -> list[list[str]]:
-            slow = queue.submit([job(demo, "def f(", 1, 300, drafting=SpeculativeFields(enabled=False))])
+            slow = queue.submit([job(demo, "def f(", 1, 60, drafting=SpeculativeFields(enabled=False))])
             other = queue.submit([job(demo, "import os", 2, 100)])
             events = other.events(None, PATIENCE)
             while await anext(events) == (0, PromptProgress(is_waiting=True)):
@@ -130,11 +130,11 @@ def test_a_reader_that_returns_waits_for_a_place(demo: Pair, alone: Pair) -> Non
             n_read = len(slow.states[0].stream.rounds) if slow.states[0].stream is not None else 0
             await asyncio.sleep(0.05)
             assert slow.states[0].stream is not None
-            assert len(slow.states[0].stream.rounds) == n_read < 300
+            assert len(slow.states[0].stream.rounds) == n_read < 60
             queue.stop()
             return [await read(other, events), await returning]
 
-        assert run(ask()) == [[said(alone, "import os", 2, 100)], [said(alone, "def f(", 1, 300)]]
+        assert run(ask()) == [[said(alone, "import os", 2, 100)], [said(alone, "def f(", 1, 60)]]
 
 
 def test_readers_that_stop_leave_sequences_of_llama_cpp_to_others(
@@ -146,12 +146,12 @@ def test_readers_that_stop_leave_sequences_of_llama_cpp_to_others(
     with open_pair(demo_files[0], target_options=options) as pair, decoding(pair, parallel=2) as queue:
 
         async def ask() -> list[list[str]]:
-            slow = [queue.submit([job(pair, "def f(", seed, 300, drafting=plain)]) for seed in (1, 2)]
+            slow = [queue.submit([job(pair, "def f(", seed, 60, drafting=plain)]) for seed in (1, 2)]
             others = [queue.submit([job(pair, "import os", seed, 40, drafting=plain)]) for seed in (3, 4)]
             return [await read(each) for each in (*others, *slow)]
 
         texts = run(ask())
-    asked = [("import os", 3, 40), ("import os", 4, 40), ("def f(", 1, 300), ("def f(", 2, 300)]
+    asked = [("import os", 3, 40), ("import os", 4, 40), ("def f(", 1, 60), ("def f(", 2, 60)]
     assert texts == [[said(alone, prompt, seed, n)] for prompt, seed, n in asked]
 
 

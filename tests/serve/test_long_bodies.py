@@ -53,6 +53,12 @@ LONG = {
     "response_fields": (many('""'),),
     "content": (json.dumps("a b " * 500_000),),
 }
+FIRST = {
+    field: each.path
+    for each in reversed(ENDPOINTS)
+    if each.body is not None
+    for field in each.body.model_fields
+}  # endpoint that gets all bodies for a field; others get one
 
 
 @pytest.mark.slow
@@ -61,7 +67,8 @@ def test_the_event_loop_serves_others_beside_the_largest_bodies(demo: Pair, endp
     """Once, a body of biases held all others for seconds. In processor time: the machine may be busy."""
     with served(demo) as server:
         for field in LONG.keys() & endpoint.body.model_fields.keys():
-            for value in LONG[field]:
+            is_first = FIRST[field] == endpoint.path
+            for value in LONG[field] if is_first else LONG[field][:1]:
                 before = _seconds(server)
                 rest = json.dumps({**MINIMUM, "with_pieces": True, field: None})
                 body = rest.replace(f'"{field}": null', f'"{field}": {value}')

@@ -12,10 +12,10 @@ from serving import Served
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_requests_beside_a_client_that_misbehaves(talker: Served, way: str) -> None:
-    tally, seconds = beside(talker.url, way, n_clients=4, n_requests=16, seed=1)
+    tally, seconds = beside(talker.url, way, n_clients=4, n_requests=8, seed=1)
     assert tally.wrong == []
     assert tally.statuses.keys() <= FINE
-    assert len(seconds) == 16
+    assert len(seconds) == 8
     assert rows_left(talker.url) == 0
     assert not any("internal error" in line for line in talker.log)
 

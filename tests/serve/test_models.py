@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -48,7 +47,7 @@ def statuses(server: Served) -> dict[str, str]:
 # Which model answers
 
 
-@pytest.mark.parametrize("name", ["beta", "Beta", "beta:latest", "org/beta", "hf.co/org/beta", "beta.gguf"])
+@pytest.mark.parametrize("name", ["Beta:latest", "org/beta"])
 def test_the_name_of_a_request_chooses_the_model(shelf: Shelf, name: str) -> None:
     with several(shelf) as server:
         answer = ask(server, name)
@@ -68,45 +67,43 @@ def test_without_a_name_the_last_model_answers(shelf: Shelf) -> None:
             assert ask(server, None).json()["model"] == name
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        (CHAT, {"messages": HI}, lambda error: (error["error"]["code"], error["error"]["message"])),
-        ("/v1/messages", {"messages": HI, "max_tokens": 3},
-         lambda error: (error["error"]["type"], error["error"]["message"])),
-        ("/api/chat", {"messages": HI}, lambda error: (None, error["error"])),
-        ("/api/show", {}, lambda error: (None, error["error"])),
-        ("/tokenize", {"content": "a"}, lambda error: (error["error"]["code"], error["error"]["message"])),
-    ],
-)  # fmt: skip
-def test_a_model_that_is_not_there(shelf: Shelf, path: str, body: Any, message: Callable[[Any], Any]) -> None:
+def test_a_model_that_is_not_there(shelf: Shelf) -> None:
+    bodies: dict[str, Any] = {
+        CHAT: {"messages": HI},
+        "/v1/messages": {"messages": HI, "max_tokens": 3},
+        "/api/chat": {"messages": HI},
+        "/api/show": {},
+        "/tokenize": {"content": "a"},
+    }
     with several(shelf) as server:
-        answer = server.post(path, {**body, "model": "secret"})
-        kind, said_ = message(answer.json())
-    assert answer.status_code == 404
-    assert kind in (None, "model_not_found", "not_found_error")
-    assert "not found" in said_
-    assert all(name in said_ for name in NAMES)
-    assert "secret" not in said_
+        for path, body in bodies.items():
+            answer = server.post(path, {**body, "model": "secret"})
+            error = answer.json()["error"]
+            told = error if path.startswith("/api") else error["message"]
+            assert answer.status_code == 404
+            assert "not found" in told
+            assert all(name in told for name in NAMES)
+            assert "secret" not in told
     assert shelf.opened == []
 
 
-def test_models_that_arrive_and_leave(shelf: Shelf) -> None:
+def test_models_that_arrive_and_leave(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llamaspec.serve.models.SCAN_SECONDS", 0.0)
     late = shelf.files.pop("delta")
     with several(shelf) as server:
         assert ask(server, "delta").status_code == 404
         shelf.files["delta"] = late
-        until(lambda: ask(server, "delta").status_code == 200)
+        assert ask(server, "delta").status_code == 200
         del shelf.files["beta"]
-        until(lambda: "beta" not in statuses(server))
+        assert "beta" not in statuses(server)
 
 
 # Loading and unloading
 
 
-def test_a_thousand_requests_over_four_models_of_which_two_fit(shelf: Shelf) -> None:
+def test_many_requests_to_four_models_of_which_two_fit(shelf: Shelf) -> None:
     """Each text is as if the model were alone; nothing fails, and at the end nothing is left."""
-    n, n_seeds = 200, 5
+    n, n_seeds = 50, 2
     expected = {(name, seed): alone(shelf, name, seed) for name in NAMES for seed in range(n_seeds)}
     with several(shelf, max_queue=n) as server:
         loaded = 0
@@ -326,10 +323,11 @@ def test_ollama_loads_and_unloads(shelf: Shelf) -> None:
         assert shelf.opened == ["beta", "beta"]
         assert server.client.request("DELETE", "/api/delete", json={"model": "beta"}).status_code == 403
         assert server.post("/api/pull", {"model": "beta"}).json() == {"status": "success"}
-        assert server.post("/api/pull", {"model": "another"}).status_code == 404
+        refused = server.post("/api/pull", {"model": "another"})
+        assert (refused.status_code, "--pull" in refused.json()["error"]) == (404, True)
 
 
-@pytest.mark.parametrize(("keep_alive", "stays"), [(0, False), ("0s", False), (-1, True), ("10ms", False)])
+@pytest.mark.parametrize(("keep_alive", "stays"), [("10ms", False), (-1, True)])
 def test_keep_alive_after_an_answer(shelf: Shelf, keep_alive: int | str, stays: bool) -> None:
     body = {"model": "beta", "messages": HI, "stream": False, "keep_alive": keep_alive}
     with several(shelf, idle_seconds=None if not stays else 0.0) as server:

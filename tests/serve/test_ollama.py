@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import jsonschema
 import ollama
 import pytest
 
 from llamaspec import Pair
-from llamaspec.serve.ollama import OllamaChatBody
+from llamaspec.chat.messages import ToolCall
+from llamaspec.serve.ollama import OllamaChatBody, OllamaOptions
 from patience import PATIENCE
 from serve_soak import SCHEMA
 from serving import Served, answered
@@ -36,13 +36,6 @@ def expected(alone: Pair) -> str:
     return answered(alone, "def f(x):", SEED, N)
 
 
-def lines(server: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    response = server.post(path, body)
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"] == "application/x-ndjson"
-    return [json.loads(line) for line in response.text.splitlines()]
-
-
 def test_chat(client: ollama.Client, expected: str) -> None:
     answer = client.chat(model="any", messages=MESSAGES, options=OPTIONS)
     assert answer.message.content == expected
@@ -63,12 +56,6 @@ def test_whole_numbers_may_have_a_decimal_point(server: Served, more: dict[str, 
     answer = server.post("/api/generate", body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["eval_count"] == N
-
-
-def test_any_negative_limit_is_the_context(server: Served) -> None:
-    body = {"prompt": "def f(x):", "options": {"num_predict": -7, "seed": SEED}, "stream": False}
-    answer = server.post("/api/generate", body).json()
-    assert answer["eval_count"] > N
 
 
 def test_generate_uses_the_chat_template_unless_raw(
@@ -100,24 +87,16 @@ def test_a_format_is_kept(client: ollama.Client) -> None:
     assert json.loads(generated.response or "") == {"a": "b"}
 
 
-def test_a_call_comes_whole_and_goes_back(talker: Served) -> None:
-    """The model calls at random: takes the first seed with a call."""
-    for seed in range(40):
-        body = {"messages": MESSAGES, "tools": [FIND], "options": {"num_predict": 400, "seed": seed}}
-        whole = talker.post("/api/chat", {**body, "stream": False}).json()
-        calls = [call for part in lines(talker, "/api/chat", body)
-                 for call in part["message"].get("tool_calls", ())]  # fmt: skip
-        told = whole["message"].get("tool_calls", [])
-        assert [call["function"] for call in calls] == [call["function"] for call in told]
-        if told:
-            break
-    else:
-        pytest.fail("no seed calls a tool")
-    if whole["done_reason"] == "stop":
-        jsonschema.validate(told[0]["function"]["arguments"], SCHEMA)
+def test_calls_of_a_conversation() -> None:
+    call = {"function": {"name": "find", "arguments": {"size": 1}}}
+    said = {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [call]}
     result = {"role": "tool", "tool_name": "find", "content": "3"}
-    again = {**body, "messages": [*MESSAGES, whole["message"], result], "stream": False}
-    assert talker.post("/api/chat", again).status_code == 200
+    body = OllamaChatBody.model_validate({"messages": [*MESSAGES, said, result], "tools": [FIND]})
+    request = body.chat_request()
+    assert list(request.tool_use.offered) == [FIND]
+    _, answer, found = request.messages
+    assert (answer.reasoning, answer.tool_calls) == ("Hm.", (ToolCall("", "find", '{"size": 1}'),))
+    assert (found.name, found.text) == ("find", "3")
 
 
 def test_the_description_of_the_model(client: ollama.Client, server: Served) -> None:
@@ -147,9 +126,7 @@ def test_the_description_of_the_model(client: ollama.Client, server: Served) -> 
     [
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "images"),
         ("/api/generate", {"prompt": "x", "images": ["aGk="]}, "images"),
-        ("/api/chat", {"messages": [{"role": "nobody", "content": "x"}]}, "role"),
         ("/api/chat", {"messages": MESSAGES, "options": {"temperature": -1}}, "temperature"),
-        ("/api/chat", {"messages": MESSAGES, "format": {"type": "nonsense"}}, "format"),
         ("/api/generate", {"prompt": "word " * 3000}, "exceeds the available context size"),
     ],
 )
@@ -164,3 +141,7 @@ def test_a_switch_in_words_is_the_switch() -> None:
     reasoning = [OllamaChatBody(think=think).reasoning for think in ("false", False, "true", True)]
     assert reasoning[0] == reasoning[1] == ({"enable_thinking": False}, 0)
     assert reasoning[2] == reasoning[3] != reasoning[0]
+
+
+def test_any_negative_limit_is_the_context() -> None:
+    assert OllamaOptions(num_predict=-7).answer_options().limit == -7

@@ -20,7 +20,7 @@ from patience import until
 from serve_soak import CANARY, TEMPLATE, Tally, drive, growth, rows_left
 from serving import CONTEXT, open_demo, said, served
 
-N_CLIENTS, N_REQUESTS = 4, 25  # of each client
+N_CLIENTS, N_REQUESTS = 4, 10  # of each client
 OF_A_REQUEST = (
     Submission,
     SequenceState,

@@ -62,10 +62,11 @@ def test_props_models_and_the_page(demo: Pair) -> None:
         assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
 
 
-def test_the_start_and_the_properties_name_the_kernels() -> None:
+def test_a_server_of_the_embedded_pair_names_its_kernels() -> None:
     with process(env={"LLAMASPEC_KERNELS": "off"}) as server:
         until(lambda: any(line.endswith("; llama.cpp's kernels") for line in server.lines))
-        assert httpx.get(f"{server.url}/props").json()["kernels"] == "llama.cpp's kernels"
+        props = httpx.get(f"{server.url}/props").json()
+    assert (props["model_alias"], props["kernels"]) == ("demo", "llama.cpp's kernels")
 
 
 def test_the_verdict_of_earlier_runs(demo: Pair, own_cache: None) -> None:

@@ -1,4 +1,4 @@
-"""A session of an agent, in every API: from its second turn on, only new tokens are processed.
+"""A session of an agent, in the APIs that agents use: from its second turn on, only new tokens are processed.
 
 The client sends the model's answers back as it received them, with calls and their arguments.
 """
@@ -43,27 +43,6 @@ def server(demo_files: tuple[Path, Path]) -> Iterator[Served]:
 
 def result(turn: int) -> str:
     return f"line {turn}: def f{turn}(x):\n    return x + {turn}\n" * 2
-
-
-def chat(server: Served) -> Iterator[Turn]:
-    tools = [
-        {"type": "function", "function": {"name": "read", "description": "Reads.", "parameters": SCHEMA}}
-    ]
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Mend f."}]
-    for turn in range(N_TURNS):
-        body = {"messages": messages, "tools": tools, "tool_choice": forced(turn), **USUAL, "max_tokens": 60}
-        answer = server.post("/v1/chat/completions", body).json()
-        usage, message = answer["usage"], answer["choices"][0]["message"]
-        yield (
-            usage["prompt_tokens"],
-            usage["prompt_tokens_details"]["cached_tokens"],
-            usage["completion_tokens"],
-        )
-        messages.append(message)
-        calls = message.get("tool_calls", [])
-        messages += [{"role": "tool", "tool_call_id": call["id"], "content": result(turn)} for call in calls]
-        if not calls:
-            messages.append({"role": "user", "content": result(turn)})
 
 
 def responses(server: Served) -> Iterator[Turn]:
@@ -120,7 +99,7 @@ def forced(turn: int) -> str:
     return "auto" if turn % 3 == 2 else "required"
 
 
-@pytest.mark.parametrize("session", [chat, responses, messages])
+@pytest.mark.parametrize("session", [responses, messages])
 def test_ten_turns(server: Served, session: Callable[[Served], Iterator[Turn]]) -> None:
     server.service.pair.forget()
     turns = list(session(server))

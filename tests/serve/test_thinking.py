@@ -17,37 +17,18 @@ from serve_soak import TEMPLATE
 from serving import Served
 
 N, SEED, BUDGET = 40, 5, 9
-HM = "Hm, that is odd."
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "Why?"}]
-ASKED: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": (
-        CHAT,
-        {
-            "messages": USER,
-            "max_tokens": N,
-            "thinking_budget_tokens": BUDGET,
-            "chat_template_kwargs": {"enable_thinking": True},
-        },
-    ),
-    "responses": (
-        RESPONSES,
-        {
-            "input": "Why?",
-            "max_output_tokens": N,
-            "enable_thinking": True,
-            "thinking_budget_tokens": BUDGET,
-        },
-    ),
-    "messages": (
-        MESSAGES,
-        {
-            "messages": USER,
-            "max_tokens": N,
-            "enable_thinking": True,
-            "thinking": {"type": "enabled", "budget_tokens": BUDGET},
-        },
-    ),
+LIMITS = {"max_tokens": N, "max_output_tokens": N}
+ASKED: dict[str, dict[str, Any]] = {
+    CHAT: {**LIMITS, "messages": USER, "chat_template_kwargs": {"enable_thinking": True}},
+    RESPONSES: {**LIMITS, "input": "Why?", "enable_thinking": True},
+    MESSAGES: {**LIMITS, "messages": USER, "enable_thinking": True},
+}
+BUDGETS: dict[str, dict[str, Any]] = {
+    CHAT: {"thinking_budget_tokens": BUDGET},
+    RESPONSES: {"thinking_budget_tokens": BUDGET},
+    MESSAGES: {"thinking": {"type": "enabled", "budget_tokens": BUDGET}},
 }
 
 
@@ -74,14 +55,14 @@ def expected(alone: Pair) -> tuple[str, str]:
     return message.reasoning, message.text
 
 
-def told(name: str, answer: dict[str, Any]) -> tuple[str, str, int]:
+def told(path: str, answer: dict[str, Any]) -> tuple[str, str, int]:
     """Return the reasoning, the text, and the number of reasoning tokens."""
     usage = answer["usage"]
-    if name == "chat":
+    if path == CHAT:
         message = answer["choices"][0]["message"]
         thought = usage["completion_tokens_details"]["reasoning_tokens"]
         return message.get("reasoning_content", ""), message["content"], thought
-    if name == "responses":
+    if path == RESPONSES:
         parts = {item["type"]: item["content"][0]["text"] for item in answer["output"]}
         thought = usage["output_tokens_details"]["reasoning_tokens"]
         return parts.get("reasoning", ""), parts["message"], thought
@@ -89,27 +70,25 @@ def told(name: str, answer: dict[str, Any]) -> tuple[str, str, int]:
     return parts.get("thinking", ""), parts["text"], usage["output_tokens_details"]["thinking_tokens"]
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_it_is_separated_and_cut_off_as_in_chat(talker: Served, expected: tuple[str, str], name: str) -> None:
-    path, body = ASKED[name]
-    answer = talker.post(path, {**body, "seed": SEED}).json()
-    assert told(name, answer) == (*expected, BUDGET)
+@pytest.mark.parametrize("path", ASKED)
+def test_it_is_separated_and_cut_off_as_in_chat(talker: Served, expected: tuple[str, str], path: str) -> None:
+    answer = talker.post(path, {**ASKED[path], **BUDGETS[path], "seed": SEED}).json()
+    assert told(path, answer) == (*expected, BUDGET)
 
 
 @pytest.mark.parametrize(
-    ("name", "off"),
+    ("path", "off"),
     [
-        ("chat", {"chat_template_kwargs": None, "enable_thinking": False}),
-        ("chat", {"chat_template_kwargs": {"enable_thinking": False}}),
-        ("chat", {"reasoning_effort": "none"}),
-        ("responses", {"reasoning": {"effort": "none"}}),
-        ("messages", {"thinking": {"type": "disabled"}}),
+        (CHAT, {"chat_template_kwargs": None, "enable_thinking": False}),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (CHAT, {"reasoning_effort": "none"}),
+        (RESPONSES, {"reasoning": {"effort": "none"}}),
+        (MESSAGES, {"thinking": {"type": "disabled"}}),
     ],
 )
-def test_switched_off(talker: Served, name: str, off: dict[str, Any]) -> None:
-    path, body = ASKED[name]
-    body = {key: value for key, value in body.items() if key != "thinking_budget_tokens"}
-    reasoning, text, thought = told(name, talker.post(path, {**body, **off, "seed": SEED}).json())
+def test_switched_off(talker: Served, path: str, off: dict[str, Any]) -> None:
+    answer = talker.post(path, {**ASKED[path], **off, "seed": SEED}).json()
+    reasoning, text, thought = told(path, answer)
     assert (reasoning, thought, bool(text)) == ("", 0, True)
 
 
@@ -130,26 +109,3 @@ def test_templates_get_the_effort(effort: str | None, told: dict[str, object]) -
         **told,
         **asked,
     }
-
-
-def test_templates_get_earlier_reasoning(talker: Served) -> None:
-    """It makes the same prompt in the form of each API."""
-    counts = []
-    question, more = {"role": "user", "content": "Why?"}, {"role": "user", "content": "And?"}
-    for answer in (
-        {"role": "assistant", "content": "So.", "reasoning_content": HM},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": HM, "signature": ""},
-                                          {"type": "text", "text": "So."}]},
-    ):  # fmt: skip
-        body = {"messages": [question, answer, more]}
-        counts.append(talker.post("/v1/messages/count_tokens", body).json()["input_tokens"])
-    items = [
-        question,
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": HM}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]},
-        more,
-    ]  # fmt: skip
-    usage = talker.post(RESPONSES, {"input": items, "max_output_tokens": 1}).json()["usage"]
-    assert counts == [usage["input_tokens"]] * 2
-    without = {"messages": [question, {"role": "assistant", "content": "So."}, more]}
-    assert talker.post("/v1/messages/count_tokens", without).json()["input_tokens"] < counts[0]

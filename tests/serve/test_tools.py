@@ -152,18 +152,6 @@ def test_the_clients_parse_answers_with_a_schema(client: Any, claude: Any) -> No
     assert isinstance(parsed.parsed_output, Thing)
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_the_tool_that_was_named_is_called(talker: Served, name: str) -> None:
-    choice = {"type": "function", "function": {"name": name}}
-    for seed in range(2):
-        answer = talker.post(CHAT, {**FORCED, "tool_choice": choice, "seed": seed}).json()["choices"][0]
-        assert [call["function"]["name"] for call in answer["message"]["tool_calls"]] == [name]
-    claudes = {"messages": USER, "tools": CLAUDES, "tool_choice": {"type": "tool", "name": name},
-               "max_tokens": 200, "thinking": {"type": "disabled"}, "seed": 1}  # fmt: skip
-    names = [block["name"] for block in talker.post(MESSAGES, claudes).json()["content"] if "name" in block]
-    assert set(names) == {name}
-
-
 def test_several_calls_of_one_answer(talker: Served) -> None:
     for seed in range(8):
         answer = talker.post(CHAT, {**FORCED, "parallel_tool_calls": True, "seed": seed, "max_tokens": 300})
@@ -215,19 +203,6 @@ def test_calls_can_be_forced_with_any_template(demo: Pair, template: str) -> Non
         claude = {"messages": USER, "tools": CLAUDES, "tool_choice": {"type": "any"}, "max_tokens": 200}
         (block,) = server.post(MESSAGES, claude).json()["content"]
         check(block["name"], block["input"])
-
-
-def test_log_probabilities_beside_tools(talker: Served) -> None:
-    """Tokens of the text are listed, tokens of a call are not."""
-    asked = {"logprobs": True, "top_logprobs": 1, "seed": 1}
-    for body in (FORCED, {**FORCED, "tool_choice": "auto", "max_tokens": 12}):
-        (whole,) = talker.post(CHAT, {**body, **asked}).json()["choices"]
-        tokens = whole["logprobs"]["content"]
-        said = "".join(token["token"] for token in tokens)
-        assert said.strip() == (whole["message"]["content"] or "").strip()
-        chunks = [data["choices"][0] for _, data in talker.events(CHAT, {**body, **asked})[:-1]]
-        assert [token for c in chunks if c["logprobs"] for token in c["logprobs"]["content"]] == tokens
-        assert all("content" in chunk["delta"] for chunk in chunks if chunk["logprobs"])
 
 
 def test_a_stop_string_after_a_mark_is_named(talker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
