@@ -136,7 +136,7 @@ def generate(
         if output.as_json:
             click.echo(json.dumps(completion_json(completion, pair, seed, decoding.rule)))
         else:
-            _report(completion, seed, output)
+            _report(completion, seed, output, is_plain=not pair.sources or decoding.draft_length == 0)
         if output.explain and isinstance(pair.length, AutoLength):
             from llamaspec.measure.explain import explain
 
@@ -170,7 +170,7 @@ def _consume(stream: TextStream, output: GenerateOptions, progress: out.SlowProg
     return False
 
 
-def _report(completion: Completion, seed: int, output: GenerateOptions) -> None:
+def _report(completion: Completion, seed: int, output: GenerateOptions, *, is_plain: bool) -> None:
     click.echo()
     is_constrained = output.json_schema is not None or output.grammar is not None
     if completion.stop_reason is StopReason.CONTEXT:
@@ -180,7 +180,7 @@ def _report(completion: Completion, seed: int, output: GenerateOptions) -> None:
     elif is_constrained and completion.stop_reason is StopReason.LIMIT:
         out.say("the text is incomplete: --max-tokens ended it before the grammar did; raise --max-tokens")
     if output.stats is not None:
-        for line in out.statistics_lines(completion, seed, output.stats):
+        for line in out.statistics_lines(completion, seed, output.stats, is_plain=is_plain):
             click.echo(line, err=True)
 
 

@@ -107,6 +107,9 @@ def test_the_gain_is_told() -> None:
     undrafted = statistics_lines(a_text([plain]), 7, "short")
     assert undrafted[0] == "1 token in 2.00 s, 0.5 tokens/s"
     assert undrafted[1].startswith("no draft token was proposed; prompt processed in")
+    assert statistics_lines(a_text([plain]), 7, "short", is_plain=True)[1].startswith("prompt processed in")
+    copied = statistics_lines(a_text(TWO_ROUNDS[1:]), 7, "short")
+    assert copied[1].startswith("0 of 1 copied draft tokens accepted; ")
 
 
 def timeline(path: Path, vocabulary: Letters) -> Any:

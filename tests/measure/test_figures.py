@@ -112,8 +112,3 @@ def test_the_curve_is_that_of_the_shortest_context() -> None:
     assert PROBE.curve.widths == (1, 2, 4)
     assert PROBE.curve.verify_seconds == (0.010, 0.011, 0.014)
     assert PROBE.curve.draft_step_seconds == 0.001
-
-
-@pytest.mark.parametrize("values", [[1.0], [2.0, 2.0]])
-def test_one_value_has_no_spread(values: list[float]) -> None:
-    assert Spread.of(values).half == 0
