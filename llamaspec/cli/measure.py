@@ -30,7 +30,7 @@ from llamaspec.llama import runtime
 from llamaspec.measure import store
 from llamaspec.measure.audit import AUDITED, Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Task, run_compare
-from llamaspec.measure.probe import FULL, QUICK, Probe, compare_attention, measure
+from llamaspec.measure.probe import FULL, QUICK, Probe, measure
 from llamaspec.measure.tasks import read_tasks
 from llamaspec.measure.turns import Spread
 from llamaspec.measure.verdict import (
@@ -218,8 +218,8 @@ _PROBE_LEGEND = (
 )
 _NOISY = 0.25  # half the interquartile range of single tokens, relative to their median
 _PROBE_OUTPUT: tuple[Decorator, ...] = (
-    click.option("--quick", is_flag=True, help="Measure fewer batch sizes and repeats, and do not compare "
-                 "attention: takes seconds instead of a minute or two."),
+    click.option("--quick", is_flag=True,
+                 help="Measure fewer batch sizes and repeats: takes seconds instead of a minute or two."),
     click.option("--show", is_flag=True, help="Show the stored result of an earlier probe."),
     click.option("--forget", is_flag=True, help="Delete the stored result."),
     shared.JSON_OPTION,
@@ -263,9 +263,6 @@ def _measured(pair: Pair, *, quick: bool) -> Probe:
     """Measure a pair and keep the result."""
     with out.SlowProgress("probing") as progress:
         found = measure(pair, QUICK if quick else FULL, progress)
-    if not quick:
-        with out.SlowProgress("comparing attention") as progress:
-            found = replace(found, attention=compare_attention(pair, found.depths, progress))
     store.keep_probe(pair, found, lambda fault: out.say(f"warning: {fault}"))
     return found
 
@@ -297,9 +294,6 @@ def _show_probe(found: Probe) -> None:
     single = found.widths[0].timings[0]
     if single.half > _NOISY * single.median:
         console.print("the machine was busy: single tokens varied too much to trust these costs; probe again")
-    for each in found.attention:
-        faster = f"decodes {each.off_speed_up:.2f} times as fast" if each.is_off_faster else "is no faster"
-        console.print(f"with {each.depth} tokens in the KV cache, --flash-attn off {faster}")
     out.print_costs(curve, console)
 
 
@@ -311,8 +305,6 @@ def _probe_json(found: Probe) -> dict[str, Any]:
         "best_fixed_length": {str(each): asdict(best_length(seconds, each)) for each in ACCEPTANCES},
         "break_even_acceptance": break_even(seconds),
         "verdict": verdict(curve),
-        "flash_attn_off_speed_up": {timing.depth: timing.off_speed_up for timing in found.attention},
-        "flash_attn_off_pays": [timing.depth for timing in found.attention if timing.is_off_faster],
         "kernels": runtime.kernels().level,
     }
 

@@ -128,7 +128,7 @@ _COMPUTING: tuple[Decorator, ...] = (
     click.option("--draft-threads", type=int, help="Threads for the draft; default: those of the target."),
     click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto",
                  envvar="LLAMASPEC_FLASH_ATTN", show_default=True,
-                 help="Flash attention; auto = llama.cpp decides. llamaspec probe measures the difference."),
+                 help="Flash attention; auto = llama.cpp decides. Probe with each to see the difference."),
     KERNELS_OPTION,
     click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Type of keys in the target's KV cache."),
