@@ -141,7 +141,8 @@ def generate(
             from llamaspec.measure.explain import explain
 
             prior = pair.length.experience()
-            reasons = explain(completion, prior.curve and prior.curve.at(_mean_depth(completion)))
+            depth = completion.n_prompt_tokens + len(completion.tokens) / 2  # cached tokens, on average
+            reasons = explain(completion, prior.curve and prior.curve.at(depth))
             print_reasons(reasons, pair_verdict(pair, prior), out.stderr_console())
         elif output.explain:
             out.say(f"nothing to explain: --draft-length fixed the draft length at {decoding.draft_length}")
@@ -269,11 +270,6 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
             "draft_fault": completion.draft_fault,
         },
     }
-
-
-def _mean_depth(completion: Completion) -> float:
-    """Return how many tokens were cached on average while a completion was generated."""
-    return completion.n_prompt_tokens + len(completion.tokens) / 2
 
 
 def print_reasons(reasons: Reasons, known: str | None, console: Console) -> None:

@@ -28,7 +28,7 @@ from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError, NoTemplateError, PairError
 from llamaspec.llama import runtime
 from llamaspec.measure import store
-from llamaspec.measure.audit import AUDITED, Audit, run_audit
+from llamaspec.measure.audit import Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Task, run_compare
 from llamaspec.measure.probe import FULL, QUICK, Probe, measure
 from llamaspec.measure.tasks import read_tasks
@@ -252,19 +252,13 @@ def probe(models: ModelChoice, quick: bool, show: bool, forget: bool, as_json: b
     else:
         plan = find_plan(models)
         with open_models(plan, models) as pair:
-            found = _measured(pair, quick=quick)
+            with out.SlowProgress("probing") as progress:
+                found = measure(pair, QUICK if quick else FULL, progress)
+            store.keep_probe(pair, found, lambda fault: out.say(f"warning: {fault}"))
     if as_json:
         click.echo(json.dumps(_probe_json(found)))
     else:
         _show_probe(found)
-
-
-def _measured(pair: Pair, *, quick: bool) -> Probe:
-    """Measure a pair and keep the result."""
-    with out.SlowProgress("probing") as progress:
-        found = measure(pair, QUICK if quick else FULL, progress)
-    store.keep_probe(pair, found, lambda fault: out.say(f"warning: {fault}"))
-    return found
 
 
 def _show_probe(found: Probe) -> None:
@@ -349,7 +343,7 @@ def audit(
         found = run_audit(pair, task, pair.length, progress)
     passed = found.is_exact if why_inexact is None else found.is_lossless
     if as_json:
-        more = {"passed": passed, "identical_widths": found.identical_widths, "why_inexact": why_inexact}
+        more = {"passed": passed, "why_inexact": why_inexact}
         click.echo(json.dumps({"seed": seed, "rule": task.rule, **asdict(found), **more}))
     else:
         _show_audit(found, task, why_inexact)
@@ -370,8 +364,6 @@ def _show_audit(found: Audit, task: Task, why_inexact: str | None) -> None:
             f"  token {fork.index}, batch of {fork.width}: {fork.said!r} with draft tokens, {fork.alone!r} "
             f"alone; the two best logits are {fork.logit_gap:.4f} apart"
         )
-    widths = ", ".join(str(width) for width in found.identical_widths) or "none"
-    click.echo(f"batch sizes up to {AUDITED} that give the bits of batch size 1 on this machine: {widths}")
     for situation, n in found.n_changed.items():
         click.echo(
             f"log-probabilities {situation}: {f'{n} of {found.n_compared} differ' if n else 'the same'}"

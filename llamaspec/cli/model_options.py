@@ -17,7 +17,6 @@ from click.shell_completion import CompletionItem
 from llamaspec.catalog import defaults_of, is_path, locate_model, read_catalog, resolve_model
 from llamaspec.cli.option_groups import Decorator, option_group
 from llamaspec.cli.output import SlowProgress, say
-from llamaspec.hub import RemoteFile
 from llamaspec.kernels import AUTO as AUTO_KERNELS
 from llamaspec.kernels import OFF, VARIABLE, parse_choice
 from llamaspec.length.automatic import AutoLength
@@ -269,11 +268,8 @@ served_model_options = option_group(
 
 def fetched_model(name: str | Path) -> Path:
     """Return the file of a model, fetching it if necessary; ModelFileError if that fails."""
-    return resolve_model(name, _say_fetching)
-
-
-def _say_fetching(file: RemoteFile, n_missing: int) -> None:
-    say(f"fetching {file}, {n_missing / 1e9:.1f} GB")  # the bar is huggingface-hub's
+    # huggingface-hub has a bar, but only on a terminal.
+    return resolve_model(name, lambda file, n_missing: say(f"fetching {file}, {n_missing / 1e9:.1f} GB"))
 
 
 def find_plan(choice: ModelChoice, find: Find = fetched_model) -> DraftPlan:
