@@ -7,7 +7,6 @@ killed loses little, and when it is closed. tests/test_opening.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +20,13 @@ from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.measure.store import Models, stored, update
+from llamaspec.measure.store import Models, Notify, ignore_line, stored, update
 from llamaspec.pair import Pair, load_pair
 from llamaspec.plan import DraftPlan, make_plan
 from llamaspec.values import Copying, Source
 
 WORTH_KEEPING = 24  # evaluations of the target; what a shorter run learns is not kept
 KEPT_EVERY = 60.0  # seconds of generation after which what was learnt is kept
-Notify = Callable[[str], object]  # receives one line
-
-
-def _ignore(line: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ def open_plan(
     *,
     store: PrefixStore | None = None,
     on_load: LoadProgress | None = None,
-    notify: Notify = _ignore,
+    notify: Notify = ignore_line,
 ) -> Pair:
     """Load the models of a plan, and give the pair its length policy; see `open_pair`.
 
@@ -129,7 +124,7 @@ def open_plan(
     return pair
 
 
-def start_learning(pair: Pair, models: Models, notify: Notify = _ignore) -> AutoLength:
+def start_learning(pair: Pair, models: Models, notify: Notify = ignore_line) -> AutoLength:
     """Let a pair start from what earlier runs have learnt, and keep what it learns.
 
     `models` names the pair in the store. If the time of a draft step is not certain, it is measured now.

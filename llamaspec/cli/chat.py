@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from llamaspec.cli.signals import signals_reach_input
 from llamaspec.engine.completion import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
-from llamaspec.pair import demo_target
+from llamaspec.pair import Pair, demo_target
 from llamaspec.plan import AUTO, known_draft
 
 _FILES: tuple[Decorator, ...] = (
@@ -81,6 +81,7 @@ def chat(
     keep: bool,
     stats: Detail | None,
     no_stats: bool,
+    message: str | None = None,  # the only one; from `run`
 ) -> None:
     """Chat with a model. Each line is a message; /help lists the commands."""
     with refusing_values():
@@ -115,11 +116,13 @@ def chat(
             say(f"resuming the last conversation: {len(session.messages)} messages")
         if decoding.seed is None:
             say(f"the seed is {seed}; --seed {seed} gives the same answers again")
-        interactive = sys.stdin is not None and sys.stdin.isatty()
+        interactive = message is None and sys.stdin is not None and sys.stdin.isatty()
         keeps = keep and (interactive or resume)
         decoding = replace(decoding, seed=seed)
-        n_ctx = pair.target.context_size
-        loop = _Loop(session, thoughts, decoding, n_ctx, files, save_to, detail, interactive, keeps)
+        loop = _Loop(session, pair, thoughts, decoding, files, save_to, detail, interactive, keeps)
+        if message is not None:
+            loop.act(Typed(message, is_command=False))
+            return
         if not interactive:
             loop.run(piped_line)
             return
@@ -134,22 +137,23 @@ def chat(
     epilog="""\b
 Examples:
   llamaspec run qwen3-14b
+  llamaspec run qwen3-14b "Why is the sky blue?"             one answer
   llamaspec run hf:owner/big-GGUF:Q4_K_M --system "Answer in one sentence."
 """,
 )
-@click.argument("arguments", metavar="NAME [OPTIONS OF CHAT]...", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="NAME [MESSAGE] [OPTIONS OF CHAT]...", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, arguments: tuple[str, ...]) -> None:
     """Chat with a model or pair by name, fetching it if needed."""
     with chat.make_context("run", [*arguments], context.parent, allow_extra_args=True) as inner:
-        if len(inner.args) != 1:
-            found = f"got {' '.join(inner.args)}" if inner.args else "such as qwen3-14b"
-            raise click.UsageError(f"name one model to run, {found}", context)
+        if not inner.args:
+            raise click.UsageError("name the model to run, such as qwen3-14b", context)
+        name, *words = inner.args
         for option in ("target", "pair"):
             if inner.get_parameter_source(option) is ParameterSource.COMMANDLINE:
-                raise click.UsageError(f"{inner.args[0]} is the model to run; drop --{option}", context)
-        name = inner.args[0]
+                raise click.UsageError(f"{name} is the model to run; drop --{option}", context)
         fetched_model(name)
+        inner.params["message"] = " ".join(words) or None
         inner.params["target"] = name
         if not inner.params["draft"] and known_draft(name, fetched_model) is not None:
             inner.params["draft"] = AUTO
@@ -167,13 +171,24 @@ HELP = '''\
 /load FILE         resume a conversation from a file
 /stats             show the speed of the last answer and how much was cached; /stats full also shows
                    where the time went
-/exit, /quit       leave; Ctrl-D does the same
-Ctrl-C stops an answer and keeps its text. Pasted lines are one message. A line that ends with \\
-continues on the next one; """ opens a block of lines, and """ closes it. A message that starts with /
-needs a space before it.'''
+/exit, /bye        leave; Ctrl-D does the same
+Commands may be shortened, such as /regen. Ctrl-C stops an answer and keeps its text. Pasted lines are
+one message. A line that ends with \\ continues on the next one; """ opens a block of lines, and """
+closes it. A message that starts with / needs a space before it.'''
 
-LEAVE = {"/exit", "/quit"}
+EXIT = "/exit"
+SYNONYMS = {"/?": "/help", "/clear": "/reset", "/quit": EXIT, "/bye": EXIT}  # in other programs
 WITH_ARGUMENT = {"/set", "/save", "/load", "/stats"}
+
+
+def _command(given: str, names: Iterable[str]) -> str:
+    """Return the command that a name means, which may be its beginning; PromptError if that is none."""
+    known = {**{name: name for name in names}, **SYNONYMS}
+    meant = {known[given]} if given in known else {known[name] for name in known if name.startswith(given)}
+    if len(meant) == 1:
+        return meant.pop()
+    fault = f"{given} may be {' or '.join(sorted(meant))}" if meant else f"there is no command {given}"
+    raise PromptError(f"{fault}; see /help, or put a space before / to send it as a message")
 
 
 @dataclass(slots=True)
@@ -181,9 +196,9 @@ class _Loop:
     """Reads messages and commands until the user leaves."""
 
     session: Session
+    pair: Pair
     thoughts: Thoughts
     decoding: shared.DecodingOptions  # with the session's seed
-    context_size: int  # tokens
     files: ConversationFiles  # overwrites only files that this chat has read or written
     save_to: Path | None  # written after every answer
     stats: Detail | None  # shown after every answer
@@ -198,10 +213,7 @@ class _Loop:
     def _turn(self, read_line: ReadLine) -> bool:
         """Handle one message or command; return False to leave."""
         try:
-            typed = read_typed(read_line)
-            if typed.is_command and typed.text.strip() in LEAVE:
-                return False
-            self._act(typed)
+            return self.act(read_typed(read_line))
         except EOFError:
             if self.interactive:
                 click.echo(err=True)
@@ -215,14 +227,14 @@ class _Loop:
                 click.echo("\n/exit or Ctrl-D leaves", err=True)
         return True
 
-    def _act(self, typed: Typed) -> None:
-        """Answer a message or run a command; ignore an empty line."""
+    def act(self, typed: Typed) -> bool:
+        """Answer a message or run a command; ignore an empty line. Return False to leave."""
         text = typed.text.strip()
         if not text:
-            return
+            return True
         if not typed.is_command:
             self._show(lambda on_prefill: self.session.ask(typed.text, on_prefill))
-            return
+            return True
         actions: dict[str, Callable[[str], None]] = {
             "/help": lambda _: click.echo(HELP, err=True),
             "/reset": lambda _: self._reset(),
@@ -233,18 +245,16 @@ class _Loop:
             "/save": self._save,
             "/load": self._load,
             "/stats": self._statistics,
+            EXIT: lambda _: None,
         }
-        name, _, argument = text.partition(" ")
-        argument = argument.strip()
-        if name not in actions:
-            raise PromptError(
-                f"there is no command {name}; see /help, or put a space before / to send it as a message"
-            )
+        given, _, argument = text.partition(" ")
+        name, argument = _command(given, actions), argument.strip()
         if argument and name not in WITH_ARGUMENT:
             raise PromptError(f"{name} takes no argument")
         if not argument and name in ("/save", "/load"):
             raise PromptError(f"{name} needs a file: {name} FILE")
         actions[name](argument)
+        return name != EXIT
 
     def _show(self, answer: Callable[[Progress], Generator[str, None, None]]) -> None:
         """Write an answer as it arrives; Ctrl-C stops it and keeps its text."""
@@ -288,7 +298,8 @@ class _Loop:
         if last.completion.stop_reason is StopReason.CONTEXT:
             say("the context is full, so the answer ends here; raise --n-ctx for more")
         elif last.completion.stop_reason is StopReason.LIMIT:
-            say(f"stopped after {len(last.completion.tokens)} tokens; /continue writes more")
+            more = "; /continue writes more" if self.interactive else ""
+            say(f"stopped after {len(last.completion.tokens)} tokens{more}")
         elif last.continues and not last.completion.tokens:
             say("the answer is already complete; there is nothing to continue")
         if self.stats is not None:
@@ -345,13 +356,14 @@ class _Loop:
         if last is None:
             say("there is no answer yet")
             return
-        for line in statistics_lines(last.completion, last.seed, detail):
+        is_plain = not self.pair.sources or self.decoding.draft_length == 0
+        for line in statistics_lines(last.completion, last.seed, detail, is_plain=is_plain):
             click.echo(line, err=True)
         share = totals.n_cached / max(1, totals.n_prompt_tokens)
         n_context = last.completion.n_prompt_tokens + len(last.completion.tokens)
         answers = "1 answer" if totals.n_answers == 1 else f"{totals.n_answers} answers"
         click.echo(
-            f"conversation: {n_context} of {self.context_size} tokens; in {answers} "
+            f"conversation: {n_context} of {self.pair.target.context_size} tokens; in {answers} "
             f"{totals.n_cached} of {totals.n_prompt_tokens} prompt tokens were cached ({share:.0%})",
             err=True,
         )

@@ -208,7 +208,8 @@ def trim(
 ) -> None:
     """Make a draft faster: keep only the frequent tokens of its vocabulary.
 
-    Special tokens and single bytes are always kept. All other weights are copied unchanged.
+    Special tokens and single bytes are always kept. All other weights are copied unchanged, unless --type
+    quantizes them.
     """
     if output is None and target is None:
         raise click.UsageError("name the target with --for, or the file to write with --output")

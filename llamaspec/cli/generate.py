@@ -136,12 +136,13 @@ def generate(
         if output.as_json:
             click.echo(json.dumps(completion_json(completion, pair, seed, decoding.rule)))
         else:
-            _report(completion, seed, output)
+            _report(completion, seed, output, is_plain=not pair.sources or decoding.draft_length == 0)
         if output.explain and isinstance(pair.length, AutoLength):
             from llamaspec.measure.explain import explain
 
             prior = pair.length.experience()
-            reasons = explain(completion, prior.curve and prior.curve.at(_mean_depth(completion)))
+            depth = completion.n_prompt_tokens + len(completion.tokens) / 2  # cached tokens, on average
+            reasons = explain(completion, prior.curve and prior.curve.at(depth))
             print_reasons(reasons, pair_verdict(pair, prior), out.stderr_console())
         elif output.explain:
             out.say(f"nothing to explain: --draft-length fixed the draft length at {decoding.draft_length}")
@@ -170,7 +171,7 @@ def _consume(stream: TextStream, output: GenerateOptions, progress: out.SlowProg
     return False
 
 
-def _report(completion: Completion, seed: int, output: GenerateOptions) -> None:
+def _report(completion: Completion, seed: int, output: GenerateOptions, *, is_plain: bool) -> None:
     click.echo()
     is_constrained = output.json_schema is not None or output.grammar is not None
     if completion.stop_reason is StopReason.CONTEXT:
@@ -180,7 +181,7 @@ def _report(completion: Completion, seed: int, output: GenerateOptions) -> None:
     elif is_constrained and completion.stop_reason is StopReason.LIMIT:
         out.say("the text is incomplete: --max-tokens ended it before the grammar did; raise --max-tokens")
     if output.stats is not None:
-        for line in out.statistics_lines(completion, seed, output.stats):
+        for line in out.statistics_lines(completion, seed, output.stats, is_plain=is_plain):
             click.echo(line, err=True)
 
 
@@ -269,11 +270,6 @@ def completion_json(completion: Completion, pair: Pair, seed: int, rule: str) ->
             "draft_fault": completion.draft_fault,
         },
     }
-
-
-def _mean_depth(completion: Completion) -> float:
-    """Return how many tokens were cached on average while a completion was generated."""
-    return completion.n_prompt_tokens + len(completion.tokens) / 2
 
 
 def print_reasons(reasons: Reasons, known: str | None, console: Console) -> None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import click
 
@@ -47,6 +47,9 @@ SUBCOMMANDS = {
     ),
 }
 
+# Ollama's names of subcommands of `models`; the help does not list them.
+ALIASES = {"list": "list", "ls": "list", "show": "show", "rm": "remove"}
+
 
 class _Commands(click.Group):
     def __init__(self, **settings: Any) -> None:
@@ -55,6 +58,12 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the module of a command and return the command."""
+        if cmd_name in ALIASES:
+            return cast(click.Group, self.get_command(ctx, "models")).get_command(ctx, ALIASES[cmd_name])
+        if cmd_name == "ps":
+            raise click.UsageError(
+                "ask the server which models are loaded: curl http://HOST:PORT/api/ps", ctx
+            )
         if cmd_name not in SUBCOMMANDS:
             return super().get_command(ctx, cmd_name)
         with interrupts_end_the_process():

@@ -28,9 +28,9 @@ from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError, NoTemplateError, PairError
 from llamaspec.llama import runtime
 from llamaspec.measure import store
-from llamaspec.measure.audit import AUDITED, Audit, run_audit
+from llamaspec.measure.audit import Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Task, run_compare
-from llamaspec.measure.probe import FULL, QUICK, Probe, compare_attention, measure
+from llamaspec.measure.probe import FULL, QUICK, Probe, measure
 from llamaspec.measure.tasks import read_tasks
 from llamaspec.measure.turns import Spread
 from llamaspec.measure.verdict import (
@@ -39,7 +39,6 @@ from llamaspec.measure.verdict import (
     break_even,
     pair_verdict,
     round_seconds,
-    saturation_width,
     verdict,
 )
 from llamaspec.pair import Pair
@@ -219,8 +218,8 @@ _PROBE_LEGEND = (
 )
 _NOISY = 0.25  # half the interquartile range of single tokens, relative to their median
 _PROBE_OUTPUT: tuple[Decorator, ...] = (
-    click.option("--quick", is_flag=True, help="Measure fewer batch sizes and repeats, and do not compare "
-                 "attention: takes seconds instead of a minute or two."),
+    click.option("--quick", is_flag=True,
+                 help="Measure fewer batch sizes and repeats: takes seconds instead of a minute or two."),
     click.option("--show", is_flag=True, help="Show the stored result of an earlier probe."),
     click.option("--forget", is_flag=True, help="Delete the stored result."),
     shared.JSON_OPTION,
@@ -253,22 +252,13 @@ def probe(models: ModelChoice, quick: bool, show: bool, forget: bool, as_json: b
     else:
         plan = find_plan(models)
         with open_models(plan, models) as pair:
-            found = _measured(pair, quick=quick)
+            with out.SlowProgress("probing") as progress:
+                found = measure(pair, QUICK if quick else FULL, progress)
+            store.keep_probe(pair, found, lambda fault: out.say(f"warning: {fault}"))
     if as_json:
         click.echo(json.dumps(_probe_json(found)))
     else:
         _show_probe(found)
-
-
-def _measured(pair: Pair, *, quick: bool) -> Probe:
-    """Measure a pair and keep the result."""
-    with out.SlowProgress("probing") as progress:
-        found = measure(pair, QUICK if quick else FULL, progress)
-    if not quick:
-        with out.SlowProgress("comparing attention") as progress:
-            found = replace(found, attention=compare_attention(pair, found.depths, progress))
-    store.keep_probe(pair, found, lambda fault: out.say(f"warning: {fault}"))
-    return found
 
 
 def _show_probe(found: Probe) -> None:
@@ -298,9 +288,6 @@ def _show_probe(found: Probe) -> None:
     single = found.widths[0].timings[0]
     if single.half > _NOISY * single.median:
         console.print("the machine was busy: single tokens varied too much to trust these costs; probe again")
-    for each in found.attention:
-        faster = f"decodes {each.off_speed_up:.2f} times as fast" if each.is_off_faster else "is no faster"
-        console.print(f"with {each.depth} tokens in the KV cache, --flash-attn off {faster}")
     out.print_costs(curve, console)
 
 
@@ -309,12 +296,9 @@ def _probe_json(found: Probe) -> dict[str, Any]:
     return {
         **asdict(found),
         "identical_widths": sorted(found.identical_widths),
-        "saturation_width": saturation_width(curve),
         "best_fixed_length": {str(each): asdict(best_length(seconds, each)) for each in ACCEPTANCES},
         "break_even_acceptance": break_even(seconds),
         "verdict": verdict(curve),
-        "flash_attn_off_speed_up": {timing.depth: timing.off_speed_up for timing in found.attention},
-        "flash_attn_off_pays": [timing.depth for timing in found.attention if timing.is_off_faster],
         "kernels": runtime.kernels().level,
     }
 
@@ -359,7 +343,7 @@ def audit(
         found = run_audit(pair, task, pair.length, progress)
     passed = found.is_exact if why_inexact is None else found.is_lossless
     if as_json:
-        more = {"passed": passed, "identical_widths": found.identical_widths, "why_inexact": why_inexact}
+        more = {"passed": passed, "why_inexact": why_inexact}
         click.echo(json.dumps({"seed": seed, "rule": task.rule, **asdict(found), **more}))
     else:
         _show_audit(found, task, why_inexact)
@@ -380,8 +364,6 @@ def _show_audit(found: Audit, task: Task, why_inexact: str | None) -> None:
             f"  token {fork.index}, batch of {fork.width}: {fork.said!r} with draft tokens, {fork.alone!r} "
             f"alone; the two best logits are {fork.logit_gap:.4f} apart"
         )
-    widths = ", ".join(str(width) for width in found.identical_widths) or "none"
-    click.echo(f"batch sizes up to {AUDITED} that give the bits of batch size 1 on this machine: {widths}")
     for situation, n in found.n_changed.items():
         click.echo(
             f"log-probabilities {situation}: {f'{n} of {found.n_compared} differ' if n else 'the same'}"

@@ -17,7 +17,6 @@ from click.shell_completion import CompletionItem
 from llamaspec.catalog import defaults_of, is_path, locate_model, read_catalog, resolve_model
 from llamaspec.cli.option_groups import Decorator, option_group
 from llamaspec.cli.output import SlowProgress, say
-from llamaspec.hub import RemoteFile
 from llamaspec.kernels import AUTO as AUTO_KERNELS
 from llamaspec.kernels import OFF, VARIABLE, parse_choice
 from llamaspec.length.automatic import AutoLength
@@ -128,7 +127,7 @@ _COMPUTING: tuple[Decorator, ...] = (
     click.option("--draft-threads", type=int, help="Threads for the draft; default: those of the target."),
     click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto",
                  envvar="LLAMASPEC_FLASH_ATTN", show_default=True,
-                 help="Flash attention; auto = llama.cpp decides. llamaspec probe measures the difference."),
+                 help="Flash attention; auto = llama.cpp decides. Probe with each to see the difference."),
     KERNELS_OPTION,
     click.option("--cache-type-k", type=_CACHE, default="f16", show_default=True,
                  help="Type of keys in the target's KV cache."),
@@ -269,11 +268,8 @@ served_model_options = option_group(
 
 def fetched_model(name: str | Path) -> Path:
     """Return the file of a model, fetching it if necessary; ModelFileError if that fails."""
-    return resolve_model(name, _say_fetching)
-
-
-def _say_fetching(file: RemoteFile, n_missing: int) -> None:
-    say(f"fetching {file}, {n_missing / 1e9:.1f} GB")  # the bar is huggingface-hub's
+    # huggingface-hub has a bar, but only on a terminal.
+    return resolve_model(name, lambda file, n_missing: say(f"fetching {file}, {n_missing / 1e9:.1f} GB"))
 
 
 def find_plan(choice: ModelChoice, find: Find = fetched_model) -> DraftPlan:

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.cells import cell_len
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -32,7 +30,7 @@ from llamaspec.catalog import (
 from llamaspec.cli.model_options import complete_names, fetched_model
 from llamaspec.cli.option_groups import Group
 from llamaspec.cli.options import JSON_OPTION
-from llamaspec.cli.output import say, table_of
+from llamaspec.cli.output import print_table, say
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.files import expanded
 from llamaspec.hub import HUB, find_here, remove
@@ -48,7 +46,7 @@ _SIZES = {  # sizes that `show` prints in GB: label, and units in a GB
     "cache_mb": (f"KV cache of {CACHE_TOKENS} tokens", 1000),
     "memory_gb": ("recommended memory", 1),
 }
-_LABELS = ("for ", "", "draft ", "", "here: ")
+_WIDE = 1000  # columns: a narrow terminal wraps lines, but breaks no name into two cells
 _OTHERS = 6  # pairs listed after the recommended one
 
 
@@ -77,27 +75,9 @@ def list_models(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_as_json(entry) for entry in entries]))
         return
-    console = Console(highlight=False)
-    rows = [_columns(entry) for entry in entries]
-    columns = ("<!name", "!for memory", "!size", "<!draft", "<licence", "<!here")
-    table = table_of(columns, [[_cell(text) for text in row] for row in rows])
-    if _width(columns, rows) <= console.width:
-        console.print(table)
-        return
-    for name, *others in rows:
-        console.print(_cell(name))
-        parts = (label + text for label, text in zip(_LABELS, others, strict=True) if text)
-        console.print(Padding(_cell(", ".join(parts)), (0, 0, 0, 2)))
-
-
-def _width(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Return the least width at which no word is broken, and no cell of a column with "!" is wrapped."""
-    width = 2 * (len(columns) - 1)
-    for title, *cells in zip(columns, *rows, strict=True):
-        texts = [title.lstrip("<!"), *cells]
-        words = texts if "!" in title else [word for text in texts for word in text.split()]
-        width += max(map(cell_len, words))
-    return width
+    rows = [[_cell(text) for text in _columns(entry)] for entry in entries]
+    whole_lines = Console(highlight=False, width=_WIDE)
+    print_table(("<name", "for memory", "size", "<draft", "<here"), rows, whole_lines)
 
 
 class _Memory(click.ParamType):  # type: ignore[type-arg]
@@ -182,8 +162,11 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_as_json(entry)))
         return
-    rows: list[tuple[str, str]] = []
-    for key, value in _as_json(entry).items():
+    found, rows = _as_json(entry), list[tuple[str, str]]()
+    del found["is_own"]  # it has "listed in"
+    if entry.path is not None and found["here"] is not None:
+        del found["path"]
+    for key, value in found.items():
         label = key.replace("_", " ")
         if key in _SIZES and value:
             label, per_gb = _SIZES[key]
@@ -312,7 +295,6 @@ def _columns(entry: Entry) -> tuple[str, ...]:
         f"{entry.memory_gb} GB" if entry.memory_gb else "",
         f"{n_bytes / 1e9:.1f} GB" if n_bytes else "",
         ", ".join(name for name in drafts if name),
-        entry.licence or "",
         "yes" if here is not None else "",
     )
 

@@ -88,10 +88,8 @@ class _TextFile(click.ParamType):  # type: ignore[type-arg]
 
     name = "file"
 
-    def __init__(
-        self, kind: str, check: Callable[[str], None], is_text: Callable[[str], bool] | None = None
-    ) -> None:
-        self._kind, self._check, self._is_text = kind, check, is_text
+    def __init__(self, kind: str, is_text: Callable[[str], bool] | None = None) -> None:
+        self._kind, self._is_text = kind, is_text
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the text; PromptError if the file cannot be read or the text is invalid."""
@@ -99,36 +97,17 @@ class _TextFile(click.ParamType):  # type: ignore[type-arg]
         if self._is_text is None or not self._is_text(value):
             remedy = "name a readable file" + ("" if self._is_text is None else ", or give the text itself")
             text = decoded(read_input(Path(value), self._kind, remedy), f"the {self._kind} {value}")
-        self._check(text)
+        from llamaspec.chat.template import check_template  # what only few commands need
+        from llamaspec.sampling.constraint import check_grammar, check_json_schema
+
+        checks = {"JSON schema": check_json_schema, "grammar": check_grammar, "chat template": check_template}
+        checks[self._kind](text)
         return text
 
 
-# The checks import what only few commands need.
-
-
-def _check_json_schema(source: str) -> None:
-    from llamaspec.sampling.constraint import check_json_schema
-
-    check_json_schema(source)
-
-
-def _check_grammar(source: str) -> None:
-    from llamaspec.sampling.constraint import check_grammar
-
-    check_grammar(source)
-
-
-def _check_template(source: str) -> None:
-    from llamaspec.chat.template import check_template
-
-    check_template(source)
-
-
-JSON_SCHEMA = _TextFile("JSON schema", _check_json_schema, lambda given: given.lstrip().startswith("{"))
-GRAMMAR = _TextFile(
-    "grammar", _check_grammar, lambda given: any(mark in given for mark in ("\n", "::=", ": "))
-)
-CHAT_TEMPLATE = _TextFile("chat template", _check_template)
+JSON_SCHEMA = _TextFile("JSON schema", lambda given: given.lstrip().startswith("{"))
+GRAMMAR = _TextFile("grammar", lambda given: any(mark in given for mark in ("\n", "::=", ": ")))
+CHAT_TEMPLATE = _TextFile("chat template")
 CHAT_TEMPLATE_OPTION = click.option(
     "--chat-template", type=CHAT_TEMPLATE, metavar="FILE",
     help="Jinja chat template to use instead of the target's own.",
@@ -181,9 +160,19 @@ class _OrOff(click.ParamType):  # type: ignore[type-arg]
         return None if number == self._off else number
 
 
+class _Limit(click.ParamType):  # type: ignore[type-arg]
+    """A number of tokens; -1 is no limit, as in llama.cpp."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert an argument."""
+        return UNLIMITED if value == "-1" else Integer(min=1).convert(value, param, ctx)
+
+
 def _limit(default: int, shown: str | bool, text: str) -> Decorator:
-    return click.option("--max-tokens", "-n", type=Integer(min=1), default=default,
-                        show_default=shown, help=text)  # fmt: skip
+    return click.option("--max-tokens", "-n", type=_Limit(), default=default,
+                        show_default=shown, help=f"{text}; -1 = no limit.")  # fmt: skip
 
 
 def _seed(default: str) -> Decorator:
@@ -195,7 +184,8 @@ def _seed(default: str) -> Decorator:
 _DRAFTING: tuple[Decorator, ...] = (
     click.option("--draft-length", "-k", type=DraftLength(0, MAX_DRAFT), default="auto", show_default=True,
                  metavar=f"auto|0-{MAX_DRAFT}",
-                 help="Draft tokens per round; 0 = plain decoding, auto = as many as are fastest."),
+                 help="Draft tokens per round; 0 = plain decoding, auto = as many as are fastest. For top-k "
+                      "sampling, use --top-k."),
     click.option("--exact", is_flag=True,
                  help="Refuse to run if the bits of a result could depend on what ran before or runs at the "
                       "same time."),
@@ -256,8 +246,8 @@ def _decoding(**given: Any) -> DecodingOptions:
 # The command receives DecodingOptions as `decoding`. By default, answers of a chat have no limit, and
 # commands that measure have a fixed seed. Servers and benchmarks receive only Drafting, as `drafting`.
 drafting_options = option_group("drafting", Drafting, _DRAFTING)
-_LIMIT = _limit(256, True, "Stop after this many tokens.")
-_ANSWER_LIMIT = _limit(UNLIMITED, "the rest of the context", "Stop an answer after this many tokens.")
+_LIMIT = _limit(256, True, "Stop after this many tokens")
+_ANSWER_LIMIT = _limit(UNLIMITED, "the rest of the context", "Stop an answer after this many tokens")
 _DECODING = (*_CHAIN, _seed("random, as with -1, and reported"), *_RULE)
 decoding_options = option_group("decoding", _decoding, (_LIMIT, *_DECODING))
 answer_decoding_options = option_group("decoding", _decoding, (_ANSWER_LIMIT, *_DECODING))

@@ -39,6 +39,7 @@ from llamaspec.measure.verdict import (
     round_seconds,
     verdict,
 )
+from llamaspec.values import COPIES
 
 Detail = Literal["short", "full"]
 PATIENCE_SECONDS = 2.0  # before progress is shown
@@ -97,19 +98,14 @@ def write_text(text: str, colour: str | None = None) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[Any]], console: Console | None = None
 ) -> None:
-    """Print a table; for column titles see `table_of`."""
-    (console or Console(highlight=False)).print(table_of(columns, rows))
-
-
-def table_of(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Make a table. A "<" before a column's title aligns it to the left; a "!" keeps it from wrapping."""
+    """Print a table. A "<" before a column's title aligns it to the left."""
     table = Table(box=None, pad_edge=False)
     for title in columns:
-        name, is_left = title.lstrip("<!"), title.startswith("<")
-        table.add_column(name, justify="left" if is_left else "right", overflow="fold", no_wrap="!" in title)
+        justify: Literal["left", "right"] = "left" if title.startswith("<") else "right"
+        table.add_column(title.lstrip("<"), justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    return table
+    (console or Console(highlight=False)).print(table)
 
 
 def stderr_console() -> Console:
@@ -203,8 +199,13 @@ def check_writable(path: Path, what: str) -> None:
 # Statistics
 
 
-def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[str]:
-    """Return the statistics of a completion; `full` adds all figures and times."""
+def statistics_lines(
+    completion: Completion, seed: int, detail: Detail, *, is_plain: bool = False
+) -> list[str]:
+    """Return the statistics of a completion; `full` adds all figures and times.
+
+    `is_plain` means that no draft tokens were asked for.
+    """
     summary = completion.summary
     speed = f"{summary.n_tokens} token{_plural(summary.n_tokens)} in {summary.decode_seconds:.2f} s"
     if summary.tokens_per_second:
@@ -213,16 +214,18 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
     n_dropped = summary.n_drafted - summary.n_verified
     dropped = f", {n_dropped} not verified" if n_dropped and summary.n_verified else ""
     ended = f"stopped {_ENDS[completion.stop_reason]}, seed {seed}"
-    drafts = "no draft token was proposed"
+    drafts = "" if is_plain else "no draft token was proposed"
     if summary.n_verified:
-        drafts = f"{summary.n_accepted} of {summary.n_verified} draft tokens accepted"
+        sources = {round_.source for round_ in completion.rounds if round_.n_verified}
+        copied = "copied " if sources <= COPIES else ""
+        drafts = f"{summary.n_accepted} of {summary.n_verified} {copied}draft tokens accepted"
     elif summary.n_drafted:
         drafts = f"{summary.n_drafted} draft token{_plural(summary.n_drafted)} proposed, none verified"
     if detail == "short":
         if gain is not None:
             speed += f": {gain_in_words(gain)}"
-        prompt = f"prompt processed in {completion.prefill_seconds:.2f} s"
-        return [speed, f"{drafts}{dropped}; {prompt}; {ended}", *_unused_draft(completion)]
+        parts = [f"{drafts}{dropped}", f"prompt processed in {completion.prefill_seconds:.2f} s", ended]
+        return [speed, "; ".join(filter(None, parts)), *_unused_draft(completion)]
     cached = f", {completion.n_cached} of them cached," if completion.n_cached else ""
     n_prompt = completion.n_prompt_tokens
     prompt = f"{n_prompt} token{_plural(n_prompt)}{cached} in {completion.prefill_seconds:.2f} s"
@@ -236,16 +239,16 @@ def statistics_lines(completion: Completion, seed: int, detail: Detail) -> list[
         drafts += (
             f" ({summary.acceptance_rate:.0%}){dropped}, {summary.mean_tokens_per_round:.2f} tokens per round"
         )
-    lines.append(drafts)
+    lines += [drafts] if drafts else []
     if summary.decode_seconds > 0:
-        parts = {
+        times = {
             "draft": summary.draft_seconds,
             "verify": summary.verify_seconds,
             "overhead": summary.overhead_seconds,
         }
         if completion.mask_seconds:
-            parts["constraint (included above)"] = completion.mask_seconds
-        shares = (f"{name} {seconds / summary.decode_seconds:.1%}" for name, seconds in parts.items())
+            times["constraint (included above)"] = completion.mask_seconds
+        shares = (f"{name} {seconds / summary.decode_seconds:.1%}" for name, seconds in times.items())
         lines.append("time: " + ", ".join(shares))
     return [*lines, *_unused_draft(completion)]
 

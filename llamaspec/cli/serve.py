@@ -138,12 +138,13 @@ def serve(
     source = click.get_current_context().get_parameter_source("api_keys")
     if source is ParameterSource.COMMANDLINE:
         say("warning: other users of this machine can see the key of --api-key; use --api-key-file")
+    idle_seconds = KEEP_SECONDS if keep_alive is None else keep_alive
     with refusing_values():
         keys = (*api_keys, *_keys_of(api_key_file))
         settings = ServeSettings(
             keys=keys,
             request_timeout=request_timeout or None,
-            idle_seconds=_finite(KEEP_SECONDS if keep_alive is None else keep_alive),
+            idle_seconds=idle_seconds if isfinite(idle_seconds) else None,
             memory_bytes=None if memory_limit is None else int(memory_limit * 2**30),
             **others,
         )
@@ -183,10 +184,6 @@ def serve(
             server.run(sockets=[opened])
             served.close()
     say("stopped")
-
-
-def _finite(seconds: float) -> float | None:
-    return seconds if isfinite(seconds) else None
 
 
 def _about_one(served: Models, url: str) -> Sequence[str]:

@@ -73,15 +73,9 @@ class Tokenizer:
 
         Of equally frequent tokens, the lowest ids come first, because BPE learnt them first. A token is kept
         with the parts that it is merged from, so that any text can still be tokenized. LlamaspecError if `n`
-        is too small, or not less than the number of used tokens.
+        is out of range, as in `choose_from`.
         """
-        always = {token for token in range(len(self.tokens)) if self._is_needed(token)}
-        useful = always.union(filter(self._is_useful, range(len(self.tokens))))
-        if not len(always) <= n < len(useful):
-            raise LlamaspecError(
-                f"cannot keep {n} tokens: {len(useful)} are used, {len(always)} of them special or single "
-                f"bytes; choose from {len(always)} to {len(useful) - 1} with --keep"
-            )
+        always, useful = self.choose_from(n)
         ids = {text: token for token, text in enumerate(self.tokens)}
         parts: dict[int, list[int]] = {}
         for merge in reversed(self.merges):  # if several make the same token, the first one counts
@@ -99,6 +93,20 @@ class Tokenizer:
             if len(kept) + len(wanted) <= n:
                 kept |= wanted
         return np.array(sorted(kept), dtype=np.int32)
+
+    def choose_from(self, n: int) -> tuple[set[int], set[int]]:
+        """Return the tokens that are always kept, and all that are used.
+
+        LlamaspecError if `n` is less than the former, or not less than the latter.
+        """
+        always = {token for token in range(len(self.tokens)) if self._is_needed(token)}
+        useful = always.union(filter(self._is_useful, range(len(self.tokens))))
+        if not len(always) <= n < len(useful):
+            raise LlamaspecError(
+                f"cannot keep {n} tokens: {len(useful)} are used, {len(always)} of them special or single "
+                f"bytes; choose from {len(always)} to {len(useful) - 1} with --keep"
+            )
+        return always, useful
 
     def merges_of(self, kept: TokenArray) -> list[str]:
         """Return the merges of kept tokens into a kept token; at least one, because llama.cpp needs it."""
@@ -132,7 +140,6 @@ def trim_draft(
     check_gguf(source)
     if read_gguf(source).number("split.count") > 1:
         raise ModelFileError(f"{source} is split into parts; join them with llama-gguf-split --merge")
-    counts = _count(source, texts or (SAMPLE.encode(),))
     import gguf  # takes a third of a second
 
     try:
@@ -142,6 +149,8 @@ def trim_draft(
         raise ModelFileError(
             f"{source} cannot be trimmed: {error}; download it again, or name another draft"
         ) from error
+    tokenizer.choose_from(keep)  # fails before the texts are read
+    counts = _count(source, texts or (SAMPLE.encode(),))
     kept = tokenizer.kept(keep, counts)
     entries = dict(_trimmed(reader, tokenizer, kept))
     if target is not None:

@@ -19,15 +19,14 @@ import numpy as np
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import Completion
 from llamaspec.measure.compare import Task, first_difference
-from llamaspec.measure.probe import Measurement, compare_widths, sample_tokens
+from llamaspec.measure.probe import Measurement, sample_tokens
 from llamaspec.measure.turns import Progress
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy, Stream
 from llamaspec.sampling.filters import distribution
 from llamaspec.sampling.random_streams import SeededStreams
-from llamaspec.values import TARGET, ForwardRequest, Logprobs, TokenArray
+from llamaspec.values import TARGET, ForwardRequest, Logprobs
 
-AUDITED = 16  # positions: the widest batch that an audit compares
 N_BEFORE, N_WRITTEN = 700, 48  # tokens of an audit's long prompt, and of the completions after it
 N_BESIDE = 3  # other sequences of an audit
 
@@ -51,14 +50,8 @@ class Audit:
     forks: tuple[Fork, ...]
     compares_texts: bool  # whether plain decoding with the same seed must give the same tokens
     first_difference: int | None  # index of the first different token; None if equal, or not compared
-    largest_logit_difference: dict[int, float]  # width -> largest difference from width 1
     n_changed: Mapping[str, int] = field(default_factory=dict)  # situation -> tokens, see `changes`
     n_compared: int = 0  # tokens in each situation
-
-    @property
-    def identical_widths(self) -> list[int]:
-        """Widths that are bit-identical to width 1."""
-        return [width for width, difference in self.largest_logit_difference.items() if difference == 0]
 
     @property
     def is_lossless(self) -> bool:
@@ -94,7 +87,6 @@ def run_audit(pair: Pair, task: Task, policy: LengthPolicy, report: Progress) ->
         forks=forks,
         compares_texts=task.repeats,
         first_difference=difference,
-        largest_logit_difference=_width_differences(pair, task.prompt, drafted),
         n_changed=n_changed,
         n_compared=long.max_tokens if n_changed else 0,
     )
@@ -160,15 +152,3 @@ def _forks(pair: Pair, task: Task, drafted: Completion) -> Measurement[tuple[For
         texts = [vocabulary.piece(token).decode("utf-8", errors="replace") for token in (said, alone)]
         forks.append(Fork(i, widths[i], texts[0], texts[1], float(best - second)))
     return tuple(forks)
-
-
-def _width_differences(pair: Pair, prompt: TokenArray, drafted: Completion) -> dict[int, float]:
-    """Return the largest logit difference of each width against width 1, over the first tokens."""
-    widest = min(AUDITED, len(drafted.tokens))
-    if widest < 2:
-        return {}
-    path = np.concatenate([prompt, np.array(drafted.tokens[:widest], dtype=np.int32)])
-    pair.forget()
-    widths = range(1, widest + 1)
-    found = pair.run(compare_widths(path, len(prompt), widths))
-    return {width: found[width] for width in widths[1:]}

@@ -54,6 +54,8 @@ class MachineFacts:
 
 def look_at_machine() -> MachineFacts:
     """Collect the facts from llama.cpp and the system; this takes `LOOK_SECONDS`."""
+    watch = LoadWatch()
+    time.sleep(LOOK_SECONDS)
     return MachineFacts(
         system=sys.platform,
         backend=runtime.backend_description().replace(" = 1 |", "").replace(" :", ":").rstrip(),
@@ -65,15 +67,8 @@ def look_at_machine() -> MachineFacts:
         free_bytes=resources.available_bytes(),
         n_physical=resources.default_threads(),
         n_logical=resources.n_hardware_threads(),
-        n_taken=taken_threads(),
+        n_taken=watch.n_taken(),
     )
-
-
-def taken_threads() -> float:
-    """Measure for `LOOK_SECONDS` how many hardware threads other programs use."""
-    watch = LoadWatch()
-    time.sleep(LOOK_SECONDS)
-    return watch.n_taken()
 
 
 class LoadWatch:

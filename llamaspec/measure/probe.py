@@ -3,23 +3,20 @@
 After the same context all widths take turns, so that a machine that warms up slows all alike. A wider batch
 may use another kernel, which adds in another order. So the same positions are evaluated one at a time and in
 batches, and their logits are compared bit by bit. If time is short, the widest batches, long contexts and
-further turns are left out. `compare_attention` times single positions with and without flash attention.
+further turns are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from llamaspec.errors import MemoryFullError
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import DENSE
-from llamaspec.llama.model import LlamaModel
 from llamaspec.measure.turns import Progress, Spread, take_turns
 from llamaspec.pair import Pair
 from llamaspec.protocols import Vocabulary
@@ -33,8 +30,6 @@ DRAFT_STEPS = 4  # draft tokens in a row, as in a round
 COMPARING = 0.3  # fraction of the time for comparing logits
 READING = 0.25  # fraction of the remaining time that processing a longer context may take
 ALONE = 0.3  # fraction of a comparison's time for evaluating positions one at a time
-ATTENTION_TURNS = 9
-ATTENTION_SECONDS = 15.0  # longest time for processing a context again; longer contexts are left out
 TELLING = 0.1  # relative change of plain decoding from which two depths tell what cached tokens cost
 LEAST_SHARE = 0.02
 MOST_SECONDS, MOST_TOKENS = 1e6, 1 << 30  # a stored probe with more is damaged
@@ -89,25 +84,6 @@ class WidthTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionTiming:
-    """Time of a single position of the target, with and without flash attention."""
-
-    depth: int  # tokens in the KV cache
-    on: Spread  # seconds
-    off: Spread
-
-    @property
-    def off_speed_up(self) -> float:
-        """Speed-up without flash attention."""
-        return self.on.median / self.off.median
-
-    @property
-    def is_off_faster(self) -> bool:
-        """Whether the target is faster without flash attention, by more than the times vary."""
-        return self.off.high < self.on.low
-
-
-@dataclass(frozen=True, slots=True)
 class Probe:
     """The result of a probe; ValueError if its parts do not belong together or are impossible."""
 
@@ -115,7 +91,6 @@ class Probe:
     left_out_depths: tuple[int, ...]  # contexts that would have taken too long to process
     widths: tuple[WidthTiming, ...]
     draft_step: Spread | None  # seconds of one draft token, drawing included; None without a draft
-    attention: tuple[AttentionTiming, ...] = ()  # at the depths at which both kinds were measured
 
     def __post_init__(self) -> None:
         if not self.depths or any(len(width.timings) != len(self.depths) for width in self.widths):
@@ -126,7 +101,6 @@ class Probe:
             raise ValueError("differences must be >= 0")
         seconds = [timing for width in self.widths for timing in width.timings]
         seconds += [self.draft_step] if self.draft_step else []
-        seconds += [spread for timing in self.attention for spread in (timing.on, timing.off)]
         if not all(0 < each.low <= each.median <= each.high <= MOST_SECONDS for each in seconds):
             raise ValueError("seconds must be positive, and a median between its quartiles")
         _ = self.curve  # its widths ascend from 1
@@ -297,59 +271,3 @@ def _one_at_a_time(tokens: TokenArray, depth: int, used: Callable[[], float]) ->
         forward = yield ForwardRequest(TARGET, tokens[:end])
         rows.append(forward.logits[0].copy())
     return np.array(rows)
-
-
-# Attention
-
-
-def compare_attention(pair: Pair, depths: Sequence[int], report: Progress) -> tuple[AttentionTiming, ...]:
-    """Time both kinds of attention at ascending depths, in limited time; empty if only one is possible."""
-    with other_attention(pair.target, depths[-1] + 1) as model:
-        if model is None:
-            return ()
-        with Pair(model, clock=pair.clock) as other:
-            return tuple(attention_in_turns(pair, other, depths, report))
-
-
-@contextmanager
-def other_attention(target: LlamaModel, n_ctx: int) -> Iterator[LlamaModel | None]:
-    """Open the target's weights with the other kind of attention: without flash attention, or with it.
-
-    None if the model has no attention, if its KV cache needs flash attention, or if memory is short.
-    """
-    options, other = target.options, None
-    if target.weights.facts.keeps_positions and not options.needs_flash_attention:
-        options = replace(
-            options,
-            flash_attention="on" if options.flash_attention == "off" else "off",
-            n_ctx=min(n_ctx, target.context_size),
-            n_cells=None,
-            max_scored=1,
-            heads=False,
-        )
-        with suppress(MemoryFullError):
-            other = LlamaModel(target.path, options, weights=target.weights)
-    try:
-        yield other
-    finally:
-        if other is not None:
-            other.close()
-
-
-def attention_in_turns(
-    pair: Pair, other: Pair, depths: Sequence[int], report: Progress
-) -> Iterator[AttentionTiming]:
-    """Time a single position of the target and of `other`, with the other attention, at each depth."""
-    tokens = sample_tokens(pair.target.vocabulary, depths[-1] + 1)
-    pace = 0.0  # seconds per token
-    for depth in depths:
-        if pace * depth > ATTENTION_SECONDS:
-            return
-        pace = other.run(_prefill(other, tokens[:depth])) / depth
-        pair.run(_prefill(pair, tokens[:depth]))
-        report(depth / (depths[-1] + 1))
-        ways = {each: partial(_evaluation_seconds, each, tokens, depth, 1) for each in (pair, other)}
-        found = take_turns(ways, ATTENTION_TURNS)
-        mine, others = Spread.of(found[pair]), Spread.of(found[other])
-        is_off = pair.target.options.flash_attention == "off"
-        yield AttentionTiming(depth, others, mine) if is_off else AttentionTiming(depth, mine, others)

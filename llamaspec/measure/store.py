@@ -51,20 +51,23 @@ class BenchGains:
 _SUFFIXES = {"Probe": "", "LearnedPrior": ".runs", "BenchGains": ".bench"}  # of the files, by class
 
 
-def _ignore(line: str) -> None: ...
+def ignore_line(line: str) -> None:
+    """Notify nobody."""
 
 
-def stored(pair: Models, kind: type[T], notify: Notify = _ignore) -> T | None:
+def stored(pair: Models, kind: type[T], notify: Notify = ignore_line) -> T | None:
     """Return a kept measurement of a pair, or None; `notify` receives a warning if the file is damaged."""
     return _read(_path(pair, _SUFFIXES[kind.__name__]), kind, notify)
 
 
-def keep(pair: Models, measured: Any, notify: Notify = _ignore) -> None:
+def keep(pair: Models, measured: Any, notify: Notify = ignore_line) -> None:
     """Keep a measurement; `notify` receives a warning if the cache folder is not writable."""
     update(pair, type(measured), lambda _: measured, notify)
 
 
-def update(pair: Models, kind: type[T], change: Callable[[T | None], T], notify: Notify = _ignore) -> None:
+def update(
+    pair: Models, kind: type[T], change: Callable[[T | None], T], notify: Notify = ignore_line
+) -> None:
     """Replace a kept measurement by what `change` makes of it; it gets None if there is none.
 
     Meanwhile no other process writes, so no update is lost.
@@ -74,13 +77,13 @@ def update(pair: Models, kind: type[T], change: Callable[[T | None], T], notify:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / LOCK, timeout=PATIENCE):
             path = _path(pair, _SUFFIXES[kind.__name__])
-            write_file(path, json.dumps(asdict(cast(Any, change(_read(path, kind, _ignore))))))
+            write_file(path, json.dumps(asdict(cast(Any, change(_read(path, kind, ignore_line))))))
     except OSError as error:  # a lock that is not given back in time is one, too
         reason = error.strerror or str(error)
         notify(f"cannot write into {folder}: {reason}; set LLAMASPEC_CACHE to another folder")
 
 
-def keep_probe(pair: Models, probe: Probe, notify: Notify = _ignore) -> None:
+def keep_probe(pair: Models, probe: Probe, notify: Notify = ignore_line) -> None:
     """Keep a probe; the next run starts from its costs and from the acceptance that earlier runs observed."""
     keep(pair, probe, notify)
     usual = LearnedPrior(probe.curve)

@@ -143,7 +143,7 @@ def options(models: list[Path]) -> list[str]:
     return ["chat", *map(str, naming(models)), *more]
 
 
-@pytest.mark.parametrize("leave", ["/exit", "/quit"])
+@pytest.mark.parametrize("leave", ["/exit", "/bye"])
 def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> None:
     chat = session(pair)
     answers = [say(chat, "one"), say(chat, "two\nthree")]
@@ -174,9 +174,10 @@ def test_a_pipe(pair: Pair, talker: list[Path], tmp_path: Path, leave: str) -> N
         ([], b"/nonsense\n", "there is no command /nonsense; see /help"),
         ([], b"/save\n", "/save needs a file"),
         ([], b"/load none.json\n", "cannot read the conversation none.json"),
-        ([], b"/reset all\n", "/reset takes no argument"),
+        ([], b"/clear all\n", "/reset takes no argument"),
+        ([], b"/re\n", "/re may be /regenerate or /reset; see /help"),
         ([], b"/stats all\n", "use /stats or /stats full"),
-        ([], b"/regenerate\n", "no answer to regenerate"),
+        ([], b"/regen\n", "no answer to regenerate"),
         ([], b"/continue\n", "no answer to continue"),
         ([], b"/edit\n", "needs a terminal"),
         ([], b"/set colour red\n", "there is no setting colour; choose one of temperature"),

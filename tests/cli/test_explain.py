@@ -6,8 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from command import generate
 
 
@@ -36,15 +34,3 @@ def test_the_timeline_holds_every_round(models: list[Path], tmp_path: Path) -> N
     assert sum(round_["accepted"] + 1 for round_ in rounds) == 40
     assert all(len(round_["drafted"]) <= 3 for round_ in rounds)
     assert "http" not in page.read_text().replace("http-equiv", "")
-
-
-@pytest.mark.parametrize("name", ["no/t.html", "."])
-def test_a_timeline_that_cannot_be_written_is_said_before_the_text(
-    models: list[Path], tmp_path: Path, name: str
-) -> None:
-    """The message used to come after the text."""
-    answer = generate("-n", "4", "--timeline", str(tmp_path / name), "hello", models=models)
-    assert answer.code == 1
-    assert answer.stdout == ""
-    assert len(answer.complaints) == 1
-    assert "cannot write the timeline" in answer.complaints[0]

@@ -20,7 +20,7 @@ from llamaspec.cli.output import statistics_lines
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.compare import Arm, Comparison
 from llamaspec.measure.explain import Reasons
-from llamaspec.measure.probe import AttentionTiming, Probe, WidthTiming
+from llamaspec.measure.probe import Probe, WidthTiming
 from llamaspec.measure.store import keep_probe
 from llamaspec.measure.turns import Spread
 from llamaspec.plan import DraftPlan, ModelFile
@@ -107,6 +107,9 @@ def test_the_gain_is_told() -> None:
     undrafted = statistics_lines(a_text([plain]), 7, "short")
     assert undrafted[0] == "1 token in 2.00 s, 0.5 tokens/s"
     assert undrafted[1].startswith("no draft token was proposed; prompt processed in")
+    assert statistics_lines(a_text([plain]), 7, "short", is_plain=True)[1].startswith("prompt processed in")
+    copied = statistics_lines(a_text(TWO_ROUNDS[1:]), 7, "short")
+    assert copied[1].startswith("0 of 1 copied draft tokens accepted; ")
 
 
 def timeline(path: Path, vocabulary: Letters) -> Any:
@@ -211,10 +214,6 @@ PROBE = Probe(
         WidthTiming(5, (Spread(0.024, 0.024, 0.024), Spread(0.034, 0.034, 0.034)), 0.0),
     ),
     draft_step=Spread(0.002, 0.002, 0.002),
-    attention=(
-        AttentionTiming(64, on=Spread(0.010, 0.011, 0.012), off=Spread(0.009, 0.010, 0.011)),
-        AttentionTiming(1024, on=Spread(0.020, 0.021, 0.022), off=Spread(0.014, 0.015, 0.016)),
-    ),
 )
 
 
@@ -239,7 +238,6 @@ def test_the_table_of_a_probe(models: list[Path], monkeypatch: pytest.MonkeyPatc
         "5 24.00 34.00 2.40 0",
     ]
     assert (rows[4], rows[-1]) == ("0.50 1 1.15x", "0.95 1 1.50x")  # 1.5 * 10 / 13
-    assert any("--flash-attn off decodes 1.40 times as fast" in line for line in told)
     assert any("10% at batch size 2, 67% at batch size 4" in line for line in told)
     assert told[-1].endswith("above an acceptance of 21 to 39%")
 

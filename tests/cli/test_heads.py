@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from command import PROMPT, invoke, said
+from command import invoke, said
 from hub_server import Hub
 from llamaspec.errors import MemoryFullError
 from model_store import ModelStore
@@ -22,17 +22,6 @@ def target(store: ModelStore) -> Path:
 
 def options(target: Path, draft: str) -> list[str | Path]:
     return ["--target", target, "--draft", draft, "--threads", "1"]
-
-
-@pytest.mark.parametrize("draft", ["mtp", "auto"])
-@pytest.mark.usefixtures("own_cache")
-def test_the_text_is_the_targets_own(target: Path, draft: str) -> None:
-    wanted = ("-n", "30", "--seed", "5", "--json")
-    plain = invoke("generate", *options(target, draft), *wanted, "--no-draft", PROMPT).json
-    found = invoke("generate", *options(target, draft), *wanted, "--draft-length", "3", PROMPT).json
-    assert found["tokens"] == plain["tokens"]
-    assert found["statistics"]["accepted"] > 0
-    assert (found["draft"], plain["draft"]) == ("mtp", None)
 
 
 @pytest.mark.parametrize("command", ["generate", "doctor"])
@@ -65,25 +54,6 @@ def test_a_draft_that_nobody_asked_for_may_fail(target: Path, monkeypatch: pytes
     assert "continuing without the draft: no room for the heads" in answer.stderr
     assert answer.json["draft"] is None
     assert "no room for the heads" in said(invoke("generate", *options(target, "mtp"), *short[2:]))
-
-
-def test_compare_and_audit(target: Path, own_cache: None) -> None:
-    measured = ("-n", "24", "--draft-length", "2", "-t", "0", "-p", PROMPT)
-    compared = invoke("compare", *options(target, "mtp"), *measured, "-r", "1", "--json").json
-    assert [arm["method"] for arm in compared["arms"]] == ["target alone", "speculative"]
-    assert compared["same_text"]
-    assert compared["drafted"] > 0
-    audited = invoke("audit", *options(target, "mtp"), *measured, "--json").json
-    assert audited["first_difference"] is None
-
-
-def test_a_probe_of_heads_is_kept_apart(target: Path, own_cache: None) -> None:
-    answer = invoke("probe", *options(target, "mtp"), "--quick", "--json")
-    assert answer.json["draft_step"] is not None
-    assert "--show" not in answer.stderr
-    shown = invoke("probe", *options(target, "mtp"), "--show", "--json")
-    assert shown.json["draft_step"] == answer.json["draft_step"]
-    assert invoke("probe", *options(target, "none"), "--show").code == 1
 
 
 @pytest.mark.parametrize(("draft", "says"), [("mtp", "used as the draft"), ("ngram", "can be used")])

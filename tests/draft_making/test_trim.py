@@ -184,7 +184,7 @@ def test_files_that_cannot_be_trimmed_are_refused_and_nothing_is_left(tmp_path: 
     with pytest.raises(PromptError, match="not UTF-8"):
         trim_draft(whole, folder / "trimmed.gguf", (b"\xff\xfe",), KEEP)
     with pytest.raises(LlamaspecError, match="choose from 258 to 287 with --keep"):
-        trim_draft(whole, folder / "trimmed.gguf", keep=288)
+        trim_draft(whole, folder / "trimmed.gguf", (b"\xff\xfe",), 288)  # before texts are tokenized
     with pytest.raises(LlamaspecError, match=r"cannot write into .*whole.gguf.*--output"):
         trim_draft(whole, whole / "trimmed.gguf", keep=KEEP)
     assert not folder.exists()

@@ -14,7 +14,6 @@ from llamaspec.measure.bench import (
     best_type,
     figures,
     figures_of_arms,
-    grouped,
 )
 from llamaspec.measure.compare import first_difference
 from llamaspec.measure.served_arms import PEER, PEER_BEST, PEER_PLAIN, PLAIN
@@ -145,9 +144,3 @@ def test_without_the_peer_the_baseline_is_our_plain_arm() -> None:
 def test_a_peer_that_drafts_in_vain_is_no_best_type() -> None:
     found = figures_of_arms(llama_servers({PLAIN: (8.0, 8.0), PEER_PLAIN: (4.0, 4.0), MOD: (4.0, 5.0)}))
     assert best_type(found) == PEER_PLAIN
-
-
-def test_samples_are_grouped_by_their_fields() -> None:
-    samples = [replace(sample("auto", "a", answer(1.0)), task=task) for task in ("x", "y", "x")]
-    assert {name: len(each) for name, each in grouped(samples, "task").items()} == {"x": 2, "y": 1}
-    assert [*grouped(samples, "group")] == ["group"]

@@ -9,23 +9,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from llamaspec import LlamaModel, MemoryFullError, ModelOptions, Pair
-from llamaspec.errors import ClosedError
+from llamaspec import ModelOptions, Pair
 from llamaspec.measure.probe import (
-    ATTENTION_SECONDS,
     FULL,
     QUICK,
-    AttentionTiming,
     Effort,
     Probe,
-    attention_in_turns,
     compare_widths,
     measure,
-    other_attention,
 )
-from llamaspec.measure.turns import Progress, Spread
 from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
-from model_store import OpenModel
 
 KERNEL_CHANGE = 256  # cached tokens; beyond this, single positions are rounded differently
 
@@ -185,84 +178,3 @@ def test_every_position_is_compared_if_there_is_time() -> None:
     assert [found[width] for width in widths] == pytest.approx([0.0, 0.1, 0.1, 0.1])
     hurried = pair.run(compare_widths(tokens, 242, widths, lambda: 1.0))
     assert hurried == {1: 0.0, 2: 0.0}
-
-
-# Both kinds of attention
-
-
-def in_turns(
-    target: SlowModel, other: SlowModel, *depths: int, report: Progress = lambda done: None
-) -> list[AttentionTiming]:
-    return list(attention_in_turns(pair_of(target), pair_of(other), depths, report))
-
-
-def always(seconds: float) -> Spread:
-    return Spread(*[cast(float, pytest.approx(seconds))] * 3)
-
-
-@pytest.mark.parametrize("asked", ["auto", "on", "off"])
-def test_a_single_position_is_timed_with_both_kinds_at_each_depth(asked: str) -> None:
-    target, other = SlowModel(0.016, options=ModelOptions(flash_attention=asked)), SlowModel(0.012)
-    found = in_turns(target, other, 64, 1024)
-    mine, others = always(0.016), always(0.012)
-    on, off = (others, mine) if asked == "off" else (mine, others)
-    assert found == [AttentionTiming(64, on, off), AttentionTiming(1024, on, off)]
-    assert [timing.is_off_faster for timing in found] == [asked != "off"] * 2
-    assert found[0].off_speed_up == pytest.approx(0.012 / 0.016 if asked == "off" else 0.016 / 0.012)
-
-
-@pytest.mark.parametrize(("more", "depths"), [(0.01, [64, 1024]), (0.02, [64]), (0.3, [64])])
-def test_a_slow_target_processes_no_long_context_twice(more: float, depths: list[int]) -> None:
-    """A context of 1024 tokens is left out if processing it again takes longer than 15 seconds."""
-    other = SlowModel(more, more)
-    assert [timing.depth for timing in in_turns(SlowModel(more, more), other, 64, 1024)] == depths
-    assert other.now < ATTENTION_SECONDS + 64 * more
-
-
-def test_progress_is_shown_and_never_looks_finished_too_early() -> None:
-    fractions: list[float] = []
-    in_turns(SlowModel(), SlowModel(), 64, 128, report=fractions.append)
-    assert fractions == pytest.approx([64 / 129, 128 / 129])
-
-
-def test_faster_means_by_more_than_the_times_vary() -> None:
-    wide, narrow = Spread(0.8, 1.0, 1.2), Spread(0.6, 0.7, 0.79)
-    assert AttentionTiming(64, wide, narrow).is_off_faster
-    assert not AttentionTiming(64, wide, Spread(0.6, 0.7, 0.81)).is_off_faster
-
-
-@pytest.mark.parametrize(("asked", "other"), [("auto", "off"), ("on", "off"), ("off", "on")])
-def test_the_other_attention_is_opened_over_the_same_weights(
-    opened: OpenModel, asked: str, other: str
-) -> None:
-    target = opened(flash_attention=asked)
-    with other_attention(target, 70) as found:
-        assert found is not None
-        assert (found.options.flash_attention, found.context_size) == (other, 70)
-        assert found.weights is target.weights
-    with pytest.raises(ClosedError):
-        found.forget()
-    assert target.description  # its weights are still there
-    with other_attention(target, 1 << 20) as found:
-        assert found is not None
-        assert found.context_size == target.context_size
-
-
-@pytest.mark.parametrize(("kind", "options"), [("mamba", {}), ("llama", {"cache_type_v": "q8_0"})])
-def test_nothing_is_compared_if_one_kind_is_possible(
-    opened: OpenModel, kind: str, options: dict[str, Any]
-) -> None:
-    with other_attention(opened(kind, **options), 70) as found:
-        assert found is None
-
-
-def test_without_memory_for_another_context_nothing_is_compared(
-    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise MemoryFullError("no room")
-
-    target = opened()
-    monkeypatch.setattr(LlamaModel, "__init__", fails)
-    with other_attention(target, 70) as found:
-        assert found is None
