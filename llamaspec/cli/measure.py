@@ -39,6 +39,7 @@ from llamaspec.measure.verdict import (
     break_even,
     pair_verdict,
     round_seconds,
+    saturation_width,
     verdict,
 )
 from llamaspec.pair import Pair
@@ -296,6 +297,7 @@ def _probe_json(found: Probe) -> dict[str, Any]:
     return {
         **asdict(found),
         "identical_widths": sorted(found.identical_widths),
+        "saturation_width": saturation_width(curve),
         "best_fixed_length": {str(each): asdict(best_length(seconds, each)) for each in ACCEPTANCES},
         "break_even_acceptance": break_even(seconds),
         "verdict": verdict(curve),

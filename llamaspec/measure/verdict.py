@@ -119,6 +119,16 @@ def round_seconds(curve: CostCurve) -> list[float]:
     return rounds
 
 
+def saturation_width(curve: CostCurve) -> int:
+    """Return the largest width whose extra positions cost less than half a single token each, on average."""
+    first, widest = curve.verify_seconds[0], 1
+    for width, seconds in zip(curve.widths[1:], curve.verify_seconds[1:], strict=True):
+        if seconds - first > 0.5 * first * (width - 1):
+            break
+        widest = width
+    return widest
+
+
 def verdict(curve: CostCurve) -> str:
     """Return in one sentence when drafting is faster, or that too few widths were measured."""
     seconds = round_seconds(curve)

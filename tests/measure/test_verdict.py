@@ -17,6 +17,7 @@ from llamaspec.measure.verdict import (
     break_even,
     pair_verdict,
     round_seconds,
+    saturation_width,
     verdict,
 )
 from llamaspec.plan import DraftPlan, ModelFile
@@ -170,3 +171,15 @@ def test_the_best_length_of_at_least_one() -> None:
 def test_break_even_acceptance(curve: CostCurve, acceptance: float | None) -> None:
     expected = None if acceptance is None else pytest.approx(acceptance, abs=1e-9)
     assert break_even(round_seconds(curve)) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "widest"),
+    [
+        ((1.0, 1.4, 2.2), 4),  # less than 1.5 and 2.5
+        ((2.0, 2.1, 5.2), 2),
+        ((2.0, 3.2, 3.4), 1),
+    ],
+)
+def test_where_a_curve_saturates(seconds: tuple[float, ...], widest: int) -> None:
+    assert saturation_width(CostCurve((1, 2, 4), seconds, 0.0)) == widest
