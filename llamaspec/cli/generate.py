@@ -286,7 +286,7 @@ def print_reasons(reasons: Reasons, known: str | None, console: Console) -> None
         if outcomes
     ]
     if groups:
-        out.print_table(("draft's confidence", "accepted", ""), groups, console)
+        out.print_table(("draft's confidence", "accepted", "up to the first rejection"), groups, console)
     console.print(reasons.outcome)
     if reasons.curve is None:
         console.print("costs are unknown, because nothing was timed; run `llamaspec probe`")

@@ -138,20 +138,21 @@ def _ordinary_tasks(pair: Pair, decoding: shared.DecodingOptions, seed: int) -> 
 
 
 def _show_comparison(comparison: Comparison, task: Task) -> None:
-    rows, shows_nothing = [], False
+    rows, shows_nothing, has_range = [], False, False
     for arm in comparison.arms:
         seconds, speed_up = Spread.of(arm.seconds), comparison.speed_up(arm)
         ratio = "1.00x" if arm is comparison.target else ""
         if arm is not comparison.target and speed_up is not None:
             ratio = str(speed_up)
             shows_nothing |= speed_up.shows_nothing
-        spread = f"{seconds.median:.3f} ± {seconds.half:.3f}"
+            has_range |= speed_up.low is not None
+        spread = f"{seconds.median:.3f}" + (f" ± {seconds.half:.3f}" if len(arm.runs) > 1 else "")
         rows.append((arm.name, str(len(arm.runs)), spread, f"{arm.tokens_per_second:.1f}", ratio))
     out.print_table(("<method", "runs", "seconds", "tokens/s", "speed-up"), rows)
     notes = out.stderr_console()
+    range_is = " (19 of 20 repeats will be in this range)" if has_range else ""
     notes.print(
-        "seconds, tokens/s: medians (± half the interquartile range); speed-up: mean of paired runs (19 of "
-        "20 repeats will be in this range)"
+        "seconds, tokens/s: medians (± half the interquartile range); speed-up: mean of paired runs" + range_is
     )
     if shows_nothing:
         notes.print("a range around 1.00 shows no difference: repeat on an idle machine, or with a larger -n")

@@ -225,6 +225,9 @@ model_options = option_group("models", _choice, _ONE_MODEL)
 model_or_plain_options = option_group("models", _choice, (*_ONE_MODEL, _NO_DRAFT))
 
 
+_ANY_TARGETS = (None, AUTO, MTP, NGRAM, NONE)  # values of --draft that suit every target
+
+
 @dataclass(frozen=True, slots=True)
 class ModelChoices:
     """The models of a server as given on the command line."""
@@ -234,8 +237,10 @@ class ModelChoices:
     targets: tuple[tuple[str | None, str], ...]  # the name of each, if it has one of its own, and the model
 
     def of(self, target: str) -> ModelChoice:
-        """Return the choice of one of several targets."""
-        return replace(self.first, target=target, draft=self.draft, is_embedded=False)
+        """Return the choice of one of several targets; a draft's file belongs to the one that is named."""
+        is_named = target in {model for _, model in self.targets}
+        draft = self.draft if is_named or self.draft in _ANY_TARGETS else None
+        return replace(self.first, target=target, draft=draft, is_embedded=False)
 
 
 def _choices(*, target: tuple[str, ...], **given: Any) -> ModelChoices:
@@ -243,7 +248,7 @@ def _choices(*, target: tuple[str, ...], **given: Any) -> ModelChoices:
     targets = [_named(each) for each in target]
     first = _choice(target=targets[0][1] if targets else None, **given)
     draft = None if first.no_draft else given["draft"]
-    if len(targets) > 1 and draft not in (None, AUTO, MTP, NGRAM, NONE):
+    if len(targets) > 1 and draft not in _ANY_TARGETS:
         raise ValueError(
             "--draft can name the draft of one target; with several, use --draft auto, and give each its "
             "draft with: llamaspec models add NAME FILE --draft DRAFT"

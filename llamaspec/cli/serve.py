@@ -207,7 +207,7 @@ def _about_one(served: Models, url: str) -> Sequence[str]:
 def _about_all(served: Models, url: str) -> Sequence[str]:
     """Describe models that are loaded when they are used, and the addresses for clients."""
     names, limit = [model.name for model in served.all], served.settings.memory_bytes
-    memory = "" if limit is None else f", as many as fit into {limit / 1e9:.1f} GB"
+    memory = "" if limit is None else f", as many as fit into {limit / 2**30:.1f} GiB"
     return (
         f"{len(names)} model{'s are' if len(names) > 1 else ' is'} served at {url}",
         ", ".join(names),

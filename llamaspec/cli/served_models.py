@@ -26,7 +26,7 @@ from llamaspec.errors import ConstraintError, LlamaspecError, ModelFileError, No
 from llamaspec.files import model_stem, part_names
 from llamaspec.hub import fetched_models, find_here
 from llamaspec.llama.file_facts import file_facts, needed_bytes
-from llamaspec.llama.gguf_file import PARTS
+from llamaspec.llama.gguf_file import PARTS, check_gguf
 from llamaspec.llama.model import default_store_bytes
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.prefix_folder import PrefixFolder
@@ -182,7 +182,8 @@ def _template(pair: Pair, source: str | None) -> ChatTemplate | None:
     try:
         return ChatTemplate.of(pair.target, source)
     except NoTemplateError:
-        say("the target has no chat template; only /v1/completions works (--chat-template)")
+        name = printable(pair.target.path.name)
+        say(f"{name} has no chat template, so it can only continue text; name one with --chat-template")
         return None
 
 
@@ -225,6 +226,8 @@ def served_models(
             in_folder = [] if folder is None else folder_sources(folder, models, serving)
             return without_repetition([*named, *listed], [*fetched, *in_folder])
 
+        if folder is not None and not folder_sources(folder, models, serving):
+            say(f"there is no model in {folder}; put GGUF files there, or name another folder")
         if models.targets or pull is not None or find():
             if settings.alias is not None:
                 raise ValueError("--alias names a single target; use --target NAME=FILE")
@@ -252,7 +255,7 @@ def named_sources(models: ModelChoices, serving: Serving) -> list[ModelSource]:
     """
     found: dict[str, ModelSource] = {}
     for alias, target in models.targets:
-        path = fetched_model(target)
+        check_gguf(path := fetched_model(target))
         name = alias or (target if target in read_catalog().entries else model_stem(path.name))
         if name in found:
             raise ModelFileError(f"two models are called {name}; name one with --target NAME={target}")

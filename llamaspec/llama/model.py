@@ -63,8 +63,6 @@ class LlamaModel:
     options : ModelOptions
     on_load : callable, optional
         Called with the loaded fraction.
-    weights : Weights, optional
-        The weights of the file if they are loaded already; the caller closes them.
     store : PrefixStore, optional
         Another model's store, whose limit this model's store shares; default: a limit of its own.
 
@@ -81,13 +79,11 @@ class LlamaModel:
         path: Path,
         options: ModelOptions | None = None,
         on_load: LoadProgress | None = None,
-        weights: Weights | None = None,
         store: PrefixStore | None = None,
     ) -> None:
         self.path = path
         self.options = options or ModelOptions()
-        self.weights = weights or Weights(path, self.options, on_load)
-        self._owns_weights = weights is None
+        self.weights = Weights(path, self.options, on_load)
         self.vocabulary = self.weights.vocabulary
         self.vocabulary_size = self.vocabulary.size  # V, the number of logits for each position
         self._abort = AbortFlag()
@@ -101,8 +97,7 @@ class LlamaModel:
                 )
             context = self._open(self.options)
         except BaseException:
-            if self._owns_weights:
-                self.weights.close()
+            self.weights.close()
             raise
         self._contexts = [context]  # one for each sequence if layers keep states, otherwise one
         self.max_chunked_prefill = (
@@ -328,8 +323,7 @@ class LlamaModel:
         """Free everything. Later calls do nothing."""
         for context in self._contexts:
             context.close()
-        if self._owns_weights:
-            self.weights.close()
+        self.weights.close()
 
     def __enter__(self) -> LlamaModel:
         return self

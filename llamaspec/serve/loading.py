@@ -8,6 +8,7 @@ about every error. tests/serve/test_models.py.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from llamaspec.serve.bodies import ModelBody
 from llamaspec.serve.http_errors import RequestError, anthropic_error, error_response, openai_error
 from llamaspec.serve.models import Models
-from llamaspec.serve.ollama import OllamaForm
+from llamaspec.serve.ollama import LOADING_SINCE, OllamaForm
 from llamaspec.serve.response_forms import Form, sse
 from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import CLIENT_LEFT, EventStream, Service, while_connected
@@ -34,6 +35,7 @@ async def with_loaded(
     """
     if model.service is not None:
         return await handler(model.service)
+    http.scope[LOADING_SINCE] = time.monotonic_ns()
     loading = asyncio.ensure_future(models.load(model))
     if body.is_streamed:
         await asyncio.wait({loading}, timeout=SILENT_SECONDS)

@@ -84,4 +84,6 @@ def _in_words(work: Mapping[str, Any]) -> str:
         parts.append(f"{speed:.1f} tokens/s")
     if (speedup := work["speedup_estimate"]) is not None:
         parts.append(gain_in_words(speedup, digits=2))
-    return ", ".join([*parts, *(["cancelled"] if work["cancelled"] else [])])
+    if work["cancelled"] or work["failed"]:
+        parts.append("cancelled" if work["cancelled"] else "ended by an error")
+    return ", ".join(parts)

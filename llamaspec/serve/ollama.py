@@ -47,6 +47,8 @@ from llamaspec.serve.response_forms import Data, Form, WholeAnswer, arguments_of
 from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 
+LOADING_SINCE = "llamaspec.loading_since"  # key of a request's scope: when loading began, in nanoseconds
+
 NoImages = Annotated[list[str], refused("images are not supported")]
 
 
@@ -189,7 +191,7 @@ class OllamaGenerateBody(OllamaBody):
 
 async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Response:
     """Answer a conversation."""
-    form = OllamaForm(service.model_name, is_chat=True)
+    form = OllamaForm(service.model_name, is_chat=True, loading_since=http.scope.get(LOADING_SINCE))
     if not body.has_prompt:
         return JSONResponse(form.without_prompt("load"))
     prompt = await service.chat(await run_in_threadpool(body.chat_request))
@@ -198,7 +200,8 @@ async def _chat(service: Service, http: Request, body: OllamaChatBody) -> Respon
 
 async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -> Response:
     """Answer a prompt, or continue a text."""
-    builder, form = service.builder, OllamaForm(service.model_name, is_chat=False)
+    builder = service.builder
+    form = OllamaForm(service.model_name, is_chat=False, loading_since=http.scope.get(LOADING_SINCE))
     if body.prompt is None or not body.has_prompt:
         return JSONResponse(form.without_prompt("load"))
     if not (body.raw or body.suffix or builder.template is None):
@@ -231,8 +234,10 @@ class OllamaForm(Form):
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, model: str, *, is_chat: bool) -> None:
-        self._model, self._is_chat, self._begin_ns = model, is_chat, monotonic_ns()
+    def __init__(self, model: str, *, is_chat: bool, loading_since: int | None = None) -> None:
+        self._model, self._is_chat, now = model, is_chat, monotonic_ns()
+        self._begin_ns = now if loading_since is None else loading_since
+        self._load_ns = now - self._begin_ns
         self._call: CallDelta | None = None  # not complete yet
         self._arguments = ""  # of this call
 
@@ -300,7 +305,7 @@ class OllamaForm(Form):
             "done": True,
             "done_reason": "length" if end.is_truncated else "stop",
             "total_duration": monotonic_ns() - self._begin_ns,  # durations are in nanoseconds
-            "load_duration": 0,
+            "load_duration": self._load_ns,
             "prompt_eval_count": done.n_prompt_tokens,
             "prompt_eval_duration": round(1e9 * done.prefill_seconds),
             "eval_count": done.summary.n_tokens,

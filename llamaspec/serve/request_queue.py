@@ -106,6 +106,7 @@ class Submission:
             "tokens_per_second": round(n_generated / seconds, 3) if seconds else None,
             "speedup_estimate": ends[-1].completion.summary.speed_up if ends else None,
             "cancelled": self.is_cancelled,
+            "failed": any(isinstance(state.last, Exception) for state in self.states),
         }
 
     async def events(self, timeout: float | None, keep_alive: float) -> Events:

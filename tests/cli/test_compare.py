@@ -29,6 +29,12 @@ def test_the_table(models: list[Path]) -> None:
     assert "the same file" not in answer.stderr
 
 
+def test_a_single_run_has_no_spread(models: list[Path]) -> None:
+    answer = compare(models, "-k", "4", "-r", "1")
+    assert "±" not in answer.stdout
+    assert "19 of 20" not in answer.stderr
+
+
 def test_a_temperature_that_looks_like_threads(models: list[Path]) -> None:
     assert "use --threads" in compare(models, "-t", "4", "-k", "1").stderr
     assert "--threads" not in compare(models, "-t", "1.5", "-k", "1").stderr

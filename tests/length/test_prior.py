@@ -97,9 +97,8 @@ def test_the_gain_of_real_requests_adds_up_over_runs() -> None:
     draft = Draft(np.array([7], np.int32), (), (0.9,), Source.MODEL)
     for i in range(8):
         sequence.wants_more(NO_DRAFT)
-        round_ = Round(draft, 1, 1, Evaluation(2, 1, i))
-        seconds = {"draft_seconds": 0.1, "verify_seconds": 1.5, "overhead_seconds": 5.0, "plain_seconds": 1.0}
-        sequence.observe(replace(round_, **seconds))
+        round_ = Round(draft, 1, 1, Evaluation(2, 1, i), draft_seconds=0.1, verify_seconds=1.5)
+        sequence.observe(replace(round_, overhead_seconds=5.0, plain_seconds=1.0))
     gain = policy.experience().gain
     assert gain.n_tokens == 10 + 16
     assert gain.seconds == pytest.approx(9 + 8 * 1.6)

@@ -217,23 +217,6 @@ def test_the_size_of_a_token_in_the_cache(opened: OpenModel, kind: str, changes:
     assert expected <= model.try_memory().bytes_per_token <= expected + 24
 
 
-@pytest.mark.parametrize("kind", ["llama", "mamba"])
-def test_weights_are_loaded_once_for_several_models(store: ModelStore, kind: str) -> None:
-    """Each has its own KV cache, and closing one leaves the weights to the other."""
-    path, options = store.path(kind), ModelOptions(threads=1, **EXACT)  # type: ignore[arg-type]
-    weights = Weights(path, options)
-    first, second = LlamaModel(path, options, weights=weights), LlamaModel(path, options, weights=weights)
-    assert first.vocabulary is second.vocabulary
-    first.forward(request(30, 1))
-    expected = second.forward(request(30)).copy()
-    assert_same(first.forward(request(30)), expected, 0)
-    first.close()
-    assert_same(second.forward(request(30)), expected)
-    second.close()
-    assert weights.metadata("general.architecture") == kind
-    weights.close()
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [

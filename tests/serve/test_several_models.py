@@ -20,7 +20,7 @@ from chat_models import TALKER, write_chat_model
 from command import invoke
 from hub_server import Hub
 from llamaspec import ModelOptions, open_pair
-from llamaspec.cli.model_options import ModelChoice
+from llamaspec.cli.model_options import ModelChoice, ModelChoices
 from llamaspec.cli.served_models import Served, Serving
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.opening import Drafting
@@ -94,6 +94,21 @@ def test_models_that_the_command_line_names(folder: Path) -> None:
     with process("--target", f"a={one}", "--target", two, "--n-ctx", "256") as server:
         assert names(server) == ["a", "two-Q8_0"]
         assert ask(server, "a").json()["choices"][0]["text"] == alone(Path(one))
+        body = {"model": "two-Q8_0", "prompt": "x", "stream": False, "options": {"num_predict": 2}}
+        first, second = (
+            httpx.post(f"{server.url}/api/generate", json=body, timeout=PATIENCE).json() for _ in range(2)
+        )
+        assert 0 < first["load_duration"] < first["total_duration"]
+        assert second["load_duration"] == 0 < second["total_duration"]
+
+
+def test_a_draft_belongs_to_the_target_that_the_command_line_names() -> None:
+    """It also drafted for the models of a folder, some of them smaller than itself."""
+    options = ModelOptions()
+    choice = ModelChoice("big.gguf", "small.gguf", False, Copying.OFF, False, options, options)
+    for draft, elsewhere in (("small.gguf", None), ("ngram", "ngram")):
+        models = ModelChoices(choice, draft, ((None, "big.gguf"),))
+        assert (models.of("big.gguf").draft, models.of("folder/other.gguf").draft) == (draft, elsewhere)
 
 
 def test_one_target_answers_requests_with_any_name(folder: Path) -> None:
@@ -242,6 +257,7 @@ def test_a_download_does_not_delay_the_end(env: dict[str, str], hub: Hub) -> Non
     [
         (["--models-dir", "/nonexistent"], "--models-dir"),
         (["--target", "{one}", "--target", "{one}"], "--target NAME="),
+        (["--target", "{one}", "--target", "missing.gguf"], "no such model file: missing.gguf"),
         (["--target", "{one}", "--target", "b={one}", "--alias", "c"], "--alias"),
         (["--target", "{one}", "--target", "b={one}", "--draft", "{one}"], "--draft"),
         (["--models-dir", "{folder}", "--n-ctx", "100", "--ctx-per-request", "200"], "--ctx-per-request"),

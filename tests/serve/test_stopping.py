@@ -125,6 +125,7 @@ def test_after_the_grace_time_answers_end_with_an_error(demo: Pair, monkeypatch:
         events = parse_events("\n\n".join(answer.iter_lines()))
         stopping.result()
     assert events[-1][1]["error"]["code"] == "server_stopping"
+    assert any(line.endswith("ended by an error") for line in server.log)
 
 
 def test_keys_of_the_command(demo_files: tuple[Path, Path], tmp_path: Path) -> None:
