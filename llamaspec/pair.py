@@ -314,7 +314,9 @@ class Pair:
             try:
                 text = text.encode()
             except UnicodeEncodeError as error:
-                raise PromptError(f"the prompt is not UTF-8: {error.reason}; remove such characters") from error
+                raise PromptError(
+                    f"the prompt is not UTF-8: {error.reason}; remove such characters"
+                ) from error
         if isinstance(text, bytes):
             if not text:
                 raise PromptError("the prompt is empty; give some text to continue")
@@ -322,7 +324,9 @@ class Pair:
         tokens = np.array(text, dtype=np.int32 if isinstance(text, Sequence) and not text else None)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             kind = type(text).__name__
-            raise TypeError(f"a prompt is text, bytes or token ids, not {kind}; for messages, use chat_prompt")
+            raise TypeError(
+                f"a prompt is text, bytes or token ids, not {kind}; for messages, use chat_prompt"
+            )
         size = self.target.vocabulary_size
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:
             raise ValueError(f"token ids must be from 0 to {size - 1}")

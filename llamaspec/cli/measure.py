@@ -152,7 +152,8 @@ def _show_comparison(comparison: Comparison, task: Task) -> None:
     notes = out.stderr_console()
     range_is = " (19 of 20 repeats will be in this range)" if has_range else ""
     notes.print(
-        "seconds, tokens/s: medians (± half the interquartile range); speed-up: mean of paired runs" + range_is
+        "seconds, tokens/s: medians (± half the interquartile range); speed-up: mean of paired runs"
+        + range_is
     )
     if shows_nothing:
         notes.print("a range around 1.00 shows no difference: repeat on an idle machine, or with a larger -n")

@@ -24,7 +24,6 @@ from llamaspec import (
 from llamaspec.errors import ClosedError, ContextFullError, EvaluationAbortedError, ScoresError
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.context import Context, default_context_size
-from llamaspec.llama.weights import Weights
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import ModelStore, OpenModel
 from tiny_models import Recipe
