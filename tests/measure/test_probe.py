@@ -53,6 +53,9 @@ class SlowModel:
     held: TokenArray = field(default_factory=lambda: NO_TOKENS)
     known: int = 0
 
+    def n_cached(self, tokens: TokenArray) -> int:
+        return 0
+
     def clock(self) -> float:
         return self.now
 
