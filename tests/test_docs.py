@@ -66,7 +66,6 @@ SHORTER = {  # options that make a command end soon
     "audit": "-n 8",
     "probe": "--quick",
     "bench": "-n 4 --task ask -r 1",
-    "draft make": "--budget 0.02",
 }
 ADAPTED = {
     "--keep 32768": "--keep 4096",  # of the 8,192 tokens that the embedded pair has

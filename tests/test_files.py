@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 
 from llamaspec import files
 from llamaspec.errors import printable
-from llamaspec.files import parse_json, read_file, write_file
+from llamaspec.files import file_identity, parse_json, read_file, write_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,3 +172,14 @@ def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
     (tmp_path / "usual").write_text("")
     write_file(tmp_path / "new", "")
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_the_identity_of_a_model_stays_the_same(tmp_path: Path) -> None:
+    """The size and the first mebibyte, so drafts made by an earlier version still belong to their target."""
+    beginning, path = bytes(range(256)) * 4096, tmp_path / "target.gguf"
+    key = hashlib.sha256(b"1048579" + beginning).hexdigest()[:32]
+    for rest in (b"abc", b"xyz"):
+        path.write_bytes(beginning + rest)
+        assert file_identity(path) == key
+    path.write_bytes(beginning + b"abcd")
+    assert file_identity(path) != key

@@ -13,9 +13,8 @@ import click
 from llamaspec.cli.model_options import KERNELS_OPTION, fetched_model
 from llamaspec.cli.option_groups import Command, Group, Integer, option_group, refusing_values
 from llamaspec.cli.options import JSON_OPTION, read_input
-from llamaspec.cli.output import SlowProgress, print_table, say
+from llamaspec.cli.output import SlowProgress, say
 from llamaspec.draft_making.measuring import Trial, TrialSettings
-from llamaspec.draft_making.skip_layers import Made, make_draft
 from llamaspec.draft_making.trim import KEEP, trim_draft
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.llama.gguf_file import check_gguf, file_parts
@@ -29,7 +28,7 @@ from llamaspec.sampling.filters import Sampling
 
 @dataclass(frozen=True, slots=True)
 class DraftOptions:
-    """Options that `make` and `distil` share."""
+    """Options of `distil` for the target, the texts and the file."""
 
     models: ModelOptions  # of the target
     sampling: Sampling  # of the texts that the target writes
@@ -70,54 +69,6 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
 @click.group(cls=Group)
 def draft() -> None:
     """Make a draft for a target that has none. Afterwards, `--draft auto` finds it."""
-
-
-@draft.command(
-    epilog="""\b
-Examples:
-  llamaspec draft make big.gguf
-  llamaspec draft make big.gguf --text notes.md --text main.py --budget 60
-  llamaspec draft make big.gguf --type Q4_0 --output small.gguf --json | jq .path
-""",
-)
-@click.argument("target", metavar="TARGET")
-@click.option("--budget", metavar="MINUTES", type=float, default=15.0, show_default=True,
-              help="Time limit of the search; a candidate that has been started is finished.")  # fmt: skip
-@click.option("--type", "types", type=click.Choice([COPY, *FILE_TYPES]), multiple=True,
-              help="Quantization to try; may be repeated. The first is tried with every number of layers; "
-                   "copy = the target's own. Default: all that make the file smaller.")  # fmt: skip
-@_draft_options("File with a sample of your texts; may be repeated. Default: a short built-in text.")
-@JSON_OPTION
-def make(target: str, budget: float, types: tuple[str, ...], options: DraftOptions, as_json: bool) -> None:
-    """Make a draft from the target itself, with fewer layers and fewer bits.
-
-    Candidates are measured on this machine and on your texts. The best one is written if it makes the target
-    faster. Otherwise nothing is written, and the exit code is 0; with --json, "path" is null.
-    """
-    with refusing_values():
-        settings = TrialSettings(options.texts, budget, options.sampling)
-    path = fetched_model(target)
-    _refuse_input(options.output, file_parts(path))
-    if not options.texts:
-        say("no --text given, measuring on a short built-in text; your own texts give a better draft")
-    with _opened(path, options) as model:
-        made = make_draft(model, settings, say, types=types, output=options.output)
-    if as_json:
-        quartiles = None if made.measured is None else [made.measured.low, made.measured.high]
-        result = {
-            "path": None if made.path is None else str(made.path),
-            "reason": made.reason,
-            "speed_up": None if made.measured is None else made.measured.median,
-            "speed_up_quartiles": quartiles,
-            "candidates": [asdict(found) for found in made.found],
-        }
-        click.echo(json.dumps(result))
-        return
-    _show(made)
-    if made.path is None:
-        click.echo(f"no draft made from this target is faster here: {made.reason}")
-    else:
-        _print_written(made.path, made.measured)
 
 
 @draft.command(
@@ -269,22 +220,6 @@ def _refuse_input(output: Path | None, inputs: Iterable[Path]) -> None:
 
 def _texts(names: Sequence[str]) -> tuple[bytes, ...]:
     return tuple(read_input(Path(name), "text") for name in names)
-
-
-def _show(made: Made) -> None:
-    rows = [
-        (
-            str(found.n_layers),
-            found.candidate.file_type,
-            f"{found.n_bytes / 1e6:.0f}",
-            f"{found.cost_ratio:.3f}",
-            f"{found.acceptance:.2f}",
-            f"{found.speed_up:.2f}x",
-        )
-        for found in made.found
-    ]
-    if rows:
-        print_table(("layers", "<type", "MB", "cost", "acceptance", "predicted"), rows)
 
 
 def _print_written(path: Path, measured: Spread | None) -> None:

@@ -10,7 +10,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.errors import LlamaspecError, ModelFileError, printable
 from llamaspec.llama import runtime
 from llamaspec.llama.child import end_with_answer, end_with_parent, run_child
-from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.values import TokenArray
 
 if TYPE_CHECKING:
@@ -43,22 +42,19 @@ def write_copy(
     destination: Path,
     *,
     file_type: str = COPY,
-    pruned: Sequence[int] = (),
     entries: Mapping[str, str | int] | None = None,
     threads: int | None = None,
 ) -> None:
     """Write a smaller copy of a model. `destination` appears only when it is complete.
 
-    `source` may be the first part of a model. `pruned` are the layers to leave out, ascending from 0.
-    `entries` are metadata to add or replace. `threads` = None uses all cores. Raises ModelFileError if
-    llama.cpp cannot make this copy.
+    `source` may be the first part of a model. `entries` are metadata to add or replace. `threads` = None uses
+    all cores. Raises ModelFileError if llama.cpp cannot make this copy.
     """
     unfinished = destination.with_name(destination.name + ".part")
     task = {
         "source": str(source.absolute()),
         "destination": str(unfinished.absolute()),
         "file_type": file_type,
-        "pruned": list(pruned),
         "entries": entries or {},
         "threads": threads or 0,
     }
@@ -75,7 +71,6 @@ def write_copy(
         unfinished.replace(destination)
     finally:
         unfinished.unlink(missing_ok=True)
-        unfinished.with_suffix(".shortened").unlink(missing_ok=True)  # of a child that was ended
 
 
 def main() -> None:
@@ -84,9 +79,7 @@ def main() -> None:
     end_with_answer(_copy(**json.loads(sys.argv[1])))
 
 
-def _copy(
-    source: str, destination: str, file_type: str, pruned: list[int], entries: dict[str, Any], threads: int
-) -> str:
+def _copy(source: str, destination: str, file_type: str, entries: dict[str, Any], threads: int) -> str:
     """Make a copy; return an empty string, or the reason if that fails."""
     parameters = lib.llama_model_quantize_default_params()
     parameters.nthread = threads
@@ -95,37 +88,13 @@ def _copy(
         parameters.only_copy = True
     else:
         parameters.ftype = FILE_TYPES[file_type]
-    layers = (ctypes.c_int32 * (len(pruned) + 1))(*pruned, -1)
-    if pruned:
-        parameters.prune_layers = ctypes.cast(layers, ctypes.POINTER(ctypes.c_int32))
     overrides = _overrides(entries)
     parameters.kv_overrides = ctypes.cast(overrides, ctypes.POINTER(lib.llama_model_kv_override))
     runtime.start()
     paths = os.fsencode(source), os.fsencode(destination)
     if lib.llama_model_quantize(*paths, ctypes.byref(parameters)):
         return runtime.log.reason
-    if pruned:
-        try:
-            _shorten_arrays(Path(destination), pruned, read_gguf(Path(source)).number("block_count"))
-        except OSError as error:
-            return str(error)
     return ""
-
-
-def _shorten_arrays(path: Path, pruned: Sequence[int], n_layers: int) -> None:
-    """Remove layers from metadata that lists every layer: llama.cpp's quantizer does not."""
-    found = read_gguf(path)
-    entries = {
-        key: [each for layer, each in enumerate(value) if layer not in pruned]
-        for key, value in found.metadata.items()
-        if key.startswith(f"{found.architecture}.") and isinstance(value, list) and len(value) == n_layers
-    }
-    if entries:
-        from gguf import GGUFReader  # takes a third of a second
-
-        shortened = path.with_suffix(".shortened")
-        rewrite(GGUFReader(path), shortened, entries)
-        shortened.replace(path)
 
 
 def rewrite(

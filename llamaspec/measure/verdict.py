@@ -71,8 +71,8 @@ class BestFixedLength:
     speed_up: float  # predicted tokens per second, divided by those of plain decoding
 
 
-def best_length(seconds: Sequence[float], acceptance: float, least: int = 0) -> BestFixedLength:
-    """Return the fixed draft length, at least `least`, with the highest predicted speed.
+def best_length(seconds: Sequence[float], acceptance: float) -> BestFixedLength:
+    """Return the fixed draft length with the highest predicted speed.
 
     `seconds` lists the seconds of a round with 0, 1, ... draft tokens. `acceptance` is the probability that a
     draft token is accepted if those before it are. This is section 3 of Leviathan et al., arXiv 2211.17192,
@@ -83,7 +83,7 @@ def best_length(seconds: Sequence[float], acceptance: float, least: int = 0) -> 
     """
     n_tokens = np.cumsum(float(acceptance) ** np.arange(len(seconds)))
     speeds = n_tokens * seconds[0] / np.asarray(seconds)
-    best = least + int(np.argmax(speeds[least:]))
+    best = int(np.argmax(speeds))
     return BestFixedLength(best, float(speeds[best]))
 
 

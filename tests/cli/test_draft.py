@@ -13,7 +13,6 @@ import pytest
 
 from command import invoke, said
 from llamaspec.draft_making.measuring import TrialSettings
-from llamaspec.draft_making.skip_layers import Candidate, Made, MeasuredCandidate
 from llamaspec.files import file_identity
 from llamaspec.llama.quantize import write_copy
 from llamaspec.measure.turns import Spread
@@ -28,19 +27,6 @@ def target(target_file: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(target_file, folder / "target.gguf"))
 
 
-def test_make_writes_what_pays_and_says_when_nothing_does(target: Path, tmp_path: Path) -> None:
-    """Whether a draft is faster depends on the machine, but the answer and the files always agree."""
-    text = tmp_path / "text.txt"
-    text.write_text("a text of the kind that is wanted\n" * 20)
-    answer = invoke("draft", "make", target, "--text", text, "--budget", "0.02", "--threads", "1", "--json")
-    assert answer.code == 0
-    found = answer.json
-    assert (found["path"] is None) == (found["reason"] is not None)
-    expected = {target} if found["path"] is None else {target, Path(found["path"])}
-    assert set(target.parent.iterdir()) == expected
-    assert "measuring target.gguf" in answer.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -50,7 +36,7 @@ def test_make_writes_what_pays_and_says_when_nothing_does(target: Path, tmp_path
     ],
 )
 def test_what_cannot_be_is_one_line(target: Path, arguments: list[str | Path], part: str) -> None:
-    for way in ("make", "distil", "trim"):
+    for way in ("distil", "trim"):
         if way == "distil" and "--text" not in arguments:
             arguments = [*arguments, "--text", __file__]
         if way == "trim":
@@ -59,7 +45,7 @@ def test_what_cannot_be_is_one_line(target: Path, arguments: list[str | Path], p
             assert part in said(invoke("draft", way, target, *arguments))
 
 
-@pytest.mark.parametrize("way", ["make", "distil", "trim"])
+@pytest.mark.parametrize("way", ["distil", "trim"])
 def test_no_command_replaces_a_file_that_it_reads(
     target: Path, draft_file: Path, tmp_path: Path, way: str
 ) -> None:
@@ -84,12 +70,6 @@ def _has_torch() -> bool:
     except ImportError:
         return False
     return bool(torch)
-
-
-def test_a_budget_is_a_number_of_minutes(target: Path) -> None:
-    answer = invoke("draft", "make", target, "--budget", "0")
-    assert answer.code == 2
-    assert "more than 0 minutes" in answer.stderr
 
 
 def test_without_torch_the_remedy_is_said(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,14 +152,14 @@ def test_what_cannot_be_trimmed(target: Path, tmp_path: Path) -> None:
 def with_draft(target: Path) -> Path:
     """Return a target with a draft beside it that was made for it."""
     entries = {DRAFT_FOR: file_identity(target)}
-    write_copy(target, made_path(target, "L1-copy"), pruned=(1,), entries=entries, threads=1)
+    write_copy(target, made_path(target, "distilled"), entries=entries, threads=1)
     return target
 
 
 def test_what_was_made_comes_before_what_is_listed(own_list: Path, with_draft: Path) -> None:
     own_list.write_text(f"mine: {{path: {with_draft}, draft: other}}\nother: {{path: {with_draft}}}\n")
-    assert find_draft("mine") == str(made_path(with_draft, "L1-copy"))
-    made_path(with_draft, "L1-copy").unlink()
+    assert find_draft("mine") == str(made_path(with_draft, "distilled"))
+    made_path(with_draft, "distilled").unlink()
     assert find_draft("mine") == "other"
 
 
@@ -188,23 +168,5 @@ def test_the_list_shows_what_was_made(own_list: Path, with_draft: Path) -> None:
     assert "made here" in invoke("models", "list").stdout
     entries = json.loads(invoke("models", "list", "--json").stdout)
     (entry,) = [each for each in entries if each["name"] == "mine"]
-    assert entry["made_drafts"] == [str(made_path(with_draft, "L1-copy"))]
-    assert "L1-copy.gguf" in invoke("models", "show", "mine").stdout
-
-
-FOUND = (
-    MeasuredCandidate(Candidate((1, 2), "Q4_0"), 6, 12_400_000, 0.25, 0.625, 3, 1.375),
-    MeasuredCandidate(Candidate((), "Q8_0"), 8, 30_600_000, 0.5, 0.75, 2, 1.125),
-)
-
-
-def test_the_figures_of_what_was_made(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = target.with_name("made.gguf")
-    made = Made(FOUND, Spread(1.25, 1.5, 2.25), output, None)
-    monkeypatch.setattr("llamaspec.cli.draft.make_draft", lambda *_, **__: made)
-    lines = invoke("draft", "make", target, "--threads", "1").stdout.splitlines()
-    assert lines[1].split() == ["6", "Q4_0", "12", "0.250", "0.62", "1.38x"]
-    assert lines[3:] == [f"wrote {output}, measured: 1.50x ± 0.50"]
-    found = invoke("draft", "make", target, "--threads", "1", "--json").json
-    assert (found["path"], found["speed_up"], found["speed_up_quartiles"]) == (str(output), 1.5, [1.25, 2.25])
-    assert found["candidates"][0]["candidate"] == {"pruned": [1, 2], "file_type": "Q4_0"}
+    assert entry["made_drafts"] == [str(made_path(with_draft, "distilled"))]
+    assert "distilled.gguf" in invoke("models", "show", "mine").stdout

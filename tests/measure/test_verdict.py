@@ -154,10 +154,6 @@ def test_the_best_fixed_length(curve: CostCurve, acceptance: float, n_guesses: i
     assert best == BestFixedLength(n_guesses, pytest.approx(speed_up))  # type: ignore[arg-type]
 
 
-def test_the_best_length_of_at_least_one() -> None:
-    assert best_length([1.0, 2.0, 2.5], 0.5, least=1) == BestFixedLength(1, 0.75)
-
-
 @pytest.mark.parametrize(
     ("curve", "acceptance"),
     [
