@@ -148,7 +148,7 @@ class Pair:
             any policy.
         max_tokens : int
             Maximum number of tokens to generate.
-        stops : sequence of str
+        stops : sequence of str, or str
             Strings that end the completion.
         spelled : dict of int to bytes, optional
             Control tokens that appear in the text, with their spelling; see `AnswerFormat.spelled`.
@@ -192,11 +192,11 @@ class Pair:
             raise ValueError(f"logprobs must be from 0 to {MAX_LOGPROBS}, got {logprobs}")
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule}")
-        text = Detokenizer(self.target.vocabulary, stops, spelled)
+        text = Detokenizer(self.target.vocabulary, (stops,) if isinstance(stops, str) else stops, spelled)
         earlier = None if scope is None else self._answers.of(scope)
         predicted = NO_TOKENS
-        if prediction is not None and len(prediction):
-            predicted = self._tokens(prediction, add_special=False)
+        if prediction is not None:
+            predicted = self._tokens(prediction, "prediction", add_special=False)
         config = Speculation(
             prompt=self._tokens(prompt),
             max_tokens=_whole("max_tokens", max_tokens),
@@ -308,25 +308,24 @@ class Pair:
         return (self.clock() - start) / (1 if Source.BLOCK in self.sources else n_steps)
 
     def _tokens(
-        self, text: str | bytes | Sequence[int] | TokenArray, *, add_special: bool = True
+        self,
+        text: str | bytes | Sequence[int] | TokenArray,
+        what: str = "prompt",
+        *,
+        add_special: bool = True,
     ) -> TokenArray:
         if isinstance(text, str):
             try:
                 text = text.encode()
             except UnicodeEncodeError as error:
-                raise PromptError(
-                    f"the prompt is not UTF-8: {error.reason}; remove such characters"
-                ) from error
-        if isinstance(text, bytes):
-            if not text:
-                raise PromptError("the prompt is empty; give some text to continue")
-            return self.target.vocabulary.tokenize(text, add_special=add_special)
-        tokens = np.array(text, dtype=np.int32 if isinstance(text, Sequence) and not text else None)
+                raise PromptError(f"the {what} is not UTF-8: {error.reason}; remove such text") from error
+        if isinstance(text, bytes | bytearray | memoryview):
+            vocabulary = self.target.vocabulary
+            return vocabulary.tokenize(bytes(text), add_special=add_special) if len(text) else NO_TOKENS
+        tokens = np.array(text) if np.size(text) else NO_TOKENS
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            kind = type(text).__name__
-            raise TypeError(
-                f"a prompt is text, bytes or token ids, not {kind}; for messages, use chat_prompt"
-            )
+            found, remedy = type(text).__name__, "for messages, use chat_prompt"
+            raise TypeError(f"a {what} is text, bytes or token ids, not {found}; {remedy}")
         size = self.target.vocabulary_size
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:
             raise ValueError(f"token ids must be from 0 to {size - 1}")

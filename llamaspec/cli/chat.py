@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,11 +153,23 @@ def run(context: click.Context, arguments: tuple[str, ...]) -> None:
             if inner.get_parameter_source(option) is ParameterSource.COMMANDLINE:
                 raise click.UsageError(f"{name} is the model to run; drop --{option}", context)
         fetched_model(name)
-        inner.params["message"] = " ".join(words) or None
+        inner.params["message"] = _message(words)
         inner.params["target"] = name
         if not inner.params["draft"] and known_draft(name, fetched_model) is not None:
             inner.params["draft"] = AUTO
         chat.invoke(inner)
+
+
+def _message(words: Sequence[str]) -> str | None:
+    """Return the message on the command line of `run`, if there is one; PromptError if it says nothing."""
+    message = " ".join(words)
+    if words and not message.strip():
+        raise PromptError("the message is empty; drop it for a chat")
+    try:
+        message.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError("the message is not UTF-8; convert it first") from error
+    return message or None
 
 
 HELP = '''\

@@ -236,10 +236,15 @@ class ModelChoices:
     draft: str | None  # as given
     targets: tuple[tuple[str | None, str], ...]  # the name of each, if it has one of its own, and the model
 
+    @property
+    def draft_file(self) -> str | None:
+        """The draft, if it is that of one target."""
+        return None if self.draft in _ANY_TARGETS else self.draft
+
     def of(self, target: str) -> ModelChoice:
         """Return the choice of one of several targets; a draft's file belongs to the one that is named."""
         is_named = target in {model for _, model in self.targets}
-        draft = self.draft if is_named or self.draft in _ANY_TARGETS else None
+        draft = self.draft if is_named or self.draft_file is None else None
         return replace(self.first, target=target, draft=draft, is_embedded=False)
 
 

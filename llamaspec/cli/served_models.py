@@ -213,6 +213,8 @@ def served_models(
     """
     if folder is not None and not folder.is_dir():
         raise ModelFileError(f"{folder} is no folder; name the folder of your models with --models-dir")
+    if folder is not None and models.draft_file is not None and not models.targets:
+        raise ValueError("--draft names the draft of one target; name that with --target, too")
     _check_room(models.first, serving)
     is_one = len(models.targets) == 1 and folder is None
     if not is_one:
@@ -253,6 +255,8 @@ def named_sources(models: ModelChoices, serving: Serving) -> list[ModelSource]:
 
     ModelFileError if there is no such model, or two have the same name.
     """
+    if models.draft_file is not None:
+        check_gguf(fetched_model(models.draft_file))
     found: dict[str, ModelSource] = {}
     for alias, target in models.targets:
         check_gguf(path := fetched_model(target))

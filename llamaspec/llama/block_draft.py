@@ -72,6 +72,7 @@ class BlockDraft(DraftModel):
                 raise PairError(f"{file.path} names a token beyond its vocabulary; convert it again")
             self.stores = [PrefixStore(limit_of=target.store)]
             self.context = DraftContext(weights, options, file, target.context, self._abort, *self.stores)
+        self._with_caches = [self.context]
         self.batch_size = self.context.batch_size
 
     def prepare(self, batch: Sequence[Prepared]) -> list[int | Unprepared]:
@@ -115,18 +116,6 @@ class BlockDraft(DraftModel):
         views = iter(logits)
         nothing = self.context.logits(0)
         return [next(views, nothing) if request.n_scored else nothing for _, request in batch]
-
-    def release(self, number: int) -> None:
-        """End a sequence. Its tokens in the KV cache may serve others."""
-        self.context.cache.release(number)
-
-    def forget(self) -> None:
-        """Empty the KV cache."""
-        self.context.clear()
-
-    def recover(self) -> str | None:
-        """Check the KV cache while no sequence runs. If it contradicts itself, empty it and return how."""
-        return self.context.recover()
 
     def close(self) -> None:
         """Free the context. Later calls do nothing."""

@@ -129,18 +129,6 @@ class Head:
         """Whether a prepared input must be evaluated."""
         return self.context.cache.running[wanted.number].n < len(wanted.tokens) - wanted.hidden.begin
 
-    def release(self, number: int) -> None:
-        """End a sequence."""
-        self.context.cache.release(number)
-
-    def forget(self) -> None:
-        """Empty the KV cache."""
-        self.context.clear()
-
-    def recover(self) -> str | None:
-        """Check the KV cache while no sequence runs. If it contradicts itself, empty it and return how."""
-        return self.context.recover()
-
     def _rows(self, wanted: HeadInput, start: int) -> Rows:
         return wanted.rows(start)
 
@@ -206,16 +194,6 @@ class SharedHead:
         if cached is None or cached.n != wanted.n_text - 1:
             raise EvaluationAbortedError("the target has dropped a sequence; prepare it again")
         return bool(wanted.n_scored)
-
-    def release(self, number: int) -> None:
-        """Do nothing: the target's KV cache is not this head's."""
-
-    def forget(self) -> None:
-        """Do nothing: the target's KV cache is not this head's."""
-
-    def recover(self) -> str | None:
-        """Return None: the target's KV cache is not this head's."""
-        return None
 
     def _prepare(self, wanted: HeadInput) -> int | Unprepared:
         n_evaluated = wanted.n_text - 1
@@ -286,6 +264,7 @@ class PredictionHeads(DraftModel):
         except BaseException:
             self.close()
             raise
+        self._with_caches = [head.context for head in self._heads if isinstance(head, Head)]
         self.batch_size = self._heads[0].context.batch_size
 
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | Unprepared]:
@@ -319,21 +298,6 @@ class PredictionHeads(DraftModel):
                 if len(rows):
                     self._latest[inputs[n].number] = HiddenRows(len(inputs[n].tokens) - 1, rows[-1:])
         return logits
-
-    def release(self, number: int) -> None:
-        """End a sequence. Its tokens in the heads' KV caches may serve others."""
-        for head in self._heads:
-            head.release(number)
-
-    def forget(self) -> None:
-        """Empty the KV caches."""
-        for head in self._heads:
-            head.forget()
-
-    def recover(self) -> str | None:
-        """Check the KV caches while no sequence runs. Empty those that contradict themselves; return how."""
-        faults = [head.recover() for head in self._heads]
-        return next((fault for fault in faults if fault is not None), None)
 
     def close(self) -> None:
         """Free the contexts. Later calls do nothing."""

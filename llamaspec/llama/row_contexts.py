@@ -153,11 +153,27 @@ class DraftModel:
 
     def __init__(self) -> None:
         self._abort = AbortFlag()
+        self._with_caches: list[RowContext] = []  # its contexts that have a KV cache of their own
         self._latest: dict[int, HiddenRows] = {}  # of the latest evaluation, by the number of the sequence
 
     def hidden(self, number: int) -> HiddenRows | None:
         """Return what the latest evaluation gave a sequence beside logits, valid until the next one."""
         return self._latest.get(number)
+
+    def release(self, number: int) -> None:
+        """End a sequence. Its tokens in the KV caches may serve others."""
+        for context in self._with_caches:
+            context.cache.release(number)
+
+    def forget(self) -> None:
+        """Empty the KV caches."""
+        for context in self._with_caches:
+            context.clear()
+
+    def recover(self) -> str | None:
+        """Check the KV caches while no sequence runs. Empty those that contradict themselves; return how."""
+        faults = [context.recover() for context in self._with_caches]
+        return next((fault for fault in faults if fault is not None), None)
 
     def attended(self, n_tokens: int) -> float:
         """Return all tokens: only the target is asked."""

@@ -169,6 +169,8 @@ def test_run_fetches_a_pair_and_opens_a_chat(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("LLAMASPEC_TARGET", "missing.gguf")
     assert chat("run", *options, "big").stdout == fetched.stdout
     assert chat("run", *options, "big", "def", "f(self):").stdout == fetched.stdout
+    assert said(invoke("run", *options, "big", " ")) == "llamaspec: the message is empty; drop it for a chat"
+    assert "the message is not UTF-8" in said(invoke("run", *options, "big", "caf\udce9"))
 
 
 @pytest.mark.usefixtures("cache")

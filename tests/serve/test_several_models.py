@@ -260,6 +260,11 @@ def test_a_download_does_not_delay_the_end(env: dict[str, str], hub: Hub) -> Non
         (["--target", "{one}", "--target", "missing.gguf"], "no such model file: missing.gguf"),
         (["--target", "{one}", "--target", "b={one}", "--alias", "c"], "--alias"),
         (["--target", "{one}", "--target", "b={one}", "--draft", "{one}"], "--draft"),
+        (["--models-dir", "{folder}", "--draft", "{one}"], "name that with --target"),
+        (
+            ["--models-dir", "{folder}", "--target", "{one}", "--draft", "x.gguf"],
+            "no such model file: x.gguf",
+        ),
         (["--models-dir", "{folder}", "--n-ctx", "100", "--ctx-per-request", "200"], "--ctx-per-request"),
         (["--keep-alive", "soon"], "10m"),
     ],
