@@ -238,7 +238,8 @@ def check_serves(command: list[str]) -> None:
     assert (Path(program).name, subcommand) == ("llamaspec", "serve")
     serve = main.get_command(click.Context(main), subcommand)
     assert serve is not None
-    serve.make_context(subcommand, options).close()
+    context = click.Context(main, **main.context_settings)  # `-h` among them, which a command keeps
+    serve.make_context(subcommand, options, parent=context).close()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")

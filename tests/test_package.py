@@ -62,7 +62,8 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hatchling.builders.wheel import WheelBuilder
 
     folder = tmp_path_factory.mktemp("wheel")
-    (built,) = WheelBuilder(str(sdist)).build(directory=str(folder), versions=["standard"])
+    source = shutil.copytree(sdist, folder / "source")  # the build writes the kernels' library into it
+    (built,) = WheelBuilder(str(source)).build(directory=str(folder), versions=["standard"])
     return Path(built)
 
 
