@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,8 @@ from llamaspec.errors import PromptError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.measure.compare import Task
-from llamaspec.measure.probe import QUICK, STEPS, TEXT, measure
+from llamaspec.measure.probe import STEPS, TEXT, measure
 from llamaspec.measure.turns import Spread, take_turns
-from llamaspec.measure.verdict import round_seconds
 from llamaspec.pair import Pair
 from llamaspec.protocols import Stream
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
@@ -113,10 +112,10 @@ def _agreeing(
 class Machine:
     """Measures costs on this machine. Tests use a fake without a clock."""
 
-    def round_seconds(self, target: LlamaModel) -> list[float]:
-        """Return the target's seconds for a round with 0, 1, ... draft tokens."""
+    def token_seconds(self, target: LlamaModel) -> float:
+        """Return the target's seconds for a token."""
         with Pair(target) as pair:
-            return round_seconds(measure(pair, QUICK).curve)
+            return measure(pair, STEPS).widths[0].timings[0].median
 
     def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
         """Return seconds of a draft step / seconds of a target token, measured in turns.
@@ -165,17 +164,11 @@ class Trial:
         self.target = target
         self._settings, self._machine = settings, machine or Machine()
         prompts = settings.prompts(target)
-        self.round_seconds = self._machine.round_seconds(target)  # with 0, 1, ... draft tokens
-        self._tasks = settings.tasks(prompts, self.round_seconds[0])
-
-    @cached_property
-    def sequences(self) -> list[TargetSequence]:
-        """Some prompts with their completions by the target."""
-        return complete_prompts(self.target, self._tasks)
+        self._tasks = settings.tasks(prompts, self._machine.token_seconds(target))
 
     def cost_and_acceptance(self, draft_file: Path) -> tuple[float, float]:
         """Return seconds of a draft step / seconds of a target token, and the acceptance."""
-        sequences = self.sequences
+        sequences = complete_prompts(self.target, self._tasks)
         with LlamaModel(draft_file, draft_options(self.target)) as draft:
             accepted = acceptance(draft, sequences, self._settings)
             return self._machine.step_ratio(self.target, draft), accepted

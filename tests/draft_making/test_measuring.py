@@ -43,8 +43,7 @@ def test_costs_of_a_target_and_its_draft(target_file: Path, monkeypatch: pytest.
     monkeypatch.setattr("llamaspec.draft_making.measuring.measure", lambda *_: PROBE)
     with LlamaModel(target_file, OPTIONS) as model:
         assert Machine().step_ratio(model, model) == pytest.approx(0.25)
-        alone = Machine().round_seconds(model)
-    assert alone == pytest.approx([0.010, 0.012 + 0.003, 0.014 + 0.006])
+        assert Machine().token_seconds(model) == 0.010
 
 
 def test_a_speed_up_compares_the_runs_of_each_prompt(
@@ -85,8 +84,8 @@ def test_a_target_agrees_with_itself_at_every_position(target_file: Path) -> Non
 class KnownCosts(Machine):
     """A machine without a clock."""
 
-    def round_seconds(self, target: LlamaModel) -> list[float]:
-        return [1.0, 1.05]
+    def token_seconds(self, target: LlamaModel) -> float:
+        return 1.0
 
     def step_ratio(self, target: LlamaModel, draft: LlamaModel) -> float:
         return 0.125
