@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,7 @@ using namespace llamaspec;
 
 namespace {
 
-constexpr int VERSION = 1;         // changes with results and costs
+constexpr int VERSION = 2;         // changes with results and costs
 constexpr char GGML[] = "0.25.";  // the versions of ggml that have been read and tried
 
 // llama.cpp's functions
@@ -110,6 +111,26 @@ void multiply(const Matrix &m, const Activations *quantized, const float *const 
         for (int c = 0; c < n; c++) std::memcpy(out[c], rest[c], m.n_rows * sizeof(float));
 }
 
+// Work that threads take in chunks: each first those of its own part, which lie one after the other in memory, then
+// what others have left, because their cores may be busy.
+struct Chunks {
+    struct alignas(64) Next { std::atomic<int64_t> i; };
+    static constexpr size_t bytes(int n_threads) { return n_threads * sizeof(Next); }
+
+    Next *next;  // of each thread's part; the first of all of them is set before the barrier
+    int64_t n;
+    int n_threads;
+
+    int64_t begin(int part) const { return n * part / n_threads; }
+    void start(int thread) const { new (next + thread) Next{{begin(thread)}}; }
+    template <class F> void take(int thread, F &&compute) const {
+        for (int k = 0; k < n_threads; k++) {
+            const int part = (thread + k) % n_threads;
+            for (int64_t i; (i = next[part].i.fetch_add(1, std::memory_order_relaxed)) < begin(part + 1);) compute(i);
+        }
+    }
+};
+
 // Several products of the same shape: those of a tensor's second and third "batch" dimension.
 struct Batch {
     Matrix matrix;  // of slice 0
@@ -131,7 +152,9 @@ struct Batch {
         return m;
     }
     size_t quantized_bytes() const { return matrix.quantized_bytes(n_columns * n_slices); }
-    size_t work_bytes(int n_threads) const { return 64 + quantized_bytes() + n_threads * matrix.scratch_bytes(); }
+    size_t work_bytes(int n_threads) const {
+        return 64 + Chunks::bytes(n_threads) + quantized_bytes() + n_threads * matrix.scratch_bytes();
+    }
 
     // The activations of up to MAX_COLUMNS columns lie together.
     Activations *quantized(char *work, int64_t slice, int64_t c) const {
@@ -204,17 +227,19 @@ EXPORTED bool ggml_compute_forward_mul_mat_tiled(const ggml_compute_params *para
         const Batch batch(dst);
         const int ith = params->ith, nth = params->nth;
         if (params->wsize >= batch.work_bytes(nth)) {
+            const int64_t n_rows = batch.matrix.n_rows, n = rows_of_chunk(n_rows, nth), n_chunks = (n_rows + n - 1) / n;
             char *work = aligned(params->wdata);
+            const Chunks chunks{reinterpret_cast<Chunks::Next *>(work), n_chunks * batch.n_slices, nth};
+            work += Chunks::bytes(nth);
             char *scratch = work + batch.quantized_bytes() + ith * batch.matrix.scratch_bytes();
+            chunks.start(ith);
             batch.quantize(work, ith, nth);
-            if (ith == 0) chunk_set(params->threadpool, nth);
             count(n_calls, params);
             barrier(params->threadpool);
-            const int64_t n_rows = batch.matrix.n_rows, n = rows_of_chunk(n_rows, nth), n_chunks = (n_rows + n - 1) / n;
-            for (int64_t i = ith; i < n_chunks * batch.n_slices; i = chunk_add(params->threadpool, 1)) {
+            chunks.take(ith, [&](int64_t i) {
                 const int64_t first = i % n_chunks * n;
                 batch.multiply_rows(work, scratch, i / n_chunks, first, std::min(n_rows, first + n));
-            }
+            });
             return true;
         }
     }

@@ -85,8 +85,8 @@ struct BlockQ5K : Weights<0, false, true, 31> {
         header.unpack<STEP>(p + 32, row_bytes, w);
         const I bit = ints(0x10101010);
         for (int g = 0; g < 8; g++) {
-            w[g] = bor(w[g], band(shift<4 - 2 * STEP>(fifth[g]), bit));
-            w[8 + g] = bor(w[8 + g], band(shift<3 - 2 * STEP>(fifth[g]), bit));
+            w[g] = bor_band(w[g], shift<4 - 2 * STEP>(fifth[g]), bit);
+            w[8 + g] = bor_band(w[8 + g], shift<3 - 2 * STEP>(fifth[g]), bit);
         }
     }
     template <int N> static I shift(I x) {
@@ -108,6 +108,7 @@ inline void spread_signed(const I *x, F d, F *out) {  // 16 bytes of each row
 struct BlockQ6K : Weights<32, true, false, 63> {
     static constexpr int LENGTH = 256, BYTES = 210, STEPS = 4, UNITS_IN_STEP = 2;
     F scales[16];
+    I bits[8];  // high bits of the half
 
     void begin(const uint8_t *p, size_t row_bytes) {
         I x[4];
@@ -117,15 +118,15 @@ struct BlockQ6K : Weights<32, true, false, 63> {
     // Step 2 h + s: units 4 h + s (low nibbles) and 4 h + s + 2 (high nibbles) of half h.
     template <int STEP> void unpack(const uint8_t *p, size_t row_bytes, I *w) {
         constexpr int h = STEP / 2, s = STEP % 2;
-        I x[8], bits[8];
+        I x[8];
         const uint8_t *low = p + 64 * h + 32 * s, *high = p + 128 + 32 * h;
         load_rows(low, row_bytes, x), load_rows(low + 16, row_bytes, x + 4);
-        load_rows(high, row_bytes, bits), load_rows(high + 16, row_bytes, bits + 4);
+        if (s == 0) load_rows(high, row_bytes, bits), load_rows(high + 16, row_bytes, bits + 4);
         nibbles(x, w, w + 8), nibbles(x + 4, w + 4, w + 12);
         const I mask = ints(0x30303030);
         for (int g = 0; g < 8; g++) {
-            w[g] = bor(w[g], band(left<4 - 2 * s>(bits[g]), mask));
-            w[8 + g] = bor(w[8 + g], band(s ? right<2>(bits[g]) : bits[g], mask));
+            w[g] = bor_band(w[g], left<4 - 2 * s>(bits[g]), mask);
+            w[8 + g] = bor_band(w[8 + g], s ? right<2>(bits[g]) : bits[g], mask);
         }
     }
     template <int STEP> static constexpr int unit(int u) { return 4 * (STEP / 2) + STEP % 2 + 2 * u; }
@@ -136,7 +137,7 @@ struct BlockQ6K : Weights<32, true, false, 63> {
 struct BlockQ3K : Weights<4, true, false, 7> {
     static constexpr int LENGTH = 256, BYTES = 110, STEPS = 4, UNITS_IN_STEP = 2;
     F scales[16];
-    I high[8];
+    I high[8], x[8];  // third bits of all, the other two of the half
 
     void begin(const uint8_t *p, size_t row_bytes) {
         I x[4];
@@ -155,8 +156,7 @@ struct BlockQ3K : Weights<4, true, false, 7> {
     // Step 2 h + s: units 4 h + 2 s and 4 h + 2 s + 1, which are two bits each of the same 32 bytes.
     template <int STEP> void unpack(const uint8_t *p, size_t row_bytes, I *w) {
         constexpr int h = STEP / 2, s = STEP % 2;
-        I x[8];
-        load_rows(p + 32 + 32 * h, row_bytes, x), load_rows(p + 48 + 32 * h, row_bytes, x + 4);
+        if (s == 0) load_rows(p + 32 + 32 * h, row_bytes, x), load_rows(p + 48 + 32 * h, row_bytes, x + 4);
         for (int g = 0; g < 8; g++) {
             w[g] = bor(band(right<4 * s>(x[g]), ints(0x03030303)), bit<4 * h + 2 * s>(high[g]));
             w[8 + g] = bor(band(right<4 * s + 2>(x[g]), ints(0x03030303)), bit<4 * h + 2 * s + 1>(high[g]));
@@ -174,6 +174,7 @@ struct BlockQ3K : Weights<4, true, false, 7> {
 struct BlockQ2K : Weights<0, true, true, 3> {
     static constexpr int LENGTH = 256, BYTES = 84, STEPS = 4, UNITS_IN_STEP = 2;
     F scales[16], minima[16];
+    I x[8];  // two bits of the half
 
     void begin(const uint8_t *p, size_t row_bytes) {
         I x[4], low[4], high[4];
@@ -185,8 +186,7 @@ struct BlockQ2K : Weights<0, true, true, 3> {
     }
     template <int STEP> void unpack(const uint8_t *p, size_t row_bytes, I *w) {
         constexpr int h = STEP / 2, s = STEP % 2;
-        I x[8];
-        load_rows(p + 16 + 32 * h, row_bytes, x), load_rows(p + 32 + 32 * h, row_bytes, x + 4);
+        if (s == 0) load_rows(p + 16 + 32 * h, row_bytes, x), load_rows(p + 32 + 32 * h, row_bytes, x + 4);
         for (int g = 0; g < 8; g++) {
             w[g] = band(right<4 * s>(x[g]), ints(0x03030303));
             w[8 + g] = band(right<4 * s + 2>(x[g]), ints(0x03030303));
@@ -350,34 +350,46 @@ inline void add_step(Block &block, const uint8_t *p, size_t row_bytes, const Act
         }
 }
 
-template <class Block, int STEP = 0>
-inline void add_steps(Block &block, const uint8_t *p, size_t row_bytes, const Activations *a, int n, F *sums) {
-    if constexpr (STEP < Block::STEPS) {
-        add_step<Block, STEP>(block, p, row_bytes, a, n, sums);
-        add_steps<Block, STEP + 1>(block, p, row_bytes, a, n, sums);
-    }
+// Weights are read ahead in the order of memory, at least this far and at least a panel of rows, into the second
+// cache: the first one has no room for them. A thread computes panels that lie one after the other.
+constexpr size_t BYTES_AHEAD = 24576;
+
+template <class Block, int STEP>
+inline void read_ahead(const uint8_t *p, size_t row_bytes, const uint8_t *next) {
+    constexpr int BYTES = LANES * Block::BYTES / Block::STEPS, ROWS = LANES / Block::STEPS;
+    for (int i = 0; i < BYTES; i += 64) _mm_prefetch((const char *)(next + STEP * BYTES + i), _MM_HINT_T1);
+    // Blocks that begin anywhere in a line are late in the first cache.
+    if (Block::LENGTH == 256 && Block::BYTES % 8)
+        for (int r = STEP * ROWS; r < (STEP + 1) * ROWS; r++)
+            for (int i = 0; i < Block::BYTES; i += 64)
+                _mm_prefetch((const char *)(p + r * row_bytes + Block::BYTES + i), _MM_HINT_T0);
 }
 
-// The rows of a panel lie one after the other, so the next panel is read ahead in the order of memory.
-inline void prefetch(const uint8_t *p, size_t n_bytes) {
-    for (size_t i = 0; i < n_bytes; i += 64) _mm_prefetch((const char *)(p + i), _MM_HINT_T0);
+template <class Block, int STEP = 0>
+inline void add_steps(Block &block, const uint8_t *p, size_t row_bytes, const uint8_t *next, const Activations *a, int n,
+                      F *sums) {
+    if constexpr (STEP < Block::STEPS) {
+        read_ahead<Block, STEP>(p, row_bytes, next);
+        add_step<Block, STEP>(block, p, row_bytes, a, n, sums);
+        add_steps<Block, STEP + 1>(block, p, row_bytes, next, a, n, sums);
+    }
 }
 
 template <class Block> void quantized_product(const Product &t, int64_t first, int64_t end) {
     const int n = t.n_columns;
+    const size_t panel = LANES * t.row_bytes, ahead = panel < BYTES_AHEAD ? BYTES_AHEAD : panel;
     for (int64_t r = first; r < end; r += LANES) {
         // The last panel begins early enough to be whole; only its new rows are stored.
         const int64_t at = r + LANES <= t.n_rows ? r : t.n_rows - LANES;
-        const uint8_t *p = t.weights + at * t.row_bytes, *next = p + LANES * t.row_bytes;
+        const uint8_t *p = t.weights + at * t.row_bytes, *next = p + ahead;
         const Activations *a = t.quantized;
         F sums[MAX_COLUMNS];
         for (int c = 0; c < n; c++) sums[c] = zeros();
         for (int64_t k = 0; k < t.n_inputs; k += Block::LENGTH) {
-            prefetch(next, LANES * Block::BYTES), next += LANES * Block::BYTES;
             Block block;
             block.begin(p, t.row_bytes);
-            add_steps(block, p, t.row_bytes, a, n, sums);
-            p += Block::BYTES, a += Block::LENGTH / UNIT * n;
+            add_steps(block, p, t.row_bytes, next, a, n, sums);
+            p += Block::BYTES, next += LANES * Block::BYTES, a += Block::LENGTH / UNIT * n;
         }
         for (int c = 0; c < n; c++)
             if (at == r) store(t.out[c] + at, sums[c]);

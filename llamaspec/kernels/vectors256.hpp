@@ -35,6 +35,7 @@ inline void store_from(float *p, F x, int first) {
 }
 inline I band(I x, I y) { return _mm256_and_si256(x, y); }
 inline I bor(I x, I y) { return _mm256_or_si256(x, y); }
+inline I bor_band(I x, I y, I mask) { return _mm256_or_si256(x, _mm256_and_si256(y, mask)); }  // x | y & mask
 inline I flip(I x, I y) { return _mm256_xor_si256(x, y); }
 inline I subtract(I x, I y) { return _mm256_sub_epi32(x, y); }
 template <int N> inline I right(I x) { return _mm256_srli_epi32(x, N); }

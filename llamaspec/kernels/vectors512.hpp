@@ -30,6 +30,7 @@ inline void store_from(float *p, F x, int first) {
 }
 inline I band(I x, I y) { return _mm512_and_si512(x, y); }
 inline I bor(I x, I y) { return _mm512_or_si512(x, y); }
+inline I bor_band(I x, I y, I mask) { return _mm512_ternarylogic_epi32(x, y, mask, 0xf8); }  // x | y & mask
 inline I flip(I x, I y) { return _mm512_xor_si512(x, y); }
 inline I subtract(I x, I y) { return _mm512_sub_epi32(x, y); }
 template <int N> inline I right(I x) { return _mm512_srli_epi32(x, N); }
