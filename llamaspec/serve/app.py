@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import socket
 import threading
@@ -206,11 +207,13 @@ def _check_access(scope: Scope, settings: ServeSettings) -> None:
         scope[OWNER] = key
 
 
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::[0-9]*)?")  # an address in brackets or a name, and a port
+
+
 def _host_name(host: str) -> str:
-    """Return the name in a Host header, without the port."""
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.rpartition(":")[0] if ":" in host else host
+    """Return the name in a Host header, without the port; empty if the header is malformed."""
+    found = _HOST.fullmatch(host)
+    return "" if found is None else found[1]
 
 
 # The log.

@@ -105,6 +105,7 @@ class Submission:
             "generated_tokens": n_generated,
             "tokens_per_second": round(n_generated / seconds, 3) if seconds else None,
             "speedup_estimate": ends[-1].completion.summary.speed_up if ends else None,
+            "draft_fault": next((each.draft_fault for each in done if each.draft_fault is not None), None),
             "cancelled": self.is_cancelled,
             "failed": any(isinstance(state.last, Exception) for state in self.states),
         }
