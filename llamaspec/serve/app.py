@@ -207,7 +207,8 @@ def _check_access(scope: Scope, settings: ServeSettings) -> None:
         scope[OWNER] = key
 
 
-_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::[0-9]*)?")  # an address in brackets or a name, and a port
+# An address in brackets, or a name; a port may follow.
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::[0-9]*)?")
 
 
 def _host_name(host: str) -> str:

@@ -36,7 +36,8 @@ _OPENAI_TYPES = _TYPES | {500: "server_error", 503: "server_error"}
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
-_TOLD = {  # what clients are told of errors whose messages may name files of the server; the first one that fits
+# What clients are told of errors whose messages may name files of the server; the first kind that fits holds.
+_TOLD = {
     ScoresError: "the model's scores are not numbers: its file is damaged",
     MemoryFullError: "the server has too little memory",
     EvaluationError: "the model could not be evaluated",
