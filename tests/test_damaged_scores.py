@@ -42,7 +42,7 @@ def test_a_target_names_its_file(bad: Path) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_clients_learn_no_path(bad: Path, streams: bool) -> None:
     """The log has it."""
-    requests = {
+    requests: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "x", "max_tokens": 2},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
         "/v1/responses": {"input": "x"},
@@ -111,9 +111,9 @@ def test_why_a_draft_fell_silent_is_told(target_file: Path, bad: Path) -> None:
     assert invoke(*arguments, "--json").json["statistics"]["draft_fault"] == why
     with open_pair(target_file, bad, target_options=CPU, draft_options=CPU) as pair, served(pair) as server:
         body = {"prompt": "x", "max_tokens": 5}
-        told = server.post("/v1/completions", body)
-        assert told.json()["timings"]["draft_fault"] == "the server's log says why"
-        assert str(bad.parent) not in told.text
+        answer = server.post("/v1/completions", body)
+        assert answer.json()["timings"]["draft_fault"] == "the server's log says why"
+        assert str(bad.parent) not in answer.text
         assert sum(f"no longer used ({why})" in line for line in server.log) == 1
         plain = {**body, "speculative": {"enabled": False}}
         assert server.post("/v1/completions", plain).json()["timings"]["draft_fault"] is None

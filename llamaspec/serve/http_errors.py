@@ -111,9 +111,9 @@ def as_request_error(error: Exception) -> RequestError:
         return error
     if isinstance(error, PromptError | FetchError):
         return RequestError(400 if isinstance(error, PromptError) else 500, str(error))
-    if isinstance(error, LlamaspecError):
-        told = next(told for kind, told in _TOLD.items() if isinstance(error, kind))
-        return RequestError(500, f"{told}; {LOG_SAYS}")
+    for kind, told in _TOLD.items():
+        if isinstance(error, kind):
+            return RequestError(500, f"{told}; {LOG_SAYS}")
     return RequestError(500, f"internal error: {type(error).__name__}")
 
 
