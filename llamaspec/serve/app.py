@@ -51,7 +51,7 @@ from llamaspec.serve.loading import with_loaded
 from llamaspec.serve.log import MODEL, Write, response_line
 from llamaspec.serve.models import Models
 from llamaspec.serve.served_model import ModelSource
-from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, Endpoint, Service
+from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, Endpoint, Service, in_time
 
 POLL_SECONDS = 0.05  # between two looks whether the last request has ended
 Handler = Callable[[Request], Awaitable[Response]]
@@ -143,7 +143,7 @@ class _EndpointApp:
         use.enter_context(models.using(model, body.idle_seconds))
 
         async def handler(service: Service) -> Response:
-            return await endpoint.handler(service, http, body)
+            return await in_time(endpoint.handler(service, http, body), http, models.settings.request_timeout)
 
         return await with_loaded(models, model, http, body, handler)
 

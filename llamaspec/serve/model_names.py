@@ -48,9 +48,9 @@ def choices(name: str, names: Sequence[str]) -> str:
 
 
 def _triples(name: str) -> set[str]:
-    """Return all runs of three characters in a name and the spaces around it."""
-    padded = f" {plain(name)} "
-    return {padded[i : i + 3] for i in range(max(1, len(padded) - 2))}
+    """Return all runs of three characters in the parts of a name, with a space before and after each."""
+    padded = [f" {part} " for part in plain(name).split("/")]
+    return {part[i : i + 3] for part in padded for i in range(max(1, len(part) - 2))}
 
 
 def distinct(choices: Sequence[Sequence[str]], taken: Set[str]) -> list[str]:

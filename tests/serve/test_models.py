@@ -218,7 +218,7 @@ def test_a_model_that_cannot_be_loaded_fails_only_its_own_requests(shelf: Shelf)
     with several(shelf) as server:
         for streams in (False, True):
             failed = ask(server, "gamma", stream=streams)
-            assert failed.status_code == 500
+            assert failed.status_code == 400
             assert "gamma cannot be loaded" in failed.json()["error"]["message"]
             assert "/home/me" not in failed.text
         assert text(ask(server, "beta")) == alone(shelf, "beta")
