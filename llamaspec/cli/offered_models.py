@@ -68,20 +68,19 @@ def served_models(
     if not is_one:
         store = serving.store or PrefixStore(default_store_bytes(0))
         serving = replace(serving, store=store)
-        named = named_sources(models, serving)
+        named, tell = named_sources(models, serving), cache(say)  # each line once
 
-        tell = cache(say)  # each line once
+        def in_folder() -> list[_Found]:
+            return [] if folder is None else folder_sources(folder, models, serving)
 
         def find() -> list[ModelSource]:
             listed = [] if named else listed_sources(models, serving)
             fetched = [] if named else fetched_sources(models, serving)
-            in_folder = [] if folder is None else folder_sources(folder, models, serving)
-            return without_repetition([*named, *listed], [*fetched, *in_folder], tell)
+            return without_repetition([*named, *listed], [*fetched, *in_folder()], tell)
 
-        found = [source.path for source in find() if source.refusal is None]
-        if folder is not None and not any(path.is_relative_to(folder) for path in found):
+        if folder is not None and not any(each.source.refusal is None for each in in_folder()):
             say(f"there is no model in {folder}; put GGUF files there, or name another folder")
-        if models.targets or pull is not None or found:
+        if models.targets or pull is not None or any(each.refusal is None for each in find()):
             if settings.alias is not None:
                 raise ValueError("--alias names a single target; use --target NAME=FILE")
             if settings.memory_bytes is None:
@@ -181,11 +180,11 @@ def without_repetition(
     sources: dict[str, ModelSource] = {}
     for source in named:
         sources.setdefault(source.name, source)
-    known = {source.path.resolve() for source in named}
-    new: dict[Path, _Found] = {}
+    known = {_file_of(source.path) for source in named}
+    new: dict[object, _Found] = {}
     for each in found:
-        if (path := each.source.path.resolve()) not in known:
-            new.setdefault(path, each)
+        if (file := _file_of(each.source.path)) not in known:
+            new.setdefault(file, each)
     usable = [each for each in new.values() if each.source.refusal is None]
     names = distinct([each.names for each in usable], sources.keys())
     others: dict[str, list[str]] = {}
@@ -197,6 +196,15 @@ def without_repetition(
         tell(f"several models are called {name}; these are offered as {', '.join(several)}")
     refused = [each.source for each in new.values() if each.source.refusal is not None]
     return [*sources.values(), *refused]
+
+
+def _file_of(path: Path) -> object:
+    """Return what all names of a file have in common."""
+    try:
+        found = path.stat()
+    except OSError:
+        return path
+    return found.st_dev, found.st_ino
 
 
 def _files_here(entry: Entry) -> Mapping[str, tuple[Path, Sequence[str]]]:

@@ -40,9 +40,7 @@ MAX_NAME = 200  # characters of a name in the log
 FINAL_SECONDS = 10  # for the last events of a response, after its time has ended
 CLIENT_LEFT = 499  # HTTP status, seen only in the log
 OWNER = "llamaspec.owner"  # key of a request's scope: the API key that it came with
-DEADLINE = (
-    "llamaspec.deadline"  # key of a request's scope: when its time is over, by `monotonic`
-)
+DEADLINE = "llamaspec.deadline"  # key of a request's scope: when its time is over, by `monotonic`
 
 
 class Endpoint(NamedTuple):
@@ -156,7 +154,7 @@ class EventStream(StreamingResponse):
             self.cancel()
 
 
-async def in_time(answer: Coroutine[Any, Any, Response], http: Request, timeout: float | None) -> Response:
+async def in_time(answer: Awaitable[Response], http: Request, timeout: float | None) -> Response:
     """Return the response of a handler; RequestError (504) if that takes too long, such as for tokenizing.
 
     A stream is returned before it begins. What it has left of the time is in the request's scope.
