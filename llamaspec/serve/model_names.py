@@ -53,17 +53,17 @@ def _triples(name: str) -> set[str]:
     return {part[i : i + 3] for part in padded for i in range(max(1, len(part) - 2))}
 
 
-def distinct(choices: Sequence[Sequence[str]], taken: Set[str]) -> list[str]:
-    """Return a name for each of several models: the first of its `choices` that no other model wants.
+def distinct(models: Sequence[Sequence[str]], taken: Set[str]) -> list[str]:
+    """Return a name for each of several models: the first of its names that no other model wants.
 
-    Models that want the same name, or one that is `taken`, all get their next one. The last choice of a model
-    is its name even if another one has it.
+    Models that want the same name, or one that is `taken`, all get their next one. The last name of a model
+    is its own even if another one has it.
     """
-    at = [0] * len(choices)
+    at = [0] * len(models)
     while True:
-        names = [several[i] for several, i in zip(choices, at, strict=True)]
+        names = [several[i] for several, i in zip(models, at, strict=True)]
         wanted = Counter([*names, *taken])
-        again = [i for i, name in enumerate(names) if wanted[name] > 1 and at[i] + 1 < len(choices[i])]
+        again = [i for i, name in enumerate(names) if wanted[name] > 1 and at[i] + 1 < len(models[i])]
         if not again:
             return names
         for i in again:
