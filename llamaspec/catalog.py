@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from platformdirs import user_config_dir
 
 from llamaspec.defaults import Defaults
-from llamaspec.errors import ModelFileError, quoted
+from llamaspec.errors import FetchError, ModelFileError, quoted
 from llamaspec.files import expanded, parse_json, read_file, write_file
 from llamaspec.hub import (
     HUB,
@@ -147,7 +147,7 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
     found = there or matching(listed, repo, "")
     choices = quoted(", ".join(file.file for file in found)) or "it has none"
     which = "several models" if there else "no such model"
-    raise ModelFileError(f"{quoted(address)} has {which}; name one as hf:owner/repo:file.gguf ({choices})")
+    raise FetchError(f"{quoted(address)} has {which}; name one as hf:owner/repo:file.gguf ({choices})")
 
 
 def matching(names: Iterable[str], repo: str, quantization: str) -> list[RemoteFile]:
@@ -239,7 +239,7 @@ class Entry:
         except ValueError as error:
             raise ModelFileError(f"{name} has no usable file: {error}; name another") from error
         choices = quoted(", ".join(self.quantizations))
-        raise ModelFileError(f"{name} has no quantization {quoted(wanted)}; choose one of {choices}")
+        raise FetchError(f"{name} has no quantization {quoted(wanted)}; choose one of {choices}")
 
     def own_file(self) -> Path:
         """Return the file of an entry with a path; the file may not exist."""

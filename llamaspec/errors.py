@@ -2,7 +2,8 @@
 
 LlamaspecError
 ├── ModelFileError            the file is missing, damaged or of a kind that cannot generate text
-│   └── NoTemplateError       the file has no chat template
+│   ├── NoTemplateError       the file has no chat template
+│   └── FetchError            the hub has no such file, or it cannot be fetched
 ├── PairError                 two models cannot work together
 ├── PromptError               the prompt is empty, too long or unreadable
 │   ├── ConstraintError       the JSON schema or grammar cannot be used
@@ -42,6 +43,10 @@ class ModelFileError(LlamaspecError):
 
 class NoTemplateError(ModelFileError):
     """The model's file has no chat template."""
+
+
+class FetchError(ModelFileError):
+    """The hub has no such model, or it cannot be fetched. The message names no file of this machine."""
 
 
 class PairError(LlamaspecError):

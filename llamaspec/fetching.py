@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from llamaspec.errors import ModelFileError, quoted
+from llamaspec.errors import FetchError, ModelFileError, quoted
 from llamaspec.files import file_hash, write_file
 from llamaspec.hub import MAX_BYTES, SHA256, RemoteFile, remove_link, repo_folder, sweep
 from llamaspec.llama.gguf_file import check_gguf
@@ -75,7 +75,7 @@ def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
     try:
         parts = [_announced(file, name) for name in file.parts]
         if len({part.commit for part in parts}) > 1:
-            raise ModelFileError(f"{file} changed on the hub during the download; pull it again")
+            raise FetchError(f"{file} changed on the hub during the download; pull it again")
         blobs = repo_folder(file.repo) / "blobs"
         sweep(blobs, _STALE_SECONDS)
         n_missing = sum(part.n_bytes - part.n_here for part in parts)
@@ -95,7 +95,7 @@ def fetch(file: RemoteFile, on_fetch: OnFetch | None = None) -> Path:
     except ModelFileError:
         raise
     except Exception as error:  # the library raises many types for an unexpected answer
-        raise ModelFileError(_reason(file, error)) from error
+        raise _fetch_error(file, error) from error
     return paths[0]
 
 
@@ -113,7 +113,7 @@ def _announced(file: RemoteFile, name: str) -> _Part:
             names = []
         close = quoted(", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.3)))
         remedy = f"did you mean {close}?" if close else "see the files on its page at the hub"
-        raise ModelFileError(f"{file.repo} has no file {name}; {remedy}") from error
+        raise FetchError(f"{file.repo} has no file {name}; {remedy}") from error
     part = _Part(file.repo, name, fact.commit_hash or "", fact.etag or "", fact.size or 0)
     fault = None
     if not SHA256.fullmatch(part.sha256):
@@ -125,10 +125,10 @@ def _announced(file: RemoteFile, name: str) -> _Part:
     elif urlsplit(fact.location).scheme not in ("http", "https"):
         fault = f"address '{quoted(fact.location)}'"
     if fault is not None:
-        raise ModelFileError(f"the hub gives an invalid {fault} for {name}; nothing was fetched, try later")
+        raise FetchError(f"the hub gives an invalid {fault} for {name}; nothing was fetched, try later")
     known = file.sha256 if file.parts == (name,) else None
     if known is not None and known != part.sha256:
-        raise ModelFileError(
+        raise FetchError(
             f"{file} is not the file in the list of models: its hash is {part.sha256[:12]}..., "
             f"expected {known[:12]}...; to use it anyway, give the model as {file}"
         )
@@ -178,7 +178,7 @@ def _transfer(part: _Part) -> Path:
         def update(self, n: float | None = 1) -> Any:
             self.n_done += int(n or 0)
             if self.n_done > 2 * part.n_bytes + _MAX_EXTRA_BYTES:
-                raise ModelFileError(
+                raise FetchError(
                     f"the hub sends more than the announced {part.n_bytes} bytes of {part.name}; try later"
                 )
             return super().update(n)
@@ -210,7 +210,7 @@ def _check(content: Path, part: _Part) -> None:
     with tqdm(**settings) as bar:  # type: ignore[no-untyped-call]
         found = file_hash(content, bar.update)
     if found != part.sha256:
-        raise ModelFileError(
+        raise FetchError(
             f"{part.name} arrived damaged and was deleted: its hash is {found[:12]}..., "
             f"expected {part.sha256[:12]}...; pull it again"
         )
@@ -218,7 +218,7 @@ def _check(content: Path, part: _Part) -> None:
         check_gguf(content)
     except ModelFileError as error:
         reason = str(error).partition(";")[0].replace(str(content), "it")
-        raise ModelFileError(f"{part.name} on the hub is not a model: {reason}; name another file") from error
+        raise FetchError(f"{part.name} on the hub is not a model: {reason}; name another file") from error
 
 
 def _bar_settings(label: str, n_bytes: int) -> dict[str, Any]:
@@ -240,7 +240,8 @@ def list_models(repo: str) -> list[str]:
         reason, remedy = quoted(str(error)), "name one as hf:owner/repo:file.gguf"
         if isinstance(error, HTTPError) and not isinstance(error, errors.HfHubHTTPError):
             reason, remedy = f"the hub cannot be reached ({reason})", "check the network, or name a file"
-        raise ModelFileError(f"cannot list the models of {repo}: {reason}; {remedy}") from error
+        kind = FetchError if isinstance(error, HTTPError) else ModelFileError
+        raise kind(f"cannot list the models of {repo}: {reason}; {remedy}") from error
 
 
 def _size(n_bytes: int) -> str:
@@ -250,28 +251,33 @@ def _size(n_bytes: int) -> str:
     return f"{n_bytes / 1e6:.1f} MB" if n_bytes < 1e8 else f"{n_bytes / 1e9:.1f} GB"
 
 
-def _reason(file: RemoteFile, error: Exception) -> str:
+def _fetch_error(file: RemoteFile, error: Exception) -> ModelFileError:
+    """Return the error for an exception of the library, which may name files of this machine."""
     from huggingface_hub import errors
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's
 
     pull = f"`llamaspec models pull {file}`"
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"{file} is not on this machine, and HF_HUB_OFFLINE is set; unset it and run {pull} once"
+        return FetchError(
+            f"{file} is not on this machine, and HF_HUB_OFFLINE is set; unset it and run {pull} once"
+        )
     if isinstance(error, errors.GatedRepoError):
-        return (
+        return FetchError(
             f"{file.repo} requires you to accept its terms; accept them on its page at the hub, "
             "then run `hf auth login` or set HF_TOKEN"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        return (
+        return FetchError(
             f"the hub has no repository {file.repo}, or it is private; check the name or run `hf auth login`"
         )
     if isinstance(error, errors.HfHubHTTPError):
-        return f"the hub answered {error.response.status_code} for {file}; try {pull} later"
+        return FetchError(f"the hub answered {error.response.status_code} for {file}; try {pull} later")
     detail = quoted(getattr(error, "strerror", None) or str(error))
     if isinstance(error, HTTPError | errors.LocalEntryNotFoundError):
-        return f"{file} is not on this machine, and the hub cannot be reached ({detail}); try {pull} later"
+        return FetchError(
+            f"{file} is not on this machine, and the hub cannot be reached ({detail}); try {pull} later"
+        )
     if isinstance(error, OSError):
         remedy = f"check the disk, or set HF_HOME to another folder, and run {pull} again"
-        return f"cannot store {file}: {detail}; {remedy}"
-    return f"the hub gave an invalid answer for {file} ({detail}); try {pull} later"
+        return ModelFileError(f"cannot store {file}: {detail}; {remedy}")
+    return ModelFileError(f"the hub gave an invalid answer for {file} ({detail}); try {pull} later")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from llamaspec.errors import ModelFileError, quoted
+from llamaspec.errors import FetchError, ModelFileError, quoted
 from llamaspec.files import is_plain, part_names, read_file
 
 HUB = "hf:"
@@ -71,7 +71,7 @@ def remote_file(address: str) -> RemoteFile:
     try:
         return RemoteFile(repo, file)
     except ValueError as error:
-        raise ModelFileError(
+        raise FetchError(
             f"{quoted(address)} is not an address: {error}; write hf:owner/repo:file.gguf"
         ) from error
 

@@ -39,6 +39,26 @@ def test_a_target_names_its_file(bad: Path) -> None:
     assert said(answer) == f"llamaspec: {bad} gives scores that are not numbers; download or convert it again"
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_clients_learn_no_path(bad: Path, streams: bool) -> None:
+    """The log has it."""
+    requests: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x", "max_tokens": 2},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+        "/v1/responses": {"input": "x"},
+        "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+        "/api/generate": {"prompt": "x"},
+        "/completion": {"prompt": "x"},
+    }
+    with open_pair(bad, target_options=CPU) as pair, served(pair) as server:
+        for path, body in requests.items():
+            answer = server.post(path, {**body, "stream": streams})
+            assert "its file is damaged; the server's log says why" in answer.text
+            assert str(bad.parent) not in answer.text
+            assert bad.name not in answer.text
+    assert sum(f"error: {bad} gives scores" in line for line in server.log) == len(requests)
+
+
 def test_a_text_with_damaged_scores_ends_no_other(store: ModelStore, tmp_path: Path) -> None:
     """A token that overflows: once, all requests that shared its evaluation ended with an error."""
     parts = take_apart(store.path("llama", Recipe()))
@@ -82,7 +102,7 @@ def test_a_draft_falls_silent(target_file: Path, bad: Path, n_texts: int) -> Non
 
 
 def test_why_a_draft_fell_silent_is_told(target_file: Path, bad: Path) -> None:
-    """By the command, in JSON, and by the server."""
+    """By the command, in JSON, and by the server's log; clients learned the path of the draft's file."""
     why = f"{bad} gives scores that are not numbers; download or convert it again"
     arguments = ["generate", "x", *naming([target_file, bad]), "-n", "5", "--draft-length", "2"]
     for detail in ("short", "full"):
@@ -91,7 +111,10 @@ def test_why_a_draft_fell_silent_is_told(target_file: Path, bad: Path) -> None:
     assert invoke(*arguments, "--json").json["statistics"]["draft_fault"] == why
     with open_pair(target_file, bad, target_options=CPU, draft_options=CPU) as pair, served(pair) as server:
         body = {"prompt": "x", "max_tokens": 5}
-        assert server.post("/v1/completions", body).json()["timings"]["draft_fault"] == why
+        answer = server.post("/v1/completions", body)
+        assert answer.json()["timings"]["draft_fault"] == "the server's log says why"
+        assert str(bad.parent) not in answer.text
+        assert sum(f"no longer used ({why})" in line for line in server.log) == 1
         plain = {**body, "speculative": {"enabled": False}}
         assert server.post("/v1/completions", plain).json()["timings"]["draft_fault"] is None
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llamaspec.catalog import find_remote, read_catalog, resolve_model
-from llamaspec.errors import ModelFileError
+from llamaspec.errors import FetchError
 from llamaspec.hub import HUB, RemoteFile, repo_folder
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.serve.model_names import matching
@@ -42,7 +42,7 @@ def _address(name: str) -> str:
     ]
     found = matching(name, [[each] for each in names])
     if found is None:
-        raise ModelFileError("no list has a model of this name; `llamaspec models list` shows the names")
+        raise FetchError("no list has a model of this name; `llamaspec models list` shows the names")
     return names[found]
 
 

@@ -149,8 +149,9 @@ def serve(
             **others,
         )
     check_installed()
+    from llamaspec.cli.offered_models import served_models
     from llamaspec.cli.pulling import pull
-    from llamaspec.cli.served_models import Serving, served_models
+    from llamaspec.cli.served_models import Serving
     from llamaspec.serve.app import Server, make_app, open_socket, url_of  # an extra
     from llamaspec.serve.connections import raise_file_limit
 

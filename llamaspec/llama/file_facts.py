@@ -1,13 +1,16 @@
-"""What a model file says about itself, and how much memory the model takes once it is loaded.
+"""What a model file says about itself: its kind, and how much memory the model takes once it is loaded.
 
 Nothing is loaded. The sizes of weights, KV cache and states are those that llama.cpp will allocate, without
-buffers for computing. tests/llama/test_needed_memory.py.
+buffers for computing. tests/llama/test_file_facts.py, tests/llama/test_needed_memory.py.
 """
 
 from __future__ import annotations
 
-import functools
+import ctypes
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
@@ -15,14 +18,26 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.llama import resources
 from llamaspec.llama.context import STATES_BACK, default_context_size
 from llamaspec.llama.devices import free_gpu_bytes, leaves_main_memory
-from llamaspec.llama.gguf_file import GgufFile, file_parts, kv_row_sizes, read_gguf
+from llamaspec.llama.gguf_file import (
+    PARTS,
+    GgufFile,
+    TensorFacts,
+    file_parts,
+    kv_row_sizes,
+    metadata_fault,
+    read_gguf,
+)
 from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions, cache_bytes
+from llamaspec.llama.runtime import ggml_function
 
 _FILE_TYPES = {  # general.file_type -> "Q4_K_M"
     value: name.removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_")
     for name, value in vars(lib).items()
     if name.startswith("LLAMA_FTYPE_") and isinstance(value, int)
 }
+
+_TENSOR_TYPES = {value for name, value in vars(lib).items() if name.startswith("GGML_TYPE_")}
+_TENSOR_TYPES.discard(lib.GGML_TYPE_COUNT)
 
 NUMBER_BYTES = 4  # states are f32
 _BOTH = {"falcon-h1"}  # architectures whose layers each have attention and a state
@@ -31,41 +46,133 @@ _ROLLS_BACK = {  # architectures of which llama.cpp keeps earlier states (llm_ar
 }  # fmt: skip
 
 
+class Kind(Enum):
+    """What a file holds. The values complete the sentence "it is ..."."""
+
+    TEXT = "a model that generates text"
+    EMBEDDING = "an embedding model"
+    DIFFUSION = "a diffusion model"
+    ENCODER = "a model with an encoder"
+    DRAFT = "a draft or a prediction head, which needs its target"
+    ADAPTER = "a LoRA adapter"
+    CONTROL_VECTOR = "a control vector"
+    IMPORTANCE = "an importance matrix"
+    PROJECTOR = "a projector of images or sound"
+    VOCABULARY = "a vocabulary without weights"
+    OTHER = "no language model"
+
+
+_BY_TYPE = {"adapter": Kind.ADAPTER, "imatrix": Kind.IMPORTANCE, "mmproj": Kind.PROJECTOR}  # general.type
+_BY_ARCHITECTURE = {
+    "clip": Kind.PROJECTOR,
+    "controlvector": Kind.CONTROL_VECTOR,
+    "gemma-embedding": Kind.EMBEDDING,  # its file does not say that attention is not causal
+    **dict.fromkeys(("dream", "llada", "llada-moe", "rnd1"), Kind.DIFFUSION),
+    **dict.fromkeys(("t5", "t5encoder"), Kind.ENCODER),
+    **dict.fromkeys(PARTS, Kind.DRAFT),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class FileFacts:
     """Metadata of a model; a text is empty and a number 0 if the file lacks it."""
 
-    architecture: str
-    basename: str  # name of the family, such as "Qwen2.5-Coder"
-    size: str  # of its parameters, such as "1.5B"
-    quantization: str  # such as "Q4_K_M"
-    n_bytes: int  # of all parts of the file
-    context_length: int  # tokens that the model was trained on
-    embedding_length: int
-    block_count: int
-    template: str  # the source of its chat template
+    kind: Kind = Kind.OTHER
+    fault: str = ""  # why the file cannot be used, as a predicate without its path
+    architecture: str = ""
+    basename: str = ""  # name of the family, such as "Qwen2.5-Coder"
+    size: str = ""  # of its parameters, such as "1.5B"
+    quantization: str = ""  # such as "Q4_K_M"
+    n_bytes: int = 0  # of all parts of the file
+    context_length: int = 0  # tokens that the model was trained on
+    embedding_length: int = 0
+    block_count: int = 0
+    template: str = ""  # the source of its chat template
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the file generates no text, as a predicate without its path; None if it does."""
+        if self.fault:
+            return self.fault
+        return None if self.kind is Kind.TEXT else f"is {self.kind.value}; name a model that generates text"
+
+
+_Change = tuple[tuple[int, int], ...]  # time and size of each part
+_known: dict[Path, tuple[_Change, FileFacts]] = {}
 
 
 def file_facts(path: Path) -> FileFacts:
     """Read the facts; OSError if the file cannot be read. A file that has not changed is read once."""
-    found = path.stat()
-    return _facts(path, found.st_mtime_ns, found.st_size)
+    parts = file_parts(path)
+    found = [part.stat() for part in parts]
+    change = tuple((each.st_mtime_ns, each.st_size) for each in found)
+    known = _known.get(path)
+    if known is None or known[0] != change:
+        known = _known[path] = change, _read_facts(parts, [each.st_size for each in found])
+    return known[1]
 
 
-@functools.lru_cache(maxsize=256)
-def _facts(path: Path, _changed: int, _n_bytes: int) -> FileFacts:
-    found = read_gguf(path)
+def _read_facts(paths: Sequence[Path], sizes: Sequence[int]) -> FileFacts:
+    parts = [read_gguf(path) for path in paths]
+    found = parts[0]
     return FileFacts(
+        kind=_kind_of(found, {name for part in parts for name in part.tensors}),
+        fault=_fault(parts, sizes),
         architecture=found.architecture,
         basename=found.text("general.basename"),
         size=found.text("general.size_label"),
         quantization=_FILE_TYPES.get(found.number("general.file_type", -1), ""),
-        n_bytes=sum(part.stat().st_size for part in file_parts(path)),
+        n_bytes=sum(sizes),
         context_length=found.number("context_length"),
         embedding_length=found.number("embedding_length"),
         block_count=found.number("block_count"),
         template=found.text("tokenizer.chat_template"),
     )
+
+
+def _kind_of(found: GgufFile, tensors: set[str]) -> Kind:
+    """Return the kind of a file from its metadata and the names of all its tensors."""
+    special = _BY_TYPE.get(found.text("general.type")) or _BY_ARCHITECTURE.get(found.architecture)
+    if special is not None:
+        return special
+    is_causal = found.metadata.get(f"{found.architecture}.attention.causal", True)
+    if is_causal is False or found.number("pooling_type") > 0:
+        return Kind.EMBEDDING
+    if found.text("tokenizer.ggml.model") in ("", "none", "no_vocab"):
+        return Kind.OTHER
+    if not tensors:
+        return Kind.VOCABULARY
+    if not any(name.startswith("blk.0.") for name in tensors):
+        return Kind.DRAFT if any(".nextn." in name for name in tensors) else Kind.OTHER
+    return Kind.TEXT if "token_embd.weight" in tensors else Kind.OTHER
+
+
+def _fault(parts: Sequence[GgufFile], sizes: Sequence[int]) -> str:
+    """Say why a file is not whole; empty if it is."""
+    first = parts[0]
+    if not all(map(_is_whole, parts, sizes)):
+        return "is cut short or damaged; download it again"
+    if (n_parts := first.number("split.count", 1)) > len(parts):
+        return f"has {len(parts)} of {n_parts} parts; put all into one folder, with their original names"
+    fault = metadata_fault(first)
+    return "" if fault is None else f"is damaged: {fault}; download or convert it again"
+
+
+def _is_whole(found: GgufFile, n_bytes: int) -> bool:
+    """Whether a file of this size has all its metadata and tensors."""
+    if not found.data_start:
+        return False
+    last = max(found.tensors.values(), key=lambda tensor: tensor.offset, default=None)
+    return last is None or found.data_start + last.offset + _tensor_bytes(last) <= n_bytes
+
+
+def _tensor_bytes(tensor: TensorFacts) -> int:
+    """Return the size of a tensor; 0 if this release of llama.cpp does not know its type."""
+    if tensor.kind not in _TENSOR_TYPES:
+        return 0
+    block_bytes = ggml_function("ggml_type_size", ctypes.c_size_t, ctypes.c_int)(tensor.kind)
+    block_length = ggml_function("ggml_blck_size", ctypes.c_int64, ctypes.c_int)(tensor.kind)
+    return math.prod(tensor.sizes) // max(1, int(block_length)) * int(block_bytes)
 
 
 # Memory

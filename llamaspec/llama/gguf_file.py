@@ -132,7 +132,7 @@ def check_metadata(path: Path) -> None:
         found = read_gguf(path, with_tokens=True)
     except OSError:
         return
-    fault = _fault(found) if found.has_all_metadata else None
+    fault = metadata_fault(found) if found.has_all_metadata else None
     if fault is not None:
         raise ModelFileError(f"{path} is damaged: {fault}; download or convert it again")
 
@@ -281,7 +281,7 @@ def active_parameters(found: GgufFile, n_parameters: int) -> int | None:
     return active if 0 < active < n_parameters else None
 
 
-def _fault(found: GgufFile) -> str | None:
+def metadata_fault(found: GgufFile) -> str | None:
     """Describe the first impossible entry of the metadata; None if there is none."""
     alignment = found.metadata.get("general.alignment", 32)
     if type(alignment) is not int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import socket
 import threading
@@ -50,7 +51,7 @@ from llamaspec.serve.loading import with_loaded
 from llamaspec.serve.log import MODEL, Write, response_line
 from llamaspec.serve.models import Models
 from llamaspec.serve.served_model import ModelSource
-from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, Endpoint, Service
+from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, Endpoint, Service, in_time
 
 POLL_SECONDS = 0.05  # between two looks whether the last request has ended
 Handler = Callable[[Request], Awaitable[Response]]
@@ -142,7 +143,7 @@ class _EndpointApp:
         use.enter_context(models.using(model, body.idle_seconds))
 
         async def handler(service: Service) -> Response:
-            return await endpoint.handler(service, http, body)
+            return await in_time(endpoint.handler(service, http, body), http, models.settings.request_timeout)
 
         return await with_loaded(models, model, http, body, handler)
 
@@ -206,11 +207,14 @@ def _check_access(scope: Scope, settings: ServeSettings) -> None:
         scope[OWNER] = key
 
 
+# An address in brackets, or a name; a port may follow.
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(?::[0-9]*)?")
+
+
 def _host_name(host: str) -> str:
-    """Return the name in a Host header, without the port."""
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.rpartition(":")[0] if ":" in host else host
+    """Return the name in a Host header, without the port; empty if the header is malformed."""
+    found = _HOST.fullmatch(host)
+    return "" if found is None else found[1]
 
 
 # The log.

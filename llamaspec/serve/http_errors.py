@@ -1,6 +1,7 @@
 """Errors of requests, in the form of each API.
 
-Messages never repeat text from the client. tests/serve/test_bad_requests.py, tests/serve/test_overflow.py.
+Messages never repeat text from the client, and never name files of the server, as its log does.
+tests/serve/test_bad_requests.py, tests/serve/test_overflow.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from llamaspec.errors import LlamaspecError, PromptError
+from llamaspec.errors import (
+    ClosedError,
+    EvaluationError,
+    FetchError,
+    LlamaspecError,
+    MemoryFullError,
+    ModelFileError,
+    PromptError,
+    ScoresError,
+)
 
 _TYPES = {  # HTTP status -> error type; invalid_request_error for all others
     401: "authentication_error",
@@ -26,6 +36,16 @@ _OPENAI_TYPES = _TYPES | {500: "server_error", 503: "server_error"}
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
+# What clients are told of errors whose messages may name files of the server; the first kind that fits holds.
+_TOLD = {
+    ScoresError: "the model's scores are not numbers: its file is damaged",
+    MemoryFullError: "the server has too little memory",
+    EvaluationError: "the model could not be evaluated",
+    ClosedError: "the model was closed",
+    ModelFileError: "a model's file cannot be used",
+    LlamaspecError: "the model cannot be used",
+}
+LOG_SAYS = "the server's log says why"
 UNSUPPORTED = "unsupported_parameter"  # code of errors about fields that this server does not support
 
 
@@ -85,12 +105,15 @@ def not_supported(field: str, message: str = "not supported yet") -> RequestErro
 def as_request_error(error: Exception) -> RequestError:
     """Return the error for the client that stands for any exception.
 
-    Only errors of the request or its prompt have status 400. An internal error shows only its type.
+    Only errors of the request or its prompt have status 400. Other errors show only what kind they are of.
     """
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, LlamaspecError):
+    if isinstance(error, PromptError | FetchError):
         return RequestError(400 if isinstance(error, PromptError) else 500, str(error))
+    for kind, told in _TOLD.items():
+        if isinstance(error, kind):
+            return RequestError(500, f"{told}; {LOG_SAYS}")
     return RequestError(500, f"internal error: {type(error).__name__}")
 
 

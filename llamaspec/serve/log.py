@@ -84,6 +84,8 @@ def _in_words(work: Mapping[str, Any]) -> str:
         parts.append(f"{speed:.1f} tokens/s")
     if (speedup := work["speedup_estimate"]) is not None:
         parts.append(gain_in_words(speedup, digits=2))
+    if (fault := work["draft_fault"]) is not None:
+        parts.append(f"the draft model failed and is no longer used ({fault})")
     if work["cancelled"] or work["failed"]:
         parts.append("cancelled" if work["cancelled"] else "ended by an error")
     return ", ".join(parts)

@@ -5,9 +5,12 @@ tests/serve/test_model_names.py.
 
 from __future__ import annotations
 
+import heapq
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 
+_LONGEST, _N_SHOWN = 200, 5  # characters of a name that are compared; names that are shown
 _PREFIXES = ("hf:", "hf.co/", "huggingface.co/")
 _QUANTIZATION = re.compile(r"[-._:](ud-)?(iq|q|tq)[0-9][a-z0-9_]*$|[-._:](bf16|f16|f32|mxfp4[a-z0-9_]*)$")
 
@@ -28,6 +31,43 @@ def matching(name: str, names: Sequence[Sequence[str]]) -> int | None:
         if len(found) == 1:
             return found[0]
     return None
+
+
+def choices(name: str, names: Sequence[str]) -> str:
+    """Say which models there are, to a client that named none of them: those most like its name, if many."""
+    wanted = _triples(name[:_LONGEST])
+
+    def likeness(other: str) -> float:
+        triples = _triples(other[:_LONGEST])
+        return len(wanted & triples) / len(wanted | triples)
+
+    shown = heapq.nlargest(_N_SHOWN, names, key=likeness)
+    n_more = len(names) - len(shown)
+    more = f" and {n_more:,} more, which /v1/models lists" if n_more else ""
+    return f"this server has {', '.join(shown) or 'no models'}{more}"
+
+
+def _triples(name: str) -> set[str]:
+    """Return all runs of three characters in the parts of a name, with a space before and after each."""
+    padded = [f" {part} " for part in plain(name).split("/")]
+    return {part[i : i + 3] for part in padded for i in range(max(1, len(part) - 2))}
+
+
+def distinct(models: Sequence[Sequence[str]], taken: Set[str]) -> list[str]:
+    """Return a name for each of several models: the first of its names that no other model wants.
+
+    Models that want the same name, or one that is `taken`, all get their next one. The last name of a model
+    is its own even if another one has it.
+    """
+    at = [0] * len(models)
+    while True:
+        names = [several[i] for several, i in zip(models, at, strict=True)]
+        wanted = Counter([*names, *taken])
+        again = [i for i, name in enumerate(names) if wanted[name] > 1 and at[i] + 1 < len(models[i])]
+        if not again:
+            return names
+        for i in again:
+            at[i] += 1
 
 
 def plain(name: str) -> str:

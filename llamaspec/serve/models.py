@@ -18,14 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
-from llamaspec.errors import LlamaspecError, MemoryFullError
+from llamaspec.errors import LlamaspecError, MemoryFullError, ModelFileError
 from llamaspec.llama.resources import give_back_memory
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.serve import ServeSettings
-from llamaspec.serve.http_errors import RequestError
+from llamaspec.serve.http_errors import RequestError, as_request_error
 from llamaspec.serve.log import ServerLog, Write
 from llamaspec.serve.metrics import Metrics, ModelMetrics
-from llamaspec.serve.model_names import matching
+from llamaspec.serve.model_names import choices, matching
 from llamaspec.serve.request_queue import RequestQueue, server_stopping
 from llamaspec.serve.served_model import FOREVER, ModelSource, ServedModel, Status
 from llamaspec.serve.service import Service
@@ -61,12 +61,15 @@ class Models:
         self.metrics = Metrics()
         self._find_sources, self.any_name, self.pull = find_sources, any_name, pull
         self._models: dict[str, ServedModel] = {}
+        self._sources: Sequence[ModelSource] = ()  # those of the last look
+        self._scan: asyncio.Task[None] | None = None
         self._scanned_at = -math.inf
         self._lock = asyncio.Lock()  # held while a model is loaded or unloaded
         self._released = asyncio.Event()  # set when a request has ended
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="llamaspec-load")
         self._tasks: set[asyncio.Task[Any]] = set()  # unloading; a reference keeps a task alive
-        self._take(find_sources())
+        self._sources = find_sources()
+        self._take()
 
     # Which models there are.
 
@@ -82,14 +85,21 @@ class Models:
         return sorted(found, key=lambda model: -model.last_used)
 
     async def listed(self) -> list[ServedModel]:
-        """Look for new models, and return all."""
-        if time.monotonic() - self._scanned_at >= SCAN_SECONDS:
-            self._scanned_at = time.monotonic()
-            try:
-                self._take(await asyncio.to_thread(self._find_sources))
-            except LlamaspecError as error:
-                self.log.line(f"cannot look for new models: {error}")
+        """Look for new models, and return all. Requests at the same time wait for the same look."""
+        if self._scan is None and time.monotonic() - self._scanned_at >= SCAN_SECONDS:
+            self._scan = asyncio.ensure_future(self._look())
+        if self._scan is not None:
+            await asyncio.shield(self._scan)
+        self._take()  # a model may have been unloaded since the last look
         return self.all
+
+    async def _look(self) -> None:
+        try:
+            self._sources = await asyncio.to_thread(self._find_sources)
+        except LlamaspecError as error:
+            self.log.line(f"cannot look for new models: {error}")
+        finally:
+            self._scanned_at, self._scan = time.monotonic(), None
 
     async def find(self, name: str | None) -> ServedModel:
         """Return the model of a name; without a name the last used or the only one.
@@ -98,38 +108,63 @@ class Models:
         """
         if name and not self.any_name:
             return await self.named(name)
-        known = [model for model in self.all if model.last_used] or self.all or await self.listed()
-        if known and (len(known) == 1 or known[0].last_used):
-            return max(known, key=lambda model: model.last_used)
-        raise RequestError(400, f"is missing; {self._choices}", field="model")
-
-    async def named(self, name: str) -> ServedModel:
-        """Return the model of a name; RequestError (404) if there is none."""
-        model = self._match(name)
+        model = await self._current(self._last_used)
         if model is None:
-            await self.listed()
-            model = self._match(name)
-        if model is None:
-            raise RequestError(404, f"not found; {self._choices}", field="model", code="model_not_found")
+            raise RequestError(400, f"is missing; {choices('', list(self._models))}", field="model")
         return model
 
-    @property
-    def _choices(self) -> str:
-        return f"this server has {', '.join(self._models) or 'no models'}"
+    async def named(self, name: str) -> ServedModel:
+        """Return the model of a name.
+
+        RequestError: there is none (404), or its file generates no text (400).
+        """
+        model = await self._current(lambda: self._match(name))
+        if model is not None:
+            return model
+        refused = [source for source in self._sources if source.refusal is not None]
+        found = matching(name, [(source.name, *source.aliases) for source in refused])
+        if found is not None:
+            message = f"{refused[found].name} {refused[found].refusal}"
+            raise RequestError(400, message, field="model", code="model_not_usable")
+        message = f"not found; {choices(name, list(self._models))}"
+        raise RequestError(404, message, field="model", code="model_not_found")
+
+    async def _current(self, chosen: Callable[[], ServedModel | None]) -> ServedModel | None:
+        """Return the model that is chosen; look for new ones first if there is none, or if it is not loaded.
+
+        The file of a model that is not loaded may have moved, or its draft may have arrived.
+        """
+        model = chosen()
+        if model is None or model.status is Status.UNLOADED:
+            await self.listed()
+            model = chosen()
+        return model
+
+    def _last_used(self) -> ServedModel | None:
+        """Return the last model that was used, or the only one."""
+        used = [model for model in self.all if model.last_used]
+        known = used or (self.all if len(self.all) == 1 else [])
+        return max(known, key=lambda model: model.last_used, default=None)
 
     def _match(self, name: str) -> ServedModel | None:
         found = matching(name, [(model.name, *model.source.aliases) for model in self._models.values()])
         return None if found is None else self.all[found]
 
-    def _take(self, sources: Sequence[ModelSource]) -> None:
-        """Add new models. Those that are gone leave the list once they are unloaded."""
-        names = {source.name for source in sources}
+    def _take(self) -> None:
+        """Take over what the last look has found: new models, and new sources of those that are not loaded.
+
+        Models that are gone leave the list once they are unloaded.
+        """
+        sources = {source.name: source for source in self._sources if source.refusal is None}
         for model in self.all:
-            if model.name not in names and model.status is Status.UNLOADED:
+            if model.status is Status.UNLOADED and model.name not in sources and not model.n_users:
                 del self._models[model.name]
-        for source in sources:
-            if source.name not in self._models:
-                self._models[source.name] = ServedModel(source, int(time.time()), self._usual_seconds)
+        for name, source in sources.items():
+            known = self._models.get(name)
+            if known is None:
+                self._models[name] = ServedModel(source, int(time.time()), self._usual_seconds)
+            elif known.status is Status.UNLOADED:
+                known.source = source
 
     @property
     def _usual_seconds(self) -> float:
@@ -173,7 +208,8 @@ class Models:
     async def load(self, model: ServedModel) -> Service:
         """Return the service of a model, which is loaded first if necessary. Call it while using the model.
 
-        Raises a RequestError: the model cannot be loaded (500), or the server is stopping (503).
+        Raises a RequestError: the model's file cannot be used (400), the model cannot be loaded (500), or the
+        server is stopping (503).
         """
         if model.service is not None:
             return model.service
@@ -214,8 +250,9 @@ class Models:
         except LlamaspecError as error:
             self.log.line(f"cannot load {model.name}: {error}")
             # The reason names files of this machine, which are not for clients.
-            message = f"{model.name} cannot be loaded; the server's log says why"
-            raise RequestError(500, message, code="model_not_loaded") from error
+            is_file, told = isinstance(error, ModelFileError), as_request_error(error).message
+            message = f"{model.name} cannot be loaded: {told}"
+            raise RequestError(400 if is_file else 500, message, code="model_not_loaded") from error
         finally:
             if model.loading is asyncio.current_task():
                 model.loading = None

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from llamaspec.errors import ModelFileError
 from llamaspec.files import file_identity
 from llamaspec.llama.file_facts import FileFacts, file_facts
 from llamaspec.serve.bodies import Fields
@@ -60,6 +60,7 @@ async def _version(*_: object) -> Response:
 async def _tags(models: Models, _: Request) -> Response:
     """List the models."""
     listed = [model for model in await models.listed() if model.source.path.is_file()]
+    await asyncio.to_thread(lambda: [_digest(model) for model in listed])  # reads each new file once
     return JSONResponse({"models": [_about(model) for model in listed]})
 
 
@@ -126,20 +127,27 @@ def _about(model: ServedModel) -> Data:
     # Ollama's lists have names with a tag. Open WebUI adds the tag to a name before it looks it up.
     name = model.name if ":" in model.name else f"{model.name}:latest"
     return {"name": name, "model": name, "modified_at": time_of(model.created),
-            "size": facts.n_bytes, "digest": _digest(model.source.path), "details": details}  # fmt: skip
+            "size": facts.n_bytes, "digest": _digest(model), "details": details}  # fmt: skip
 
 
 def _facts(model: ServedModel) -> FileFacts:
-    """Return the facts in a model's file; ModelFileError if it cannot be read."""
-    try:
+    """Return the facts in a model's file; empty ones if it is gone, which hides no other model of a list."""
+    with suppress(OSError):
         return file_facts(model.source.path)
-    except OSError as error:
-        raise ModelFileError(f"cannot read the file of {model.name}: {error.strerror}") from error
+    return FileFacts()
 
 
-@functools.lru_cache(maxsize=256)
-def _digest(path: Path) -> str:
-    """Return the identity of a model file; cached, because clients ask often."""
+def _digest(model: ServedModel) -> str:
+    """Return the identity of a model's file; empty if it is gone."""
+    path = model.source.path
+    with suppress(OSError):
+        found = path.stat()
+        return _identity(path, found.st_mtime_ns, found.st_size)
+    return ""
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _identity(path: Path, _changed: int, _n_bytes: int) -> str:
     return file_identity(path)
 
 

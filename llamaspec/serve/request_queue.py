@@ -105,6 +105,7 @@ class Submission:
             "generated_tokens": n_generated,
             "tokens_per_second": round(n_generated / seconds, 3) if seconds else None,
             "speedup_estimate": ends[-1].completion.summary.speed_up if ends else None,
+            "draft_fault": next((each.draft_fault for each in done if each.draft_fault is not None), None),
             "cancelled": self.is_cancelled,
             "failed": any(isinstance(state.last, Exception) for state in self.states),
         }
@@ -121,7 +122,7 @@ class Submission:
         while running:
             now = time.monotonic()
             if now >= deadline:
-                raise RequestError(504, "the answer took too long; see --request-timeout", code="timeout")
+                raise too_late()
             was_queued, is_queued = is_queued, all(each.started_at is None for each in running.values())
             # Since the last event, not the last token: the text of a call may be held back.
             is_silent = now - last >= keep_alive
@@ -329,6 +330,11 @@ class RequestQueue:
         waited = (state.started_at or now) - state.asked_at
         seconds = None if first is None else first - state.asked_at
         state.job.runner.metrics.ended(reason, completion, waited, seconds)
+
+
+def too_late() -> RequestError:
+    """Return the error for a request whose time is over."""
+    return RequestError(504, "the answer took too long; see --request-timeout", code="timeout")
 
 
 def server_stopping() -> RequestError:

@@ -19,7 +19,7 @@ from llamaspec.chat.messages import ContentDelta, Delta, Message, TokenLogprobs,
 from llamaspec.engine.completion import Summary
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import SpeculativeFields, without_half_pairs
-from llamaspec.serve.http_errors import openai_error
+from llamaspec.serve.http_errors import LOG_SAYS, openai_error
 from llamaspec.serve.request_queue import Events, Finished, PromptProgress
 from llamaspec.values import Round, Source
 
@@ -198,7 +198,7 @@ def figures(end: Finished, options: SpeculativeFields) -> Data:
         "mask_ms": 1e3 * done.mask_seconds,
         "speedup_estimate": summary.speed_up,
         "unused_draft": None if done.unused_draft is None else done.unused_draft._asdict(),
-        "draft_fault": done.draft_fault,
+        "draft_fault": None if done.draft_fault is None else LOG_SAYS,
     }
     if not options.rounds:
         return {"timings": timings}

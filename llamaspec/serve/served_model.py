@@ -29,6 +29,7 @@ class ModelSource:
     needed_bytes: Callable[[], int] = lambda: 0  # an estimate of the memory that it takes once loaded
     aliases: tuple[str, ...] = ()  # other names that requests may use
     stays: bool = False  # loaded when the server starts, and never unloaded
+    refusal: str | None = None  # why its file generates no text, as a predicate; then it is not offered
 
 
 def open_source(

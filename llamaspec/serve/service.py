@@ -6,6 +6,7 @@ If a client leaves, its sequences end. A slow client pauses only its own sequenc
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence, Set
 from contextlib import suppress
@@ -29,7 +30,7 @@ from llamaspec.serve.constraints import Prompt
 from llamaspec.serve.jobs import ChatRequest, RequestBuilder, Runner
 from llamaspec.serve.log import WORK, ServerLog
 from llamaspec.serve.metrics import ModelMetrics
-from llamaspec.serve.request_queue import RequestQueue
+from llamaspec.serve.request_queue import RequestQueue, too_late
 from llamaspec.serve.response_forms import Form, collected
 from llamaspec.values import TokenArray, n_common
 
@@ -39,6 +40,7 @@ MAX_NAME = 200  # characters of a name in the log
 FINAL_SECONDS = 10  # for the last events of a response, after its time has ended
 CLIENT_LEFT = 499  # HTTP status, seen only in the log
 OWNER = "llamaspec.owner"  # key of a request's scope: the API key that it came with
+DEADLINE = "llamaspec.deadline"  # key of a request's scope: when its time is over, by `monotonic`
 
 
 class Endpoint(NamedTuple):
@@ -110,7 +112,9 @@ class Service:
         jobs = await self.builder.jobs(prompts, body, http.scope.get(OWNER, ""))
         if await http.is_disconnected():
             return Response(status_code=CLIENT_LEFT)
-        submission, timeout = self.queue.submit(jobs), self.settings.request_timeout
+        deadline = http.scope.get(DEADLINE)
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        submission = self.queue.submit(jobs)
         http.scope[WORK] = submission.work
         events = submission.events(timeout, self.settings.keep_alive_seconds)
         if body.stream:
@@ -148,6 +152,19 @@ class EventStream(StreamingResponse):
                 await asyncio.wait_for(super().__call__(scope, receive, send), left)
         finally:
             self.cancel()
+
+
+async def in_time(answer: Awaitable[Response], http: Request, timeout: float | None) -> Response:
+    """Return the response of a handler; RequestError (504) if that takes too long, such as for tokenizing.
+
+    A stream is returned before it begins. What it has left of the time is in the request's scope.
+    """
+    if timeout is not None:
+        http.scope[DEADLINE] = time.monotonic() + timeout
+    try:
+        return await asyncio.wait_for(answer, timeout)
+    except asyncio.TimeoutError:
+        raise too_late() from None
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from llamaspec import Pair
-from llamaspec.errors import MemoryFullError, PromptError
+from llamaspec.errors import FetchError, LlamaspecError, PromptError, RowsMissingError
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, _checked
 from llamaspec.serve.http_errors import RequestError, as_request_error, error_response
@@ -291,9 +291,18 @@ def test_each_api_has_its_own_names_for_faults(status: int, openai: str, anthrop
     }
 
 
+def every_kind(kind: type[Exception]) -> set[type[Exception]]:
+    return {kind}.union(*map(every_kind, kind.__subclasses__()))
+
+
 def test_faults_of_all_kinds() -> None:
+    """Of errors whose messages may name files of the server, clients learn only the kind."""
     assert as_request_error(PromptError("too long")).status == 400
-    assert as_request_error(MemoryFullError("no room")).status == 500
+    fetching = as_request_error(FetchError("the hub has no repository a/b"))
+    assert (fetching.status, fetching.message) == (500, "the hub has no repository a/b")
+    for kind in every_kind(LlamaspecError) - {FetchError, *every_kind(PromptError)}:
+        told = as_request_error(kind(3 if kind is RowsMissingError else "no room for /home/me/x.gguf"))
+        assert (told.status, "home" in told.message) == (500, False)
     broken = as_request_error(KeyError("a secret"))
     assert (broken.status, broken.message) == (500, "internal error: KeyError")
 

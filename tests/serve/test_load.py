@@ -348,14 +348,56 @@ def test_costs_are_read_by_the_compute_thread_alone(demo: Pair, monkeypatch: pyt
     assert readers == {"llamaspec-compute"}
 
 
-def test_an_answer_that_takes_too_long_ends(demo: Pair) -> None:
+def test_an_answer_that_takes_too_long_ends(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"prompt": "def f(", "max_tokens": 500, "seed": 1}
-    with served(demo, request_timeout=1e-3) as server:
+    with served(demo, request_timeout=0.3) as server:
+        gate = Gate(demo, monkeypatch)
         assert server.post("/v1/completions", body).status_code == 504
-        *parts, (_, error) = server.events("/v1/completions", body)
+        ((_, error),) = server.events("/v1/completions", body)
         assert error["error"]["code"] == "timeout"
-        assert len(parts) < 500
+        gate.open()
         until(lambda: server.n_running() == 0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_time_of_a_request_includes_that_of_tokenizing(
+    demo: Pair, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """It began when the prompt was tokenized, however long that had taken."""
+    is_over = threading.Event()
+    vocabulary = type(demo.target.vocabulary)
+    tokenize = vocabulary.tokenize
+
+    def slowly(*text: Any, **how: Any) -> Any:
+        is_over.wait(PATIENCE)
+        return tokenize(*text, **how)
+
+    with served(demo, request_timeout=0.3) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(vocabulary, "tokenize", slowly)
+            for path in ("/v1/completions", "/tokenize"):
+                body = {"prompt": "a", "content": "a", "max_tokens": 1, "stream": streams}
+                answer = server.post(path, body)
+                assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+            is_over.set()
+        assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_tokenizing_leaves_less_time_for_the_answer(demo: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float | None] = []
+    events = Submission.events
+
+    def noted(self: Submission, timeout: float | None, keep_alive: float) -> Any:
+        seen.append(timeout)
+        return events(self, timeout, keep_alive)
+
+    monkeypatch.setattr(Submission, "events", noted)
+    for limit in (1e6, None):
+        with served(demo, request_timeout=limit) as server:
+            server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    assert seen[0] is not None
+    assert 1e6 - PATIENCE < seen[0] < 1e6
+    assert seen[1] is None
 
 
 def test_a_completion_over_its_time_limit_ends_once_it_has_a_line(demo: Pair, alone: Pair) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llamaspec.serve.model_names import matching
+from llamaspec.serve.model_names import choices, distinct, matching
 
 NAMES = [
     ("qwen3-8b", "qwen3-8b:Q4_K_M", "hf.co/Qwen/Qwen3-8B-GGUF:Q4_K_M", "hf.co/Qwen/Qwen3-8B-GGUF"),
@@ -43,3 +43,32 @@ NAMES = [
 )
 def test_names(name: str, found: int | None) -> None:
     assert matching(name, NAMES) == found
+
+
+def test_of_many_names_only_the_most_similar_are_shown() -> None:
+    """A typing error was answered with 13 kB."""
+    names = [*(f"filler-{i}" for i in range(2000)), "acme/qwen3-8b-Q4_K_M", "qwen3-8b-Q8_0", "coder"]
+    for wrong in ("qwen:8b", "qwn3-8b", "Qwen3-8B-Q5_K_M" + "x" * 10_000):
+        told = choices(wrong, names)
+        assert all(name in told for name in names[2000:2002])
+        assert told.endswith(" and 1,998 more, which /v1/models lists")
+        assert len(told) < 200
+    assert choices("x", names[-2:]) in (
+        "this server has qwen3-8b-Q8_0, coder",
+        "this server has coder, qwen3-8b-Q8_0",
+    )
+    assert choices("x", []) == "this server has no models"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "taken", "names"),
+    [
+        (["x", "y"], "", "x y"),
+        (["x a/x", "x b/x", "y b/y"], "", "a/x b/x y"),
+        (["x a/x", "y a/y"], "x", "a/x y"),
+        (["x a/x a/1/x", "x a/x a/2/x", "x b/x"], "", "a/1/x a/2/x b/x"),
+        (["x a/x", "x a/x"], "", "a/x a/x"),  # nothing tells them apart
+    ],
+)
+def test_names_that_tell_models_apart(wanted: list[str], taken: str, names: str) -> None:
+    assert distinct([each.split() for each in wanted], {*taken.split()}) == names.split()

@@ -98,6 +98,20 @@ def test_models_that_arrive_and_leave(shelf: Shelf, monkeypatch: pytest.MonkeyPa
         assert "beta" not in statuses(server)
 
 
+def test_a_model_that_leaves_while_a_request_begins_to_use_it(shelf: Shelf) -> None:
+    """It was loaded, but the server did not know it any more, and never unloaded it."""
+    with several(shelf) as server:
+        (model,) = (each for each in server.models.all if each.name == "beta")
+
+        async def leave() -> bool:
+            del shelf.files["beta"]
+            with server.models.using(model):
+                return model in await server.models.listed()
+
+        assert asyncio.run_coroutine_threadsafe(leave(), server.loop).result(PATIENCE)
+        assert "beta" not in statuses(server)
+
+
 # Loading and unloading
 
 
@@ -218,7 +232,7 @@ def test_a_model_that_cannot_be_loaded_fails_only_its_own_requests(shelf: Shelf)
     with several(shelf) as server:
         for streams in (False, True):
             failed = ask(server, "gamma", stream=streams)
-            assert failed.status_code == 500
+            assert failed.status_code == 400
             assert "gamma cannot be loaded" in failed.json()["error"]["message"]
             assert "/home/me" not in failed.text
         assert text(ask(server, "beta")) == alone(shelf, "beta")

@@ -29,6 +29,13 @@ BODY = {"prompt": "a", "max_tokens": 1}
         ("localhost.evil.example:8080", 403),
         ("127.0.0.1.nip.io", 403),
         ("1.2.3.4.", 403),
+        ("[::1].evil.example", 403),
+        ("[::1]evil.example:80", 403),
+        ("[::1", 403),
+        ("[::1%25evil.example]", 403),
+        ("127.0.0.1:80:evil", 403),
+        ("localhost:evil.example", 403),
+        ("localhost:", 200),
         ("", 403),
     ],
 )
