@@ -1,7 +1,7 @@
 """llama.cpp in this process: start, log, build, aborting evaluations, freeing objects.
 
-llama.cpp explains failures only in its log, so the messages of exceptions quote its error lines. It logs in the
-thread that called it, so each call can tell its own lines from those of other threads.
+llama.cpp explains failures only in its log, so the messages of exceptions quote its error lines. It logs in
+the thread that called it, so each call can tell its own lines from those of other threads.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class _EndpointApp:
         async def handler(service: Service) -> Response:
             return await endpoint.handler(service, http, body)
 
-        return await with_loaded(models, model, http, body, handler)
+        return await with_loaded(models, model, http, body, handler, endpoint.failure)
 
 
 _EMBEDDINGS = ("/embeddings", "/embedding", "/embed")  # ends of the paths in OpenAI's API and others

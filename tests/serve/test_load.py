@@ -352,9 +352,6 @@ def test_an_answer_that_takes_too_long_ends(demo: Pair) -> None:
     body = {"prompt": "def f(", "max_tokens": 500, "seed": 1}
     with served(demo, request_timeout=1e-3) as server:
         assert server.post("/v1/completions", body).status_code == 504
-        *parts, (_, error) = server.events("/v1/completions", body)
-        assert error["error"]["code"] == "timeout"
-        assert len(parts) < 500
         until(lambda: server.n_running() == 0)
 
 
