@@ -123,7 +123,7 @@ _COMPUTING: tuple[Decorator, ...] = (
     click.option("--rpc", multiple=True, metavar="HOST:PORT",
                  help="A machine that computes target layers with llamaspec worker, or with llama.cpp's "
                       "rpc-server of the same version; may be repeated. Use private networks only."),
-    click.option("--threads", type=int, help="Threads for the target; default: the free physical cores."),
+    click.option("--threads", type=int, help="Threads for the target; default: the free full-speed cores."),
     click.option("--draft-threads", type=int, help="Threads for the draft; default: those of the target."),
     click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto",
                  envvar="LLAMASPEC_FLASH_ATTN", show_default=True,

@@ -251,7 +251,7 @@ Examples:
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=Integer(1, 65535), default=PORT, show_default=True, help="Port to listen on.")
-@click.option("--threads", type=Integer(1, 512), help="CPU threads; default: the physical cores.")
+@click.option("--threads", type=Integer(1, 512), help="CPU threads; default: the full-speed cores.")
 @click.option(
     "--device",
     metavar="NAME,...",
