@@ -25,7 +25,7 @@ from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.measure.findings import OK, option_findings
+from llamaspec.measure.findings import OK, llama_cpp_misfit, option_findings
 from llamaspec.measure.store import stored
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.opening import Drafting, open_plan
@@ -379,6 +379,8 @@ def reporting(
 
 
 def _warn(pair: Pair) -> None:
+    if (misfit := llama_cpp_misfit(pair.target.options)) is not None:
+        say(f"warning: {misfit}")
     if not (runtime.repacking_is_safe() or all(model.weights.suits_kernels for model in pair.models)):
         say(
             "warning: this build of llama.cpp uses AMX, which crashes; its fast kernels stay off; "
