@@ -26,7 +26,7 @@ LLAMA_CPP_READY := $(VENV)/.llama-cpp-ready
 PROJECT_READY := $(VENV)/.project-ready
 KERNELS_READY := $(VENV)/.kernels-ready
 
-.PHONY: help run test test-fresh test-kernels test-oldest coverage check bench demo docs format clean rebuild
+.PHONY: help run test test-fresh test-kernels test-oldest test-newest coverage check bench demo docs format clean rebuild
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test-fresh  the same in another order, with other examples  (SEED=7 repeats one)"
 	@echo "make test-kernels  the kernels with sanitizers, and the oracles without kernels"
 	@echo "make test-oldest  templates and the server with the oldest dependencies that are allowed"
+	@echo "make test-newest  the kernels and the oracles with the newest llama-cpp-python, allowed or not"
 	@echo "make coverage   the tests, and the lines and branches that they miss"
 	@echo "make check   style, types, layers, and whether the docs match the commands"
 	@echo "make bench   whole requests, with drafts and without (ARGS='--help')"
@@ -77,6 +78,19 @@ test-oldest:
 	    pytest pytest-randomly hypothesis jsonschema openai anthropic ollama
 	$(OLDEST)/bin/python -m pytest -q tests/chat tests/serve -m "not slow" --ignore=tests/serve/test_page.py \
 	    --ignore=tests/serve/test_description.py --ignore=tests/serve/test_clients.py $(ARGS)
+
+# The kernels and the oracles with the newest llama-cpp-python, which pyproject.toml may not allow yet. A weekly job of CI.
+NEWEST := build/newest
+test-newest:
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet uv
+	echo llama-cpp-python > $(NEWEST)/any-version.txt
+	CMAKE_ARGS="$(BUILD_OPTIONS) $$CMAKE_ARGS" $(NEWEST)/bin/uv pip install --quiet --python $(NEWEST)/bin/python --upgrade \
+	    --no-binary llama-cpp-python --override $(NEWEST)/any-version.txt --group dev --editable '.[serve]'
+	$(NEWEST)/bin/python -c 'from llamaspec.llama import runtime; found = runtime.kernels(); \
+	    print(runtime.backend_description(), found.describe(), sep="\n"); exit(found.level is None)'
+	$(NEWEST)/bin/python -m pytest -q tests/kernels tests/test_oracles.py tests/test_several_sequences.py \
+	    tests/engine/test_exact_law.py $(ARGS)
 
 # Slower than `make test`, and not part of .ci/run.
 coverage: $(KERNELS_READY)

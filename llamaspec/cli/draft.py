@@ -60,7 +60,7 @@ def _draft_options(texts: str) -> Callable[[Command], Command]:
                          help="Context size in tokens; default: the model's training context, limited by "
                               "memory."),
             click.option("--gpu-layers", "-ngl", type=int, help="Layers on the GPU; default: all that fit."),
-            click.option("--threads", type=int, help="Threads; default: the free physical cores."),
+            click.option("--threads", type=int, help="Threads; default: the free full-speed cores."),
             KERNELS_OPTION,
         ),
     )  # fmt: skip

@@ -25,7 +25,7 @@ from llamaspec.llama import runtime
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import CACHE_TYPES, DRAFT_SCORED, FLASH_ATTENTION, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.measure.findings import OK, option_findings
+from llamaspec.measure.findings import OK, llama_cpp_misfit, option_findings
 from llamaspec.measure.store import stored
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.opening import Drafting, open_plan
@@ -123,7 +123,7 @@ _COMPUTING: tuple[Decorator, ...] = (
     click.option("--rpc", multiple=True, metavar="HOST:PORT",
                  help="A machine that computes target layers with llamaspec worker, or with llama.cpp's "
                       "rpc-server of the same version; may be repeated. Use private networks only."),
-    click.option("--threads", type=int, help="Threads for the target; default: the free physical cores."),
+    click.option("--threads", type=int, help="Threads for the target; default: the free full-speed cores."),
     click.option("--draft-threads", type=int, help="Threads for the draft; default: those of the target."),
     click.option("--flash-attn", type=click.Choice(list(FLASH_ATTENTION)), default="auto",
                  envvar="LLAMASPEC_FLASH_ATTN", show_default=True,
@@ -379,6 +379,8 @@ def reporting(
 
 
 def _warn(pair: Pair) -> None:
+    if (misfit := llama_cpp_misfit(pair.target.options)) is not None:
+        say(f"warning: {misfit}")
     if not (runtime.repacking_is_safe() or all(model.weights.suits_kernels for model in pair.models)):
         say(
             "warning: this build of llama.cpp uses AMX, which crashes; its fast kernels stay off; "

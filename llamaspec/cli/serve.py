@@ -23,6 +23,7 @@ from llamaspec.errors import LlamaspecError, WorkerError
 from llamaspec.files import cache_folder
 from llamaspec.llama.devices import PORT, find_devices, serve_worker
 from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.measure.findings import llama_cpp_misfit
 from llamaspec.opening import Drafting
 from llamaspec.serve import MAX_PARALLEL, ServeSettings
 from llamaspec.serve.durations import seconds_of
@@ -172,6 +173,9 @@ def serve(
     folder = None if models_dir is None else Path(models_dir)
     with refusing_values():
         served = served_models(models, folder, serving, settings, tell, pull=pull if may_pull else None)
+    # A single model warns when it is loaded.
+    if not served.any_name and (misfit := llama_cpp_misfit(models.first.target_options)) is not None:
+        say(f"warning: {misfit}")
     with open_socket(settings) as opened, closing(served):
         url = url_of(opened)
         lines = _about_one(served, url) if served.any_name else _about_all(served, url)
@@ -252,7 +256,7 @@ Examples:
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=Integer(1, 65535), default=PORT, show_default=True, help="Port to listen on.")
-@click.option("--threads", type=Integer(1, 512), help="CPU threads; default: the physical cores.")
+@click.option("--threads", type=Integer(1, 512), help="CPU threads; default: the full-speed cores.")
 @click.option(
     "--device",
     metavar="NAME,...",

@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass
+from importlib.metadata import requires
 from pathlib import Path
 
 from llamaspec.errors import LlamaspecError
@@ -38,6 +39,7 @@ class Kernels:
     level: str | None = None  # "avx512", "avx-vnni" or "avx2"; None = they are off
     version: int = 0  # changes with every change of results or costs
     reason: str | None = None  # why they are off; a remedy follows the last semicolon
+    is_misfit: bool = False  # whether the reason is another version or build of llama.cpp
 
     @property
     def name(self) -> str:
@@ -61,7 +63,10 @@ class Kernels:
         >>> Kernels(reason="LLAMASPEC_KERNELS is off").describe()
         "llama.cpp's kernels only: LLAMASPEC_KERNELS is off"
         """
-        return self.name if self.level is not None else f"{self.name} only: {self.reason}"
+        if self.level is not None:
+            return self.name
+        remedy = f"; pip install '{_known_release()}'" if self.is_misfit else ""
+        return f"{self.name} only: {self.reason}{remedy}"
 
 
 def parse_choice(text: str) -> str:
@@ -98,13 +103,14 @@ class KernelLibrary:
         self._fault: str | None = None  # of the environment variable
         self._reason: str | None = "llamaspec's are not loaded"  # why they are off; None = on
         self._is_attached = False
+        self._is_misfit = False
 
     @property
     def facts(self) -> Kernels:
         """The kernels that compute now, or why there are none."""
         active = self._active
         if active is None:
-            return Kernels(reason=self._reason)
+            return Kernels(reason=self._reason, is_misfit=self._is_misfit)
         level: bytes = active.llamaspec_kernels_level()
         return Kernels(level.decode(), active.llamaspec_kernels_version())
 
@@ -156,12 +162,15 @@ class KernelLibrary:
         if self._library is None or self._is_attached:
             return
         if ggml_cpu is None or ggml_base is None:
-            self._reason = "this build of llama.cpp has no libggml-cpu; install another llama-cpp-python"
+            self._reason, self._is_misfit = "this build of llama.cpp has no libggml-cpu", True
             return
         refusal: bytes | None = self._library.llamaspec_kernels_attach(ggml_cpu._handle, ggml_base._handle)
         self._is_attached = refusal is None
         if refusal is not None:
             self._reason = refusal.decode(errors="replace")
+            self._is_misfit = bool(
+                self._library.llamaspec_kernels_level()
+            )  # none if the processor is too old
         elif self._reason == _NOT_STARTED:  # otherwise they were turned off before
             self.turn_on()
 
@@ -206,6 +215,11 @@ class KernelLibrary:
             return None
         is_served = sys.platform == "linux" and os.uname().machine == "x86_64"
         return _NOT_BUILT if is_served else "llamaspec's are for Linux on x86-64 processors"
+
+
+def _known_release() -> str:
+    """Return the requirement of the llama-cpp-python that the kernels were tried with."""
+    return next(each for each in requires("llamaspec") or () if each.startswith("llama-cpp-python"))
 
 
 def _open(path: Path) -> ctypes.CDLL:

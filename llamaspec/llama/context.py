@@ -38,7 +38,7 @@ from llamaspec.llama.options import (
 )
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.resources import ThreadGovernor, governors
-from llamaspec.llama.runtime import AbortFlag, Handle
+from llamaspec.llama.runtime import AbortFlag, Handle, Said
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows
 
@@ -79,9 +79,10 @@ class Context:
         n_wanted = self.context_size if keeps_states else max(self.context_size, options.n_cells or 0)
         n_cells = -(-n_wanted // BLOCK) * BLOCK
         self.max_scored = options.max_scored
-        pointer = _open(weights, options, n_cells, None if other is None else other.pointer, is_head)
+        pointer, said = _open(weights, options, n_cells, None if other is None else other.pointer, is_head)
         self._abort = abort or AbortFlag()
-        self.has_flash_attention = options.flash_attention == "on" or bool(runtime.log.flash_attention)
+        # None if the log does not say.
+        self.flash_attention = options.flash_attention == "on" or said.flash_attention
         needs = (weights.handle, self._abort, None if other is None else other._handle)
         self._handle: Handle | None = Handle(pointer, lib.llama_free, *needs)
         if not lib.llama_get_memory(pointer):
@@ -165,12 +166,12 @@ class Context:
         """Evaluate segments with `llama_decode` or `llama_encode`; errors as for `decode`."""
         pointer, filled = self.pointer, batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))
-        runtime.log.errors.clear()
         self._choose_threads(pointer)
         for each in self._governors:
             each.begin()
         try:
-            status = function(pointer, filled)
+            with runtime.log.of_call() as said:
+                status = function(pointer, filled)
         finally:
             self._abort.clear()  # only now: an abort just before an evaluation must end it, too
             for each in self._governors:
@@ -182,7 +183,7 @@ class Context:
         self.cache.forget()
         if status == 1:
             raise MemoryFullError("the KV cache is full; use a larger context")
-        raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {runtime.log.reason}")
+        raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {said.reason}")
 
     def _choose_threads(self, pointer: Any) -> None:
         if self._governor is not None and self._governor.n_threads != self._n_threads:
@@ -245,8 +246,10 @@ def parts(rows: Rows, lengths: Sequence[int]) -> list[Rows]:
     return [rows[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | None, is_head: bool) -> Any:
-    """Make a llama_context; `other` is a llama_context whose KV cache it uses."""
+def _open(
+    weights: Weights, options: ModelOptions, n_cells: int, other: Any | None, is_head: bool
+) -> tuple[Any, Said]:
+    """Make a llama_context; `other` is a llama_context whose KV cache it uses. Also returns what was said."""
     parameters = lib.llama_context_default_params()
     parameters.n_ctx = n_cells
     parameters.n_batch = parameters.n_ubatch = BATCH
@@ -267,16 +270,14 @@ def _open(weights: Weights, options: ModelOptions, n_cells: int, other: Any | No
     parameters.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
     parameters.type_k = CACHE_TYPES[options.cache_type_k]
     parameters.type_v = CACHE_TYPES[options.cache_type_v]
-    runtime.log.errors.clear()
-    runtime.log.flash_attention = None
-    with runtime.raising_callbacks():
+    with runtime.raising_callbacks(), runtime.log.of_call() as said:
         context = lib.llama_init_from_model(weights.pointer, parameters)
     if not context:
         raise MemoryFullError(
             f"llama.cpp cannot make a context of {n_cells} tokens for {weights.path}: "
-            f"{runtime.log.reason}; use a smaller context"
+            f"{said.reason}; use a smaller context"
         )
-    return context
+    return context, said
 
 
 def _n_sequences(options: ModelOptions) -> int:

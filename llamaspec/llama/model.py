@@ -289,7 +289,7 @@ class LlamaModel:
             reason = "flash attention is off; drop --flash-attn off"
         elif not self.weights.suits_kernels:
             reason = "some weights have a type that llamaspec's kernels do not take; use another quantization"
-        elif not (self._contexts[0].has_flash_attention and self._kernels_compute_everything()):
+        elif not (self._contexts[0].flash_attention and self._kernels_compute_everything()):
             kinds = f"{self.options.cache_type_k} keys and {self.options.cache_type_v} values"
             remedy = "use another model" if kinds == "f16 keys and f16 values" else "use f16 for both"
             reason = f"llama.cpp computes a part of this model with {kinds}; {remedy}"

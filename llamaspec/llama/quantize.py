@@ -92,9 +92,9 @@ def _copy(source: str, destination: str, file_type: str, entries: dict[str, Any]
     parameters.kv_overrides = ctypes.cast(overrides, ctypes.POINTER(lib.llama_model_kv_override))
     runtime.start()
     paths = os.fsencode(source), os.fsencode(destination)
-    if lib.llama_model_quantize(*paths, ctypes.byref(parameters)):
-        return runtime.log.reason
-    return ""
+    with runtime.log.of_call() as said:
+        status = lib.llama_model_quantize(*paths, ctypes.byref(parameters))
+    return said.reason if status else ""
 
 
 def rewrite(

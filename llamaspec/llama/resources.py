@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,10 @@ LASTING_WINDOW = 1.0  # the same, if bits depend on the number of threads
 LONGEST_WINDOW = 4.0  # the same, if the load changes too fast to follow: then its mean decides
 STEADY = 4  # windows; a choice that is reversed within fewer was made too soon
 PAUSE = 0.05  # seconds without evaluations after which the load may have changed
+
+# Linux's measures of a core, and the ratio to the next faster core below which another kind begins. Each core
+# may have its own highest frequency, but those of one kind differ by a few per cent from one to the next.
+_SPEEDS = {"cpu_capacity": 0.7, "cpufreq/cpuinfo_max_freq": 0.9}
 
 
 def available_bytes() -> int:
@@ -110,8 +114,14 @@ def _lines(path: Path) -> list[str]:
 
 
 def n_hardware_threads() -> int:
-    """Return the number of hardware threads that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of hardware threads of full-speed cores that this process may use."""
+    return len(watched_threads())
+
+
+@functools.cache
+def watched_threads() -> frozenset[int]:
+    """Return the hardware threads whose load decides about the number of threads."""
+    return frozenset(full_speed_threads())
 
 
 @functools.cache
@@ -120,18 +130,55 @@ def default_threads() -> int:
     return max(1, min(n_full_speed_cores(), int(cpu_quota(Path("/")) or 1 << 16)))
 
 
-def n_full_speed_cores() -> int:
-    """Return the number of physical cores; on Apple Silicon, of performance cores."""
+def n_full_speed_cores(root: Path = Path("/")) -> int:
+    """Return the number of physical cores of the fastest kind that this process may use."""
     if sys.platform == "darwin":
         command = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]  # fails on Macs whose cores are all alike
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.stdout.strip().isdigit():
             return int(answer.stdout)
     if hasattr(os, "sched_getaffinity"):
-        topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings"
-        cores = os.sched_getaffinity(0)
-        return len({"".join(_lines(Path(topology.format(core)))) or core for core in cores})
-    return psutil.cpu_count(logical=False) or max(1, n_hardware_threads() // 2)
+        return _n_physical(full_speed_threads(root), root)
+    return psutil.cpu_count(logical=False) or max(1, (os.cpu_count() or 1) // 2)
+
+
+def full_speed_threads(root: Path = Path("/")) -> set[int]:
+    """Return the hardware threads of the fastest kind of cores that this process may use; macOS: all.
+
+    Threads share the work of an operation evenly, so fast cores would wait for slow ones.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return set(range(os.cpu_count() or 1))
+    threads = set(os.sched_getaffinity(0))
+    if fast := threads & _numbers(root / "sys/devices/cpu_core/cpus"):  # Intel's hybrids have this file
+        return fast
+    for name, gap in _SPEEDS.items():
+        files = {thread: root / f"sys/devices/system/cpu/cpu{thread}/{name}" for thread in threads}
+        speeds = {thread: int(words[0]) for thread, file in files.items() if (words := _words(file))}
+        if len(speeds) == len(threads) and len({*speeds.values()}) > 1:
+            return _fastest_kind(speeds, gap, root)
+    return threads
+
+
+def _fastest_kind(speeds: Mapping[int, int], gap: float, root: Path) -> set[int]:
+    """Return the threads before the first gap in the speeds. A single favoured core is no kind of its own."""
+    order = sorted(speeds, key=lambda thread: -speeds[thread])
+    for n in range(1, len(order)):
+        if speeds[order[n]] < gap * speeds[order[n - 1]] and _n_physical(order[:n], root) > 1:
+            return set(order[:n])
+    return set(order)
+
+
+def _n_physical(threads: Iterable[int], root: Path) -> int:
+    """Return the number of cores that have these hardware threads."""
+    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings"
+    return len({"".join(_lines(root / siblings.format(thread))) or thread for thread in threads})
+
+
+def _numbers(path: Path) -> set[int]:
+    """Return the numbers in a file such as "0-7,16"."""
+    ranges = [part.partition("-") for part in "".join(_words(path)).split(",") if part]
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
 # The number of threads
@@ -143,14 +190,13 @@ class Usage:
 
     wall: float
     own: float  # processor time of all threads of this process
-    idle: float  # of the cores that this process may use
+    idle: float  # of the full-speed cores that this process may use
 
 
 def usage() -> Usage:
     """Return the times up to now."""
     times = psutil.cpu_times(percpu=True)
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(times))
-    idle = sum(times[core].idle for core in cores if core < len(times))
+    idle = sum(times[thread].idle for thread in watched_threads() if thread < len(times))
     return Usage(time.perf_counter(), time.process_time(), idle)
 
 

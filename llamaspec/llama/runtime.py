@@ -1,6 +1,7 @@
 """llama.cpp in this process: start, log, build, aborting evaluations, freeing objects.
 
-llama.cpp explains failures only in its log, so the messages of exceptions quote its error lines.
+llama.cpp explains failures only in its log, so the messages of exceptions quote its error lines. It logs in
+the thread that called it, so each call can tell its own lines from those of other threads.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -27,32 +27,59 @@ from llamaspec.kernels import OFF, Kernels, library
 _LONGEST_REASON = 500  # characters; names in a damaged file may have any length
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
 _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
+_MOST_ERRORS = 8  # lines that are kept of one call
 
 
-class Log:
-    """A receiver of llama.cpp's log. Clear `errors` before an attempt whose failure `reason` explains."""
+class Said:
+    """What llama.cpp's log says during one call."""
 
     def __init__(self) -> None:
-        self.verbose = False  # whether to show the log on stderr
-        self.errors: deque[str] = deque(maxlen=8)
-        self.flash_attention: bool | None = None  # of the latest context; None if the log does not say
-        self._level = 0
-        # llama.cpp keeps only a pointer: the callback must live as long as the process.
-        self.callback = lib.llama_log_callback(self._receive)
+        self.errors: list[str] = []  # the first ones
+        self.flash_attention: bool | None = None  # of the context that was made; None if the log does not say
 
     @property
     def reason(self) -> str:
-        """The reason of the latest failure, in one line: the first error is the cause of the others."""
+        """The reason of a failure, in one line: the first error is the cause of the others."""
         said = self.errors[0] if self.errors else "llama.cpp gave no reason; --verbose shows its log"
         return printable(said)[:_LONGEST_REASON]
 
-    def _receive(self, level: int, text: bytes, _user_data: object) -> None:
-        self._level = level if level != _LEVEL_CONTINUED else self._level
-        line = text.decode("utf-8", errors="replace")
-        if self._level >= _LEVEL_ERROR and line.strip():
+    def add(self, level: int, line: str) -> None:
+        """Add a line."""
+        if level >= _LEVEL_ERROR and line.strip() and len(self.errors) < _MOST_ERRORS:
             self.errors.append(line.strip())
         if "Flash Attention" in line:
             self.flash_attention = "enabled" in line
+
+
+class _OfThread(threading.local):
+    level = 0  # of its latest line
+    said: Said | None = None  # in its running call
+
+
+class Log:
+    """A receiver of llama.cpp's log."""
+
+    def __init__(self) -> None:
+        self.verbose = False  # whether to show the log on stderr
+        self._here = _OfThread()
+        # llama.cpp keeps only a pointer: the callback must live as long as the process.
+        self.callback = lib.llama_log_callback(self._receive)
+
+    @contextmanager
+    def of_call(self) -> Iterator[Said]:
+        """Collect what the log says while this thread is in the block."""
+        outer, self._here.said = self._here.said, Said()
+        try:
+            yield self._here.said
+        finally:
+            self._here.said = outer
+
+    def _receive(self, level: int, text: bytes, _user_data: object) -> None:
+        here = self._here
+        here.level = level if level != _LEVEL_CONTINUED else here.level
+        line = text.decode("utf-8", errors="replace")
+        if here.said is not None:
+            here.said.add(here.level, line)
         if self.verbose and sys.stderr is not None:
             sys.stderr.write(line)
 

@@ -205,14 +205,14 @@ class Weights:
         parameters.progress_callback = callback = lib.llama_progress_callback(report)
         parameters.load_mtp = options.heads
         parameters.vocab_only = vocabulary_only
-        runtime.log.errors.clear()
-        with runtime.raising_callbacks():
+        with runtime.raising_callbacks(), runtime.log.of_call() as said:
             model = lib.llama_model_load_from_file(os.fsencode(self.path), parameters)
         del callback  # llama.cpp called it until here
         if model:
             return model
-        reason = runtime.log.reason
-        if "alloc" in reason or "memory" in reason:
+        reason = said.reason
+        errors = " ".join(said.errors).replace(str(self.path), "")
+        if "alloc" in errors or "memory" in errors:
             raise MemoryFullError(
                 f"no room for {self.path}: {reason}; close other programs or put fewer layers on the GPU"
             )

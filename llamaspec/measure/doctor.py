@@ -70,7 +70,7 @@ def examine(plan: DraftPlan, working: Working) -> Iterator[Finding]:
                     model = stack.enter_context(LlamaModel(file.path, file.options, on_load))
                 with working(f"trying the {role}"):
                     memory = model.try_memory()
-                examined.append(Examined(role, model, memory, runtime.log.flash_attention))
+                examined.append(Examined(role, model, memory, model.context.flash_attention))
             except LlamaspecError as error:
                 yield Finding.of_error(role, error)
                 continue

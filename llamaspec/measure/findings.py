@@ -1,4 +1,4 @@
-"""What a check of `doctor` finds, and the checks of a model's options, which every command makes."""
+"""What a check of `doctor` finds, and the checks of options and llama.cpp that other commands make, too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llamaspec.errors import LlamaspecError
+from llamaspec.kernels import OFF
+from llamaspec.llama import runtime
 from llamaspec.llama.model import LlamaModel
-from llamaspec.llama.options import cache_bytes
+from llamaspec.llama.options import ModelOptions, cache_bytes
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
@@ -34,6 +36,14 @@ def check(topic: str, text: str, is_fine: bool, fault: str, remedy: str, *option
     if is_fine:
         return Finding(OK, topic, text)
     return Finding(WARNING, topic, text + fault, f"{remedy} ({', '.join(options)})" if options else remedy)
+
+
+def llama_cpp_misfit(options: ModelOptions) -> str | None:
+    """Return how another llama.cpp keeps our kernels off, and a remedy; None if nobody misses them."""
+    # With the option first: asking for the kernels may turn them on.
+    if options.kernels == OFF or not runtime.kernels().is_misfit:
+        return None
+    return runtime.kernels().describe()
 
 
 def option_findings(role: str, model: LlamaModel) -> Iterator[Finding]:

@@ -34,8 +34,8 @@ class MachineFacts:
     kernels: Kernels  # our own
     free_bytes: int | None  # of main memory, before any model is loaded; None if unknown
     n_physical: int  # cores at full speed
-    n_logical: int  # hardware threads
-    n_taken: float = 0.0  # hardware threads that other programs are using
+    n_logical: int  # hardware threads of these cores
+    n_taken: float = 0.0  # of them, those that other programs are using
 
     @property
     def gpus(self) -> tuple[Device, ...]:
@@ -72,7 +72,7 @@ def look_at_machine() -> MachineFacts:
 
 
 class LoadWatch:
-    """Measures how many hardware threads programs use besides this process and its children."""
+    """Measures how many hardware threads of fast cores programs use besides this process and its children."""
 
     def __init__(self) -> None:
         self._begin, self._children = usage(), _seconds_of_children()

@@ -134,7 +134,7 @@ class MessagesForm(Form):
         return _event("message_start", message={**self._head, **empty, "usage": usage})
 
     def _error(self, exception: Exception) -> bytes:
-        return sse(anthropic_error(exception), "error")
+        return _error_event(exception)
 
     def _add(self, index: int, delta: Delta) -> bytes:
         begun = self._start(0)  # usually sent before, with the progress of the prompt
@@ -195,11 +195,19 @@ def _input_usage(n_prompt: int, n_cached: int) -> Data:
     return {**counts, "cache_read_input_tokens": n_cached}
 
 
+def _error_event(error: Exception) -> bytes:
+    return sse(anthropic_error(error), "error")
+
+
+def _failure(model: str, body: MessagesBody, error: Exception) -> bytes:
+    return _error_event(error)
+
+
 def _event(kind: str, **data: Any) -> bytes:
     return sse({"type": kind, **data}, kind)
 
 
 ENDPOINTS = (
-    Endpoint("/v1/messages", _create, MessagesBody),
+    Endpoint("/v1/messages", _create, MessagesBody, failure=_failure),
     Endpoint("/v1/messages/count_tokens", _count_tokens, CountTokensBody),
 )

@@ -145,7 +145,7 @@ class _EndpointApp:
         async def handler(service: Service) -> Response:
             return await in_time(endpoint.handler(service, http, body), http, models.settings.request_timeout)
 
-        return await with_loaded(models, model, http, body, handler)
+        return await with_loaded(models, model, http, body, handler, endpoint.failure)
 
 
 _EMBEDDINGS = ("/embeddings", "/embedding", "/embed")  # ends of the paths in OpenAI's API and others

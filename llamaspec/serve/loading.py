@@ -8,30 +8,34 @@ about every error. tests/serve/test_models.py.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from llamaspec.serve.bodies import ModelBody
-from llamaspec.serve.http_errors import RequestError, anthropic_error, error_response, openai_error
+from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.models import Models
 from llamaspec.serve.ollama import LOADING_SINCE, OllamaForm
-from llamaspec.serve.response_forms import Form, sse
+from llamaspec.serve.response_forms import Form
 from llamaspec.serve.served_model import ServedModel
 from llamaspec.serve.service import CLIENT_LEFT, EventStream, Service, while_connected
 
 SILENT_SECONDS = 1.0  # before the stream begins
 Handler = Callable[[Service], Awaitable[Response]]
+Failure = Callable[[str, ModelBody, Exception], bytes]  # see `Endpoint`
 
 
 async def with_loaded(
-    models: Models, model: ServedModel, http: Request, body: ModelBody, handler: Handler
+    models: Models, model: ServedModel, http: Request, body: ModelBody, handler: Handler, failure: Failure
 ) -> Response:
     """Load a model if necessary, and return the response of the handler.
 
-    Call it while using the model. If the client leaves, the request stops waiting.
+    `failure` ends a stream that has begun. Call it while using the model. If the client leaves, the request
+    stops waiting.
     """
     if model.service is not None:
         return await handler(model.service)
@@ -40,20 +44,32 @@ async def with_loaded(
     if body.is_streamed:
         await asyncio.wait({loading}, timeout=SILENT_SECONDS)
         if not loading.done():
-            return _begun_stream(models, model, http.scope["path"], loading, handler)
+            end = partial(failure, model.name, body)
+            return _begun_stream(models, model, http, loading, handler, end)
     timeout = models.settings.request_timeout
     try:
         service = await while_connected(asyncio.wait_for(loading, timeout), http.receive)
     except asyncio.TimeoutError:
-        raise RequestError(504, "loading the model took too long; see --request-timeout") from None
+        raise _too_late() from None
     return Response(status_code=CLIENT_LEFT) if service is None else await handler(service)
 
 
+def _too_late() -> RequestError:
+    return RequestError(504, "loading the model took too long; see --request-timeout", code="timeout")
+
+
 def _begun_stream(
-    models: Models, model: ServedModel, path: str, loading: asyncio.Future[Service], handler: Handler
+    models: Models,
+    model: ServedModel,
+    http: Request,
+    loading: asyncio.Future[Service],
+    handler: Handler,
+    failed: Callable[[Exception], bytes],
 ) -> Response:
     """Return a stream that begins before its model is loaded."""
-    is_ollama, settings = path.startswith("/api/"), models.settings
+    path, timeout = http.scope["path"], models.settings.request_timeout
+    is_ollama, begin = path.startswith("/api/"), http.scope[LOADING_SINCE] / 1e9
+    deadline = math.inf if timeout is None else begin + timeout
     answer: Response | None = None
 
     def comment() -> bytes:
@@ -61,19 +77,15 @@ def _begun_stream(
             return OllamaForm(model.name, is_chat=path == "/api/chat").waiting()
         return f": loading {model.name}\n\n".encode()
 
-    def failed(error: Exception) -> bytes:
-        if is_ollama:
-            return bytes(error_response(path, error).body) + b"\n"
-        if path.startswith("/v1/messages"):
-            return sse(anthropic_error(error), "error")
-        return sse(openai_error(error))
-
     async def parts() -> AsyncIterator[bytes]:
         nonlocal answer
         try:
-            yield comment()
-            while not (await asyncio.wait({loading}, timeout=settings.keep_alive_seconds))[0]:
+            while not loading.done():
                 yield comment()
+                left = deadline - time.monotonic()
+                await asyncio.wait({loading}, timeout=min(left, models.settings.keep_alive_seconds))
+                if not loading.done() and time.monotonic() >= deadline:
+                    raise _too_late()
             answer = await handler(loading.result())
         except Exception as error:  # noqa: BLE001  # the client gets the error
             models.log.fault(error)
@@ -91,5 +103,5 @@ def _begun_stream(
             answer.cancel()
 
     media_type = (OllamaForm if is_ollama else Form).media_type
-    timeout = settings.request_timeout  # twice: to load the model, and to answer
+    # Twice: to load the model, and to answer.
     return EventStream(parts(), media_type, cancel, None if timeout is None else 2 * timeout)

@@ -284,7 +284,7 @@ class OllamaForm(Form):
         return self._complete_call() + self._line(**self._part(""), **self._last(end))
 
     def _error(self, exception: Exception) -> bytes:
-        return f"{as_line(ollama_error(exception))}\n".encode()
+        return _error_line(exception)
 
     def _complete_call(self) -> bytes:
         """Return the line of the call that has been collected, if there is one."""
@@ -313,11 +313,19 @@ class OllamaForm(Form):
         }
 
 
+def _error_line(error: Exception) -> bytes:
+    return f"{as_line(ollama_error(error))}\n".encode()
+
+
+def _failure(model: str, body: OllamaBody, error: Exception) -> bytes:
+    return _error_line(error)
+
+
 def _call(call_id: str, name: str, arguments: str) -> Data:
     return {"id": call_id, "function": {"name": name, "arguments": arguments_of(arguments)}}
 
 
 ENDPOINTS = (
-    Endpoint("/api/chat", _chat, OllamaChatBody),
-    Endpoint("/api/generate", _generate, OllamaGenerateBody),
+    Endpoint("/api/chat", _chat, OllamaChatBody, failure=_failure),
+    Endpoint("/api/generate", _generate, OllamaGenerateBody, failure=_failure),
 )

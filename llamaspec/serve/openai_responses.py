@@ -322,4 +322,8 @@ class ResponsesForm(Form):
         return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
 
 
-ENDPOINTS = (Endpoint("/v1/responses", _respond, ResponsesBody),)
+def _failure(model: str, body: ResponsesBody, error: Exception) -> bytes:
+    return bytes(ResponsesForm(model, body).refusal(error).body)
+
+
+ENDPOINTS = (Endpoint("/v1/responses", _respond, ResponsesBody, failure=_failure),)

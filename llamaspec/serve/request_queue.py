@@ -239,6 +239,8 @@ class RequestQueue:
                 self._count_rounds(state, stream)
                 if state.first_text_at is None and stream.rounds:
                     state.first_text_at = self._clock()
+                if stream.is_over and stream.completion.stop_reason is StopReason.INTERRUPT:
+                    raise RequestError(503, "the model was unloaded; send the request again")
                 if stream.is_over or self._is_overdue(state, stream):
                     self._finish(state, Finished(stream.completion, stream.n_thought))
             except Exception as error:  # noqa: BLE001  # the client gets the error

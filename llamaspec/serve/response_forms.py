@@ -106,11 +106,10 @@ class Form(ABC):
                     yield self._finish(index, event)
                 else:
                     yield self._add(index, event)
+            yield self._end()
         except Exception as exception:  # noqa: BLE001  # the client sees the error
             on_error(exception)
             yield self._error(exception)
-            return
-        yield self._end()
 
 
 def arguments_of(text: str) -> Data:

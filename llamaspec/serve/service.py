@@ -27,11 +27,12 @@ from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, GenerationBody
 from llamaspec.serve.constraints import Prompt
+from llamaspec.serve.http_errors import openai_error
 from llamaspec.serve.jobs import ChatRequest, RequestBuilder, Runner
 from llamaspec.serve.log import WORK, ServerLog
 from llamaspec.serve.metrics import ModelMetrics
 from llamaspec.serve.request_queue import RequestQueue, too_late
-from llamaspec.serve.response_forms import Form, collected
+from llamaspec.serve.response_forms import Form, collected, sse
 from llamaspec.values import TokenArray, n_common
 
 T = TypeVar("T")
@@ -41,6 +42,10 @@ FINAL_SECONDS = 10  # for the last events of a response, after its time has ende
 CLIENT_LEFT = 499  # HTTP status, seen only in the log
 OWNER = "llamaspec.owner"  # key of a request's scope: the API key that it came with
 DEADLINE = "llamaspec.deadline"  # key of a request's scope: when its time is over, by `monotonic`
+
+
+def _openai_failure(model: str, body: Fields, error: Exception) -> bytes:
+    return sse(openai_error(error))
 
 
 class Endpoint(NamedTuple):
@@ -55,6 +60,8 @@ class Endpoint(NamedTuple):
     body: type[Fields] | None = None
     is_general: bool = False
     method: str | None = None  # None: see above
+    # The end of a stream that fails before its model is loaded: (name of the model, body, error) -> events.
+    failure: Callable[[str, Any, Exception], bytes] = _openai_failure
 
 
 @dataclass(frozen=True, slots=True, eq=False)

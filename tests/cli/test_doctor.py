@@ -300,6 +300,11 @@ def test_devices() -> None:
         ({}, "kernels", None),
         ({"kernels": Kernels("avx2", 1)}, "kernels", None),
         ({"kernels": Kernels(reason="they were not built; install a compiler")}, "kernels", "install a comp"),
+        (
+            {"kernels": Kernels(reason="this is ggml 0.26", is_misfit=True)},
+            "kernels",
+            "pip install 'llama-cpp",
+        ),
     ],
 )
 def test_machines(changes: dict[str, Any], topic: str, remedy: str | None) -> None:

@@ -13,7 +13,9 @@ from command import ENTRY, Answer, answer_of, invoke, python
 from llamaspec import LlamaModel, ModelOptions, public
 from llamaspec.cli.main import SUBCOMMANDS
 from llamaspec.cli.main import main as group
+from llamaspec.kernels import KernelLibrary, Kernels
 from llamaspec.llama import runtime
+from llamaspec.measure.findings import llama_cpp_misfit
 
 MOST_MODULES = 70  # packages included
 MAIN = "\nimport runpy; runpy.run_module('llamaspec', run_name='__main__', alter_sys=True)"
@@ -93,6 +95,40 @@ def test_ctrl_c_that_is_ignored_stays_so() -> None:
     """`nohup` ignores it, and so do background jobs of scripts."""
     answer = started(f"{WHILE_LOADING.format(module='click')}{IGNORED}\n{AT_THE_END}", "-h")
     assert (answer.code, answer.stderr) == (0, "")
+
+
+OTHER_LLAMA_CPP = Kernels(reason="this is ggml 0.26", is_misfit=True)
+
+
+@pytest.mark.parametrize("command", [["generate", "-n", "1", "x"], ["serve"], ["serve", "--models-dir"]])
+def test_another_llama_cpp_is_no_secret(
+    target_file: Path, own_list: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    """Once, only `doctor` told of a release that switched the kernels off."""
+    monkeypatch.setattr(KernelLibrary, "facts", OTHER_LLAMA_CPP)
+    monkeypatch.setattr("llamaspec.serve.app.Server.run", lambda self, sockets: self._ready())
+    more: list[str | Path] = [target_file.parent] if command[-1] == "--models-dir" else []
+    more += ["--port", "0"] if command[0] == "serve" else []
+    answer = invoke(*command, *more, "--threads", "1")
+    assert answer.code == 0, answer
+    start = "llamaspec: warning: llama.cpp's kernels only: this is ggml 0.26; pip install 'llama-cpp-python"
+    assert [line.startswith(start) for line in answer.stderr.splitlines() if "0.26" in line] == [True]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "choice"),
+    [
+        (OTHER_LLAMA_CPP, "off"),
+        (Kernels(reason="LLAMASPEC_KERNELS is off"), "auto"),
+        (Kernels(reason="llamaspec's are for Linux on x86-64 processors"), "auto"),
+        (Kernels("avx2", 1), "auto"),
+    ],
+)
+def test_kernels_that_nobody_can_expect_get_no_warning(
+    monkeypatch: pytest.MonkeyPatch, kernels: Kernels, choice: str
+) -> None:
+    monkeypatch.setattr(KernelLibrary, "facts", kernels)
+    assert llama_cpp_misfit(ModelOptions(kernels=choice)) is None
 
 
 def test_help_loads_little() -> None:

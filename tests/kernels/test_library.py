@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from command import python
 from llamaspec.errors import LlamaspecError
@@ -133,7 +135,7 @@ def test_they_may_be_turned_off_before_llama_cpp_starts(loaded: KernelLibrary) -
 def test_another_llama_cpp(loaded: KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAND_IN_REFUSES", "1")
     attach(loaded)
-    assert loaded.facts == Kernels(reason="llama.cpp is another one; install an older one")
+    assert loaded.facts == Kernels(reason="llama.cpp is another one; install an older one", is_misfit=True)
     assert ctypes.CDLL(str(loaded.path)).llamaspec_kernels_is_on() == 0
 
 
@@ -152,7 +154,11 @@ def test_a_build_of_llama_cpp_without_such_libraries(loaded: KernelLibrary) -> N
     assert runtime.loaded("ggml-cpu") is not None
     assert runtime.loaded("ggml-nothing") is None
     loaded.attach(None, runtime.loaded("ggml-base"))
-    assert "this build of llama.cpp has no libggml-cpu" in loaded.facts.describe()
+    (found,) = re.findall(
+        r"^llama.cpp's kernels only: this build of llama.cpp has no libggml-cpu; pip install '(.*)'$",
+        loaded.facts.describe(),
+    )
+    assert Requirement(found).name == "llama-cpp-python"
 
 
 def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from llama_cpp import llama_cpp as lib
 from forward_requests import evaluate, request, text
 from llamaspec.kernels import Kernels
 from llamaspec.llama import context, resources, runtime
-from llamaspec.llama.resources import LASTING_WINDOW, PAUSE, WINDOW, ThreadGovernor, Usage
+from llamaspec.llama.resources import LASTING_WINDOW, PAUSE, WINDOW, ThreadGovernor, Usage, usage
 from model_store import OpenModel
 from tiny_models import Recipe
 
@@ -124,6 +125,74 @@ def test_cores_of_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     assert resources.n_full_speed_cores() == 4  # half of the hardware threads
+
+
+def cores(n: int, ghz: float, *, smt: int = 1, capacity: int | None = None) -> list[dict[str, str | int]]:
+    """Equal cores: what Linux says about each, with its number of hardware threads."""
+    said: dict[str, str | int] = {"smt": smt, "cpufreq/cpuinfo_max_freq": round(1e6 * ghz)}
+    return [said | ({} if capacity is None else {"cpu_capacity": capacity})] * n
+
+
+def write_topology(root: Path, said: list[dict[str, str | int]], n_listed: int = 0) -> None:
+    """Write /sys of a machine with these cores; on hybrids, Intel's driver lists the threads of the first."""
+    cpu = 0
+    for i, core in enumerate(said):
+        threads = range(cpu, cpu + int(core["smt"]))
+        if i == n_listed and n_listed:
+            write(root, {"sys/devices/cpu_core/cpus": f"0-{cpu - 1}\n"})
+        facts = {"topology/thread_siblings": f"{sum(1 << thread for thread in threads):08x}"}
+        facts |= {name: str(value) for name, value in core.items() if name != "smt"}
+        for cpu in threads:
+            write(
+                root,
+                {f"sys/devices/system/cpu/cpu{cpu}/{name}": f"{value}\n" for name, value in facts.items()},
+            )
+        cpu += 1
+
+
+ULTRA_265K = [*cores(2, 5.5), *cores(6, 5.4), *cores(12, 4.6)]
+I7_13700K = [*cores(2, 5.4, smt=2), *cores(6, 5.3, smt=2), *cores(8, 4.2)]
+I9_12900 = [*cores(2, 5.1, smt=2), *cores(6, 4.9, smt=2), *cores(8, 3.8)]
+TWO_CCDS = [core for rank in range(16) for core in cores(1, 5.75 * 0.98**rank, smt=2)]
+RK3588 = [*cores(4, 1.8, capacity=398), *cores(2, 2.4, capacity=1024), *cores(2, 2.26, capacity=965)]
+PHONE = [*cores(3, 2.0, capacity=325), *cores(4, 2.8, capacity=850), *cores(1, 3.36, capacity=1024)]
+
+
+@pytest.mark.parametrize(
+    ("said", "n_listed", "affinity", "n_cores", "n_threads"),
+    [
+        (ULTRA_265K, 8, range(20), 8, 8),
+        (ULTRA_265K, 0, range(20), 8, 8),  # an old kernel: frequencies tell
+        (I7_13700K, 8, range(24), 8, 16),
+        (I7_13700K, 0, range(24), 8, 16),
+        (I9_12900, 8, range(24), 8, 16),
+        (I7_13700K, 8, [2, 3, 4, 5, 18, 19], 2, 4),  # a container
+        (I7_13700K, 8, range(16, 20), 4, 4),  # one with slow cores only
+        (cores(16, 3.8, smt=2), 0, range(32), 16, 32),  # a Xeon
+        (TWO_CCDS, 0, range(32), 16, 32),  # an AMD: each core has its own frequency, the last 26 % less
+        ([*cores(1, 4.0, smt=2), *cores(9, 3.5, smt=2)], 0, range(20), 10, 20),  # one favoured core
+        (cores(4, 2.4), 0, range(4), 4, 4),  # a Raspberry Pi 5
+        (RK3588, 0, range(8), 4, 4),
+        (RK3588, 0, range(4), 4, 4),
+        (PHONE, 0, range(8), 5, 5),
+        ([*cores(4, 2.4, capacity=780), *cores(4, 3.0, capacity=1024)], 0, range(8), 8, 8),  # two good kinds
+        ([{"smt": 2}] * 4, 0, range(8), 4, 8),  # a virtual machine knows nothing
+    ],
+)
+def test_only_fast_cores_count(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[dict[str, str | int]],
+    n_listed: int,
+    affinity: Iterable[int],
+    n_cores: int,
+    n_threads: int,
+) -> None:
+    """Once, all cores of a hybrid counted: fast ones waited for slow ones in every operation."""
+    write_topology(tmp_path, said, n_listed)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity), raising=False)
+    assert resources.n_full_speed_cores(tmp_path) == n_cores
+    assert len(resources.full_speed_threads(tmp_path)) == n_threads
 
 
 # The number of threads
@@ -237,6 +306,21 @@ def test_short_evaluations_share_a_window() -> None:
     machine.n_others = 1
     assert machine.run(2000, 0.0005)[-1] == 1
     assert machine.n_looks < 40
+
+
+def test_programs_on_slow_cores_take_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cores beyond the fast ones once had to be idle, as the second hardware threads of cores."""
+    wall = 0.0
+    monkeypatch.setattr(resources, "watched_threads", lambda: frozenset(range(8)))
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: [SimpleNamespace(idle=0.0)] * 20)
+    clock = SimpleNamespace(perf_counter=lambda: wall, process_time=lambda: 8 * wall)
+    monkeypatch.setattr(resources, "time", clock)
+    governor = ThreadGovernor(8, resources.n_hardware_threads(), WINDOW, usage, lambda: wall)
+    for _ in range(40):
+        governor.begin()
+        wall += STEP
+        governor.finish(8)
+        assert governor.n_threads == 8
 
 
 def test_one_core_needs_no_measurement() -> None:

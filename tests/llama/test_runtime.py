@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,10 @@ import pytest
 from llama_cpp import llama_cpp as lib
 
 from forward_requests import request
-from llamaspec import EvaluationError
+from llamaspec import EvaluationError, LlamaModel, ModelFileError
+from llamaspec.errors import MemoryFullError
 from llamaspec.llama import runtime
-from model_store import OpenModel
+from model_store import ModelStore, OpenModel
 from patience import PATIENCE
 
 
@@ -89,18 +92,70 @@ def test_a_hook_that_is_set_inside_the_block_stays(monkeypatch: pytest.MonkeyPat
     assert shown == [error]
 
 
-def test_a_failure_is_not_explained_by_an_older_one(
-    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once, the reason was the oldest of the last eight errors, even of another failure."""
+def failing(lines: Sequence[bytes], result: object, elsewhere: Callable[[], object]) -> Callable[..., object]:
+    """A function of llama.cpp that fails with these errors, while another thread is in llama.cpp, too."""
+
+    def fails(*_: object) -> object:
+        with ThreadPoolExecutor(1) as another:
+            for line in lines:
+                another.submit(elsewhere).result(PATIENCE)
+                runtime.log.callback(4, line, None)
+        return result
+
+    return fails
+
+
+def complain() -> None:
+    runtime.log.callback(4, b"an error of another thread\n", None)
+
+
+def test_a_failure_is_explained_by_its_own_call(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, the reason was the oldest of the last eight errors, even of another failure or thread."""
     model = opened()
-    runtime.log.callback(4, b"an error of long ago\n", None)
-
-    def fails(*_: object) -> int:
-        runtime.log.callback(4, b"the cause\n", None)
-        runtime.log.callback(4, b"its consequence\n", None)
-        return -3
-
-    monkeypatch.setattr(lib, "llama_decode", fails)
+    complain()
+    lines = [b"the cause\n", *[b"its consequence\n"] * 9]
+    monkeypatch.setattr(lib, "llama_decode", failing(lines, -3, complain))
     with pytest.raises(EvaluationError, match=r"\(code -3\): the cause$"):
         model.forward(request(5))
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        ([b"unable to allocate CPU buffer\n", *[b"failed to load model\n"] * 9], MemoryFullError),
+        ([b"failed to open GGUF file '%s'\n"], ModelFileError),
+    ],
+)
+def test_a_load_without_memory_is_not_taken_for_a_damaged_file(
+    opened: OpenModel,
+    store: ModelStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: list[bytes],
+    error: type[Exception],
+) -> None:
+    """A model that was evaluated meanwhile cleared the log; and a folder named `memory` was a lack of it."""
+    running = opened()
+    path = tmp_path / "memory" / "model.gguf"
+    path.parent.mkdir()
+    shutil.copy(store.path(), path)
+    lines = [line.replace(b"%s", bytes(path)) for line in lines]
+    evaluate = partial(running.forward, request(5))
+    monkeypatch.setattr(lib, "llama_model_load_from_file", failing(lines, None, evaluate))
+    with pytest.raises(error, match=lines[0].decode().strip()):
+        LlamaModel(path)
+
+
+def test_a_context_knows_its_own_attention(opened: OpenModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context that another thread opened at the same time once decided whether results are exact."""
+    make = lib.llama_init_from_model
+
+    def making(*arguments: object) -> object:
+        made = make(*arguments)
+        with ThreadPoolExecutor(1) as another:
+            said = b"Flash Attention was auto, set to disabled\n"
+            another.submit(runtime.log.callback, 2, said, None).result(PATIENCE)
+        return made
+
+    monkeypatch.setattr(lib, "llama_init_from_model", making)
+    assert opened(flash_attention="auto").context.flash_attention is True

@@ -327,27 +327,3 @@ def nameless(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for item in items
         if item["type"] != "message" or item["content"][0]["text"]
     ]
-
-
-def test_an_error_in_a_stream_has_the_form_of_the_api() -> None:
-    async def broken() -> AsyncIterator[tuple[int, Event]]:
-        yield 0, ContentDelta("a")
-        raise RuntimeError("a secret of ours")
-
-    async def events(form: Any) -> str:
-        return b"".join([part async for part in form.stream(broken(), print)]).decode()
-
-    made = [
-        asyncio.run(events(form))
-        for form in (
-            ChatForm("m", CHAT, NONE),
-            CompletionForm("m", CompletionBody(prompt="a"), NONE),
-            MessagesForm("m", MESSAGES, 9, STOPPING),
-            ResponsesForm("m", ResponsesBody(input="a")),
-        )
-    ]
-    assert all("secret" not in text for text in made)
-    lasts = [parse_events(text)[-1] for text in made]
-    assert lasts[0][1]["error"]["type"] == lasts[1][1]["error"]["type"] == "server_error"
-    assert (lasts[2][0], lasts[2][1]["error"]["type"]) == ("error", "api_error")
-    assert (lasts[3][0], lasts[3][1]["response"]["status"]) == ("response.failed", "failed")

@@ -353,8 +353,6 @@ def test_an_answer_that_takes_too_long_ends(demo: Pair, monkeypatch: pytest.Monk
     with served(demo, request_timeout=0.3) as server:
         gate = Gate(demo, monkeypatch)
         assert server.post("/v1/completions", body).status_code == 504
-        ((_, error),) = server.events("/v1/completions", body)
-        assert error["error"]["code"] == "timeout"
         gate.open()
         until(lambda: server.n_running() == 0)
 
