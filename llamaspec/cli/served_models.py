@@ -69,15 +69,17 @@ class Served:
     serving: Serving
     is_alone: bool = False
 
-    @cached_property
-    def plan(self) -> DraftPlan:
-        """What drafts for it. If there are several models, nothing is fetched, and drafts are optional."""
+    def plan(self, *, needs_room: bool = True) -> DraftPlan:
+        """Return what drafts for it now. If there are several models, nothing is fetched.
+
+        A draft that nobody asked for is left out if memory has no room for it now, unless not `needs_room`.
+        """
         choice = self.choice
         if self.is_alone:
-            plan = find_plan(choice)
+            plan = find_plan(choice, needs_room=needs_room)
         else:
             draft = None if choice.draft == AUTO else choice.draft  # by default, one that is on this machine
-            plan = find_plan(replace(choice, draft=draft), locate_model)
+            plan = find_plan(replace(choice, draft=draft), locate_model, needs_room=needs_room)
         return _with_room(plan, choice, self.serving, self.defaults.n_ctx)
 
     @cached_property
@@ -87,7 +89,7 @@ class Served:
 
     def needed_bytes(self) -> int:
         """Return an estimate of the memory that it takes once it is loaded; ModelFileError if that fails."""
-        plan = self.plan
+        plan = self.plan(needs_room=False)
         heads = [] if plan.heads is None or plan.has_own_heads else [plan.heads]
         try:
             return sum(
@@ -98,19 +100,26 @@ class Served:
             raise ModelFileError(f"cannot read {error.filename}: {error.strerror}; check the path") from error
 
     @contextmanager
-    def open(self, on_load: LoadProgress) -> Iterator[OpenModel]:
-        """Load it, with its saved prefixes; at the end, save these and what was learnt about the pair."""
+    def open(self, on_load: LoadProgress, keeps_draft: bool = False) -> Iterator[OpenModel]:
+        """Load it, with its saved prefixes; at the end, save these and what was learnt about the pair.
+
+        With `keeps_draft`, MemoryFullError if there is no room for a draft that nobody asked for.
+        """
+        plan = self.plan(needs_room=not keeps_draft)
         serving, stays = self.serving, self.is_alone and self.serving.stays
         folder = None
         if serving.cache_folder is not None:
             folder = PrefixFolder(serving.cache_folder, serving.cache_folder_bytes)
         if stays:
             opening: AbstractContextManager[Pair] = reporting(
-                self.plan, self.choice, serving.drafting, serving.store
+                plan, self.choice, serving.drafting, serving.store
             )
         else:
-            check_files(self.plan)
-            opening = open_plan(self.plan, serving.drafting, store=serving.store, on_load=on_load, notify=say)
+            check_files(plan)
+            opening = open_plan(
+                plan, serving.drafting, store=serving.store, on_load=on_load, notify=say,
+                keeps_draft=keeps_draft,
+            )  # fmt: skip
         with opening as pair, _leaving_store(pair), _prefixes(folder, pair):
             if stays:
                 with SlowProgress("preparing the server"), suppress(ConstraintError):
@@ -245,7 +254,7 @@ def served_models(
 def _only_source(name: str | None, choice: ModelChoice, serving: Serving) -> ModelSource:
     """Return the only model of a server, which is loaded when the server starts."""
     served = Served(choice, serving, is_alone=True)
-    path = served.plan.target.path
+    path = served.plan().target.path
     name = printable(name or (DEMO if choice.is_embedded else path.stem))
     return ModelSource(name, path, served.open, served.needed_bytes, stays=serving.stays)
 
