@@ -233,9 +233,12 @@ class Loader:
     async def _make_room(self, model: ServedModel) -> None:
         """Unload models until there is room for another one, after the requests that use them."""
         is_told = False
-        while to_go := models_to_go(model, self._present, self._settings):
+        while True:
             self._changed.clear()
+            to_go = models_to_go(model, self._present, self._settings)
             self._choose(to_go)
+            if not to_go:
+                return
             in_use = [each.name for each in to_go if each.n_users]
             if not in_use:
                 for each in to_go:
@@ -245,7 +248,6 @@ class Loader:
                 is_told = True
                 self._log.line(f"{model.name} waits until {', '.join(in_use)} can be unloaded")
             await self._changed.wait()
-        self._choose(())
 
     async def _opened(self, model: ServedModel) -> Service:
         """Open a model. Without memory, unload idle ones first; only then may a default draft be left out."""
