@@ -19,10 +19,11 @@ import yaml
 from chat_models import TALKER, write_chat_model
 from command import invoke
 from hub_server import Hub
-from llamaspec import ModelOptions, hidden_drafts, open_pair
+from llamaspec import ModelOptions, open_pair
 from llamaspec.cli.model_options import ModelChoice, ModelChoices
 from llamaspec.cli.served_models import Served, Serving
 from llamaspec.errors import MemoryFullError
+from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.resources import available_bytes
 from llamaspec.opening import Drafting
@@ -174,7 +175,6 @@ def test_a_default_draft_is_left_out_only_while_memory_is_short(
     choice = ModelChoice(str(target), None, False, Copying.OFF, False, options, options)
     served = Served(choice, Serving(Drafting(draft_length=2), parallel=1, stays=False))
     needed = served.needed_bytes()
-    open_heads = hidden_drafts.PredictionHeads
 
     def has_draft(*, keeps_draft: bool) -> bool:
         with served.open(lambda _: None, keeps_draft) as opened:
@@ -185,7 +185,7 @@ def test_a_default_draft_is_left_out_only_while_memory_is_short(
 
     for changed, short, usual in (
         ("llamaspec.plan.available_bytes", lambda: 1000, available_bytes),
-        ("llamaspec.hidden_drafts.PredictionHeads", fail, open_heads),
+        ("llamaspec.hidden_drafts.PredictionHeads", fail, PredictionHeads),
     ):
         monkeypatch.setattr(changed, short)
         with pytest.raises(MemoryFullError, match="no room"):
