@@ -98,18 +98,22 @@ def open_plan(
     store: PrefixStore | None = None,
     on_load: LoadProgress | None = None,
     notify: Notify = ignore_line,
+    keeps_draft: bool = False,
 ) -> Pair:
     """Load the models of a plan, and give the pair its length policy; see `open_pair`.
 
     The pair stores finished sequences within the limit of `store`, which several pairs may share; None = the
     default limit. `notify` receives warnings, also if the target is opened without a draft that nobody asked
-    for, because that cannot be loaded. InexactError if `drafting.exact` was asked for and results may differ.
+    for, because that cannot be loaded. With `keeps_draft`, it is not left out for lack of memory, which the
+    caller can free: MemoryFullError. InexactError if `drafting.exact` was asked for and results may differ.
     """
     with ExitStack() as opened:
         try:
+            if keeps_draft and plan.is_default and not plan.has_room:
+                raise MemoryFullError("no room for the target and its draft; close other programs")
             pair = opened.enter_context(load_pair(plan, store=store, on_load=on_load))
         except (PairError, MemoryFullError) as error:
-            if not plan.is_default:
+            if not plan.is_default or (keeps_draft and isinstance(error, MemoryFullError)):
                 raise
             notify(f"continuing without the draft: {error}")
             plan = plan.without_draft

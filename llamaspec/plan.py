@@ -67,6 +67,15 @@ class DraftPlan:
         return DraftPlan(ModelFile(self.target.path, options), copying=self.copying)
 
     @property
+    def has_room(self) -> bool:
+        """Whether the memory that is free now has room for the weights."""
+        files = {file.path for file in (self.target, self.draft, self.heads) if file is not None}
+        try:
+            return weights_bytes(files) <= available_bytes() + free_gpu_bytes()
+        except OSError:  # loading the model will say what is wrong
+            return False
+
+    @property
     def models(self) -> tuple[ModelFile, ...]:
         """The target and, if there is one, the draft model."""
         return (self.target,) if self.draft is None else (self.target, self.draft)
@@ -82,6 +91,7 @@ def make_plan(
     draft: str | Path | None = None,
     *,
     by_default: bool = False,
+    needs_room: bool = True,
     copying: Copying = Copying.WEIGHED,
     target_options: ModelOptions | None = None,
     draft_options: ModelOptions | None = None,
@@ -95,6 +105,8 @@ def make_plan(
         As for `open_pair`.
     by_default : bool
         Without a draft, use `draft_here`.
+    needs_room : bool
+        Use it only if memory has room for it now.
     find : callable
         Returns the file of a name. `locate_model` downloads nothing.
 
@@ -116,7 +128,8 @@ def make_plan(
                 path, here, copying=copying, target_options=options, draft_options=draft_options,
                 find=locate_model,
             )  # fmt: skip
-            return replace(plan, is_default=True)
+            if plan.has_room or not needs_room:
+                return replace(plan, is_default=True)
     target_file = ModelFile(path, options)
     if draft == MTP:
         return _plan_hidden_draft(target_file, ModelFile(path, draft_options or options), copying)
@@ -171,15 +184,15 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
 
 
 def draft_here(target: str | Path, path: Path) -> str | None:
-    """Return the known draft of a target if no download is needed and memory has room for both, else None.
+    """Return the known draft of a target if no download is needed, else None.
 
     `path` is the target's file. The draft is named as by `known_draft`.
     """
     try:
         name = known_draft(target, lambda _: path)
-        files = [path] if name in (None, MTP) else [path, locate_model(str(name))]
-        has_room = name is None or weights_bytes(files) <= available_bytes() + free_gpu_bytes()
-        return name if has_room else None
+        if name not in (None, MTP):
+            locate_model(str(name))
+        return name
     except (ModelFileError, OSError):  # loading the model will say what is wrong
         return None
 

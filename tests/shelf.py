@@ -43,7 +43,7 @@ class Shelf:
         target, draft = self.files[name]
 
         @contextmanager
-        def opening(on_load: LoadProgress) -> Iterator[OpenModel]:
+        def opening(on_load: LoadProgress, _: bool) -> Iterator[OpenModel]:
             self.before(name)
             while name in self.gates and not self.gates[name].wait(0.01):
                 on_load(0.5)

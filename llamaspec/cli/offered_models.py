@@ -104,7 +104,7 @@ def _check_room(choice: ModelChoice, serving: Serving) -> None:
 def _only_source(name: str | None, choice: ModelChoice, serving: Serving) -> ModelSource:
     """Return the only model of a server, which is loaded when the server starts."""
     served = Served(choice, serving, is_alone=True)
-    path = served.make_plan().target.path
+    path = served.plan().target.path
     name = printable(name or (DEMO if choice.is_embedded else path.stem))
     return ModelSource(name, path, served.open, served.needed_bytes, stays=serving.stays)
 

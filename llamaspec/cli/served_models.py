@@ -63,17 +63,18 @@ class Served:
     serving: Serving
     is_alone: bool = False
 
-    def make_plan(self) -> DraftPlan:
+    def plan(self, *, needs_room: bool = True) -> DraftPlan:
         """Return what drafts for it now: a draft may arrive between two times that it is loaded.
 
-        If there are several models, nothing is fetched, and drafts are optional.
+        If there are several models, nothing is fetched, and drafts are optional. A draft that nobody asked
+        for is left out if memory has no room for it now, unless not `needs_room`.
         """
         choice = self.choice
         if self.is_alone:
-            plan = find_plan(choice)
+            plan = find_plan(choice, needs_room=needs_room)
         else:
             draft = None if choice.draft == AUTO else choice.draft  # by default, one that is on this machine
-            plan = find_plan(replace(choice, draft=draft), locate_model)
+            plan = find_plan(replace(choice, draft=draft), locate_model, needs_room=needs_room)
         return _with_room(plan, choice, self.serving, self.defaults.n_ctx)
 
     @cached_property
@@ -87,7 +88,7 @@ class Served:
         The files are checked first, because afterwards other models are unloaded for it. ModelFileError if it
         cannot be used.
         """
-        plan = self.make_plan()
+        plan = self.plan(needs_room=False)
         heads = [] if plan.heads is None or plan.has_own_heads else [plan.heads]
         files = [*plan.models, *heads]
         if (reason := refusal_of(plan.target.path)) is not None:
@@ -103,9 +104,13 @@ class Served:
             raise ModelFileError(f"cannot read {error.filename}: {error.strerror}; check the path") from error
 
     @contextmanager
-    def open(self, on_load: LoadProgress) -> Iterator[OpenModel]:
-        """Load it, with its saved prefixes; at the end, save these and what was learnt about the pair."""
-        serving, stays, plan = self.serving, self.is_alone and self.serving.stays, self.make_plan()
+    def open(self, on_load: LoadProgress, keeps_draft: bool = False) -> Iterator[OpenModel]:
+        """Load it, with its saved prefixes; at the end, save these and what was learnt about the pair.
+
+        With `keeps_draft`, MemoryFullError if there is no room for a draft that nobody asked for.
+        """
+        plan = self.plan(needs_room=not keeps_draft)
+        serving, stays = self.serving, self.is_alone and self.serving.stays
         folder = None
         if serving.cache_folder is not None:
             folder = PrefixFolder(serving.cache_folder, serving.cache_folder_bytes)
@@ -115,7 +120,10 @@ class Served:
             )
         else:
             check_files(plan)
-            opening = open_plan(plan, serving.drafting, store=serving.store, on_load=on_load, notify=say)
+            opening = open_plan(
+                plan, serving.drafting, store=serving.store, on_load=on_load, notify=say,
+                keeps_draft=keeps_draft,
+            )  # fmt: skip
         with opening as pair, _leaving_store(pair), _prefixes(folder, pair):
             if stays:
                 with SlowProgress("preparing the server"), suppress(ConstraintError):

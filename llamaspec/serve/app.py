@@ -117,9 +117,9 @@ class _EndpointApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = Request(scope, receive, send)
-        with contextlib.ExitStack() as use:
+        with contextlib.ExitStack() as stack:
             try:
-                response = await self._answer(http, use)
+                response = await self._answer(http, stack)
             except ClientDisconnect:
                 response = Response(status_code=CLIENT_LEFT)
             except Exception as error:  # noqa: BLE001  # the client gets the error; the server continues
@@ -127,7 +127,7 @@ class _EndpointApp:
                 response = error_response(scope["path"], error)
             await response(scope, receive, send)
 
-    async def _answer(self, http: Request, use: contextlib.ExitStack) -> Response:
+    async def _answer(self, http: Request, stack: contextlib.ExitStack) -> Response:
         models, endpoint = self._models, self._endpoint
         if endpoint.body is None:
             return await endpoint.handler(models, http)
@@ -138,14 +138,14 @@ class _EndpointApp:
         model = await models.find(body.model)
         http.scope[MODEL] = model.name
         if (unloaded := body.unloaded(model.name)) is not None:
-            await models.unload(model)
+            await models.loader.unload(model)
             return JSONResponse(unloaded)
-        use.enter_context(models.using(model, body.idle_seconds))
+        use = stack.enter_context(models.loader.using(model, body.idle_seconds))
 
         async def handler(service: Service) -> Response:
             return await in_time(endpoint.handler(service, http, body), http, models.settings.request_timeout)
 
-        return await with_loaded(models, model, http, body, handler, endpoint.failure)
+        return await with_loaded(models, use, http, body, handler, endpoint.failure)
 
 
 _EMBEDDINGS = ("/embeddings", "/embedding", "/embed")  # ends of the paths in OpenAI's API and others
@@ -314,6 +314,7 @@ class Server(uvicorn.Server):
         self.loop = asyncio.get_running_loop()
         self.loop.set_exception_handler(self._log_loop_fault)
         await super().startup(sockets)
+        self._models.loader.start_clocks()
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

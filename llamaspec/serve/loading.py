@@ -21,7 +21,7 @@ from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.models import Models
 from llamaspec.serve.ollama import LOADING_SINCE, OllamaForm
 from llamaspec.serve.response_forms import Form
-from llamaspec.serve.served_model import ServedModel
+from llamaspec.serve.served_model import ServedModel, Use
 from llamaspec.serve.service import CLIENT_LEFT, EventStream, Service, while_connected
 
 SILENT_SECONDS = 1.0  # before the stream begins
@@ -30,22 +30,21 @@ Failure = Callable[[str, ModelBody, Exception], bytes]  # see `Endpoint`
 
 
 async def with_loaded(
-    models: Models, model: ServedModel, http: Request, body: ModelBody, handler: Handler, failure: Failure
+    models: Models, use: Use, http: Request, body: ModelBody, handler: Handler, failure: Failure
 ) -> Response:
     """Load a model if necessary, and return the response of the handler.
 
-    `failure` ends a stream that has begun. Call it while using the model. If the client leaves, the request
-    stops waiting.
+    `failure` ends a stream that has begun. If the client leaves, the request stops waiting.
     """
-    if model.service is not None:
-        return await handler(model.service)
+    if use.is_admitted:
+        return await handler(await use.service())
     http.scope[LOADING_SINCE] = time.monotonic_ns()
-    loading = asyncio.ensure_future(models.load(model))
+    loading = asyncio.ensure_future(use.service())
     if body.is_streamed:
         await asyncio.wait({loading}, timeout=SILENT_SECONDS)
         if not loading.done():
-            end = partial(failure, model.name, body)
-            return _begun_stream(models, model, http, loading, handler, end)
+            end = partial(failure, use.model.name, body)
+            return _begun_stream(models, use.model, http, loading, handler, end)
     timeout = models.settings.request_timeout
     try:
         service = await while_connected(asyncio.wait_for(loading, timeout), http.receive)

@@ -25,7 +25,8 @@ class ModelSource:
 
     name: str
     path: Path  # of the target's file
-    open: Callable[[LoadProgress], AbstractContextManager[OpenModel]]
+    # With `keeps_draft`, MemoryFullError if there is no room for a draft that nobody asked for.
+    open: Callable[[LoadProgress, bool], AbstractContextManager[OpenModel]]
     needed_bytes: Callable[[], int] = lambda: 0  # an estimate of the memory that it takes once loaded
     aliases: tuple[str, ...] = ()  # other names that requests may use
     stays: bool = False  # loaded when the server starts, and never unloaded
@@ -38,15 +39,25 @@ def open_source(
     """Return a model that is loaded already; its caller closes it. Its default name is that of its file."""
     opened = OpenModel(pair, policy, template)
     path = pair.target.path
-    return ModelSource(name or path.stem, path, lambda _: nullcontext(opened), stays=True)
+    return ModelSource(name or path.stem, path, lambda *_: nullcontext(opened), stays=True)
 
 
 class Status(Enum):
-    """The state of a model; the values are those of llama-server."""
+    """What lists say about a model; the values are those of llama-server."""
 
     UNLOADED = "unloaded"
     LOADING = "loading"
     LOADED = "loaded"
+
+
+class State(Enum):
+    """The state of a model, which only the `Loader` changes. In all but the first, it takes memory."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    LEAVING = "leaving"  # loaded; running requests finish, new ones wait, because another needs its memory
+    CLOSING = "closing"
 
 
 @dataclass(slots=True, eq=False)
@@ -56,12 +67,14 @@ class ServedModel:
     source: ModelSource
     created: int  # Unix seconds: when the server found it
     idle_seconds: float  # after which it is unloaded
+    state: State = State.UNLOADED
     service: Service | None = None  # None while it is not loaded
-    loading: asyncio.Task[Service] | None = None
-    n_users: int = 0  # requests that use it or wait for it
-    last_used: float = 0.0  # seconds of `time.monotonic`
+    waiting: list[Use] = field(default_factory=list)  # for it to be loaded
+    n_users: int = 0  # requests that use it
+    last_used: float = 0.0  # seconds of the loader's clock
     n_bytes: int = 0  # of memory that it takes while loaded
     expiry: asyncio.TimerHandle | None = None
+    closing: asyncio.Task[None] | None = None
     resources: ExitStack = field(default_factory=ExitStack)  # what is closed when it is unloaded
 
     @property
@@ -74,7 +87,7 @@ class ServedModel:
         """Whether it is loaded."""
         if self.service is not None:
             return Status.LOADED
-        return Status.UNLOADED if self.loading is None else Status.LOADING
+        return Status.LOADING if self.waiting or self.state is State.LOADING else Status.UNLOADED
 
     @property
     def seconds_left(self) -> float:
@@ -82,3 +95,30 @@ class ServedModel:
         if self.source.stays or self.n_users or self.expiry is None:
             return FOREVER if self.source.stays else self.idle_seconds
         return self.expiry.when() - asyncio.get_running_loop().time()
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    """A request that uses a model, or waits until it is loaded."""
+
+    model: ServedModel
+    idle_seconds: float | None  # for which the model stays loaded afterwards; None = as long as before
+    is_admitted: bool = False  # whether it uses the model
+    error: Exception | None = None  # why it cannot
+    answered: asyncio.Event = field(default_factory=asyncio.Event)  # set when one of these is known
+
+    def refuse(self, error: Exception) -> None:
+        """Let the request fail."""
+        self.error = error
+        self.answered.set()
+
+    async def service(self) -> Service:
+        """Return the service of the model once it is loaded. Call it in the block that uses the model.
+
+        Raises a RequestError: the model cannot be loaded (500), or the server is stopping (503).
+        """
+        await self.answered.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.model.service is not None
+        return self.model.service

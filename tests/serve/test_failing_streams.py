@@ -171,8 +171,8 @@ def test_while_the_model_answers(
 
         async def load() -> None:  # without a time limit
             model = await server.models.named(MODEL)
-            with server.models.using(model):
-                await server.models.load(model)
+            with server.models.loader.using(model) as use:
+                await use.service()
 
         asyncio.run_coroutine_threadsafe(load(), server.loop).result(PATIENCE)
         gate = Gate(server.service.pair, monkeypatch, n_free=20)

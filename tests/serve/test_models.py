@@ -105,7 +105,7 @@ def test_a_model_that_leaves_while_a_request_begins_to_use_it(shelf: Shelf) -> N
 
         async def leave() -> bool:
             del shelf.files["beta"]
-            with server.models.using(model):
+            with server.models.loader.using(model):
                 return model in await server.models.listed()
 
         assert asyncio.run_coroutine_threadsafe(leave(), server.loop).result(PATIENCE)
@@ -151,20 +151,25 @@ def test_a_number_of_models_may_be_the_limit(shelf: Shelf) -> None:
         assert shelf.closed == ["beta"]
 
 
-def test_a_model_in_use_is_never_unloaded(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one waits until its answer has ended."""
-    with several(shelf, memory_bytes=1) as server, ThreadPoolExecutor(2) as clients:
+def test_a_model_in_use_is_not_unloaded_and_keeps_no_other_one_out(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one waits until its answer has ended. A later request to the first waits behind it."""
+    with several(shelf, memory_bytes=1) as server, ThreadPoolExecutor(3) as clients:
         ask(server, "beta")
         gate = Gate(server.service.pair, monkeypatch)
         first = clients.submit(ask, server, "beta")
         until(lambda: server.n_running() == 1)
         other = clients.submit(ask, server, "gamma")
-        until(lambda: any("waits until another model" in line for line in server.log))
-        assert (first.done(), other.done(), shelf.closed) == (False, False, [])
+        until(lambda: "gamma waits until beta can be unloaded" in server.log)
+        later = clients.submit(ask, server, "beta")
+        until(lambda: any(model.waiting for model in server.models.loaded))
+        assert not any(each.done() for each in (first, other, later))
+        assert shelf.closed == []
         gate.open()
-        assert text(first.result()) == alone(shelf, "beta")
-        assert text(other.result()) == alone(shelf, "gamma")
-    assert shelf.closed[0] == "beta"
+        expected = [alone(shelf, name) for name in ("beta", "gamma", "beta")]
+        assert [text(each.result()) for each in (first, other, later)] == expected
+        assert shelf.opened == ["beta", "gamma", "beta"]
 
 
 def test_an_idle_model_is_unloaded(shelf: Shelf) -> None:
@@ -172,38 +177,6 @@ def test_an_idle_model_is_unloaded(shelf: Shelf) -> None:
         assert text(ask(server, "beta")) == alone(shelf, "beta")
         until(lambda: shelf.closed == ["beta"])
         assert text(ask(server, "beta")) == alone(shelf, "beta")
-
-
-def test_a_model_that_is_used_again_in_time_stays(shelf: Shelf) -> None:
-    """Its time may end just before a new request: that must not end the time after the request, too."""
-    with several(shelf) as server:
-        ask(server, "beta")
-        (model,) = server.models.loaded
-
-        async def expire_while_used() -> float:
-            with server.models.using(model):
-                assert not await server.models._unload_idle(model)
-            return model.idle_seconds
-
-        assert asyncio.run_coroutine_threadsafe(expire_while_used(), server.loop).result(PATIENCE) == 600
-        assert [each.name for each in server.models.loaded] == ["beta"]
-
-
-def test_a_model_whose_time_ends_while_another_one_is_loaded(shelf: Shelf) -> None:
-    """It was unloaded as soon as the other was loaded, although it had been used meanwhile."""
-    gate = shelf.gates["gamma"] = threading.Event()
-    with several(shelf, idle_seconds=0.1) as server, ThreadPoolExecutor(1) as clients:
-        ask(server, "beta")
-        loading = clients.submit(ask, server, "gamma")
-        until(lambda: server.models._tasks)  # its time has ended
-        server.post("/api/generate", {"model": "beta", "keep_alive": -1})
-        gate.set()
-        loading.result()
-        until(lambda: not server.models._tasks)
-        shown = server.client.get("/api/ps").json()["models"]
-        (beta,) = (each for each in shown if each["name"] == "beta:latest")
-    assert beta["expires_at"] == NEVER  # once, that of the earlier request
-    assert shelf.closed[-1] == "beta"
 
 
 def test_downloads_that_stall_stop_no_other_request(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,10 @@ from hub_server import Hub
 from llamaspec import ModelOptions, open_pair
 from llamaspec.cli.model_options import ModelChoice, ModelChoices
 from llamaspec.cli.served_models import Served, Serving
+from llamaspec.errors import MemoryFullError
+from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.resources import available_bytes
 from llamaspec.opening import Drafting
 from llamaspec.values import MTP, Copying
 from model_store import ModelStore
@@ -163,12 +166,42 @@ def test_what_a_draft_has_stored_is_freed_with_its_model(store: ModelStore, kind
     assert (shared.n_bytes, shared.fault()) == (0, None)
 
 
+def test_a_default_draft_is_left_out_only_while_memory_is_short(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decision of the first load was kept until the server stopped, although idle models had left."""
+    target = store.path("step35", Recipe(dtype="q8_0"))
+    options = ModelOptions(threads=1, n_ctx=256)
+    choice = ModelChoice(str(target), None, False, Copying.OFF, False, options, options)
+    served = Served(choice, Serving(Drafting(draft_length=2), parallel=1, stays=False))
+    needed = served.needed_bytes()
+
+    def has_draft(*, keeps_draft: bool) -> bool:
+        with served.open(lambda _: None, keeps_draft) as opened:
+            return opened.pair.heads is not None
+
+    def fail(*_: object) -> None:
+        raise MemoryFullError("no room for the heads")
+
+    for changed, short, usual in (
+        ("llamaspec.plan.available_bytes", lambda: 1000, available_bytes),
+        ("llamaspec.hidden_drafts.PredictionHeads", fail, PredictionHeads),
+    ):
+        monkeypatch.setattr(changed, short)
+        with pytest.raises(MemoryFullError, match="no room"):
+            has_draft(keeps_draft=True)
+        assert not has_draft(keeps_draft=False)
+        assert served.needed_bytes() == needed
+        monkeypatch.setattr(changed, usual)
+        assert has_draft(keeps_draft=True)
+
+
 def test_one_target_is_unloaded_if_asked_for(folder: Path) -> None:
     options = ("--target", str(folder / "one-Q8_0.gguf"), "--n-ctx", "256", "--keep-alive", "10ms")
     with process(*options) as server:
-        for _ in range(2):
-            assert ask(server, "any").json()["choices"][0]["text"] == alone(folder / "one-Q8_0.gguf")
-            until(lambda: not httpx.get(f"{server.url}/api/ps").json()["models"])
+        until(lambda: not httpx.get(f"{server.url}/api/ps").json()["models"])  # without a request, too
+        assert ask(server, "any").json()["choices"][0]["text"] == alone(folder / "one-Q8_0.gguf")
+        until(lambda: not httpx.get(f"{server.url}/api/ps").json()["models"])
 
 
 def test_the_users_own_list(folder: Path, tmp_path: Path) -> None:
