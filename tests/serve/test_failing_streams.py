@@ -155,7 +155,7 @@ def test_while_the_model_is_loading(
     [
         (waits, "the answer took too long", {"request_timeout": 0.05}),
         (stops, "the server is stopping", {"grace_seconds": 0.0}),
-        (cannot_evaluate, "llama.cpp could not evaluate", {}),
+        (cannot_evaluate, "the model could not be evaluated", {}),
         (is_unloaded, "the model was unloaded", {}),
     ],
 )
