@@ -200,7 +200,7 @@ class KVCache:
         self._is_changing = False
 
     def store_finished(self, n_most: int) -> int:
-        """Copy at most `n_most` tokens of a finished sequence to the store; return how many, 0 = none is left.
+        """Copy at most `n_most` tokens of a finished sequence to the store; return how many (0: all is done).
 
         What the store has dropped since then, or had no room for, is not copied again before its next use.
         """

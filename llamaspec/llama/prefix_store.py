@@ -185,6 +185,24 @@ class PrefixStore:
                 return False
         return True
 
+    def add_older(self, node: Node, last_used: int) -> Node | None:
+        """Add a node that is older than all others here; return it, or the same one that is here already.
+
+        None if its parent was dropped, or there is no room: it drops no other node. `last_used` is negative.
+        """
+        parent, room = node.parent, self._room
+        if parent is None or not self._holds(parent):
+            return None
+        for child in parent.children:
+            if child.is_shared == node.is_shared and np.array_equal(child.tokens, node.tokens):
+                return child
+        if room.n_bytes + node.n_bytes > room.limit:
+            return None
+        node.last_used = last_used
+        parent.children.append(node)
+        room.n_bytes += node.n_bytes
+        return node
+
     def by_last_use(self) -> list[tuple[Node, int]]:
         """Return all nodes, each after its parent and with the latest use of a sequence that has it.
 
@@ -212,6 +230,12 @@ class PrefixStore:
         """Return how the recorded size of the stores that share the limit is wrong; None if it is right."""
         n_bytes = self._room.counted_bytes()
         return None if n_bytes == self.n_bytes else f"{n_bytes} bytes in the store, {self.n_bytes} recorded"
+
+    def _holds(self, node: Node) -> bool:
+        """Whether a node is in the store."""
+        while node.parent is not None and node in node.parent.children:
+            node = node.parent
+        return node is self.root
 
     def _remove(self, leaf: Node) -> None:
         assert leaf.parent is not None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forward_requests import text
-from llamaspec.llama.prefix_store import Bytes, Checkpoint, KnownPrefix, PrefixStore
+from llamaspec.llama.prefix_store import Bytes, Checkpoint, KnownPrefix, Node, PrefixStore
 from llamaspec.values import TokenArray, n_common
 
 LARGE, BLOCK = 1 << 20, 16
@@ -93,6 +93,22 @@ def test_at_the_limit_the_least_recently_used_leaves_are_dropped() -> None:
     put(store, text(16, 4))
     assert [store.find(text(32, seed)).n for seed in (1, 2, 3, 4)] == [32, 16, 32, 16]
     assert store.n_bytes <= store.limit
+
+
+def test_an_older_node_drops_no_other_and_goes_first() -> None:
+    store, other, content = PrefixStore(14 * 100), PrefixStore(LARGE), np.zeros(160, dtype=np.uint8)
+    put(other, text(32, 1))
+    (first, _), (second, _) = other.by_last_use()
+    parent = Node(store.root, first.tokens, content)
+    assert store.add_older(Node(parent, second.tokens, content), -2) is None  # its parent is not here
+    assert store.add_older(parent, -1) is parent
+    assert store.add_older(Node(store.root, first.tokens, content), -1) is parent
+    assert store.add_older(child := Node(parent, second.tokens, content), -2) is child
+    put(store, text(64, 2))
+    assert store.add_older(Node(store.root, text(16, 3), content), -3) is None  # no room
+    put(store, text(16, 4))
+    assert [store.find(text(64, seed)).n for seed in (1, 2, 4)] == [16, 64, 16]
+    assert store.fault() is None
 
 
 def test_of_a_sequence_larger_than_the_store_the_beginning_stays() -> None:
