@@ -180,9 +180,7 @@ class PrefixFolder:
         now, stuck = time.time_ns(), list[Path]()
         try:
             for model in models:
-                while call(partial(model.store_finished, COPIED)):
-                    if is_over is not None and is_over.is_set():
-                        return
+                store_finished(model, call, is_over)
                 folder, used = self._kept_folder(model), call(model.store.by_last_use)
                 for file, stamp in self._missing(folder, used, now, stuck):
                     begin = time.perf_counter()
@@ -229,10 +227,22 @@ class PrefixFolder:
         return self._folders[model]
 
     def folder_of(self, model: LlamaModel) -> Path:
-        """Return the folder of a model: other weights, settings or builds of llama.cpp have other folders."""
-        how = [*model.options.computing, model.options.heads]
-        key = json.dumps([release_key(model.path), runtime.backend_description(), *how])
-        return self.path / hashlib.sha256(key.encode()).hexdigest()[:KEY_LENGTH]
+        """Return the folder of a model."""
+        return self.path / prefix_key(model)
+
+
+def store_finished(model: LlamaModel, call: Call, is_over: threading.Event | None = None) -> None:
+    """Copy the finished sequences of a model to its store, a few tokens at once, until `is_over` is set."""
+    while call(partial(model.store_finished, COPIED)):
+        if is_over is not None and is_over.is_set():
+            return
+
+
+def prefix_key(model: LlamaModel) -> str:
+    """Return a key of a model's prefixes: other weights, settings or builds of llama.cpp have another."""
+    how = [*model.options.computing, model.options.heads]
+    key = json.dumps([release_key(model.path), runtime.backend_description(), *how])
+    return hashlib.sha256(key.encode()).hexdigest()[:KEY_LENGTH]
 
 
 class _Loaded:
@@ -252,7 +262,7 @@ class _Loaded:
         if key in self._uses:
             self.recorded[key] = self._uses[key]
             return 0
-        if store.n_bytes + file.n_bytes > store.limit:
+        if not store.has_room(file.n_bytes):
             return 0
         key, read = read_node(file.path, self._nodes)
         node = self._call(partial(store.add_older, read, last_used))
