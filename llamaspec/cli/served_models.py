@@ -28,11 +28,13 @@ from llamaspec.errors import (
     printable,
 )
 from llamaspec.llama import runtime
+from llamaspec.llama.devices import leaves_main_memory
 from llamaspec.llama.file_facts import file_facts, needed_bytes
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import DEFAULT_CONTEXT
-from llamaspec.llama.prefix_folder import PrefixFolder
+from llamaspec.llama.prefix_folder import PrefixFolder, prefix_key, store_finished
 from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.resources import available_bytes, give_back_memory
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.opening import Drafting, open_plan
@@ -109,6 +111,7 @@ class Served:
 
         With `keeps_draft`, MemoryFullError if there is no room for a draft that nobody asked for.
         """
+        self._free_memory()
         plan = self.plan(needs_room=not keeps_draft)
         serving, stays = self.serving, self.is_alone and self.serving.stays
         folder = None
@@ -124,7 +127,7 @@ class Served:
                 plan, serving.drafting, store=serving.store, on_load=on_load, notify=say,
                 keeps_draft=keeps_draft,
             )  # fmt: skip
-        with opening as pair, _leaving_store(pair), _prefixes(folder, pair):
+        with opening as pair, _stored(pair, leaves=serving.store is not None), _prefixes(folder, pair):
             if stays:
                 with SlowProgress("preparing the server"), suppress(ConstraintError):
                     pair.json_schema({})  # prepares the vocabulary before the first request with a schema
@@ -132,6 +135,19 @@ class Served:
             yield OpenModel(
                 pair, pair.length, template, self.defaults.sampling, self.defaults.reasoning_budget
             )
+
+    def _free_memory(self) -> None:
+        """Drop what unloaded models have left in the store if this model needs its memory."""
+        store = self.serving.store
+        if (
+            store is None
+            or not store.n_left
+            or leaves_main_memory(self.plan(needs_room=False).target.options)
+        ):
+            return
+        n_missing = self.needed_bytes() - available_bytes()
+        if n_missing > 0 and store.drop_left(n_missing):
+            give_back_memory()
 
     def _own_template(self) -> str | None:
         """Return the chat template that the lists give; PromptError if it cannot be read."""
@@ -156,18 +172,35 @@ def _with_room(plan: DraftPlan, choice: ModelChoice, serving: Serving, n_usual: 
 
 
 @contextmanager
-def _leaving_store(pair: Pair) -> Iterator[None]:
-    """At the end, free what the pair has in the store that models share."""
+def _stored(pair: Pair, *, leaves: bool) -> Iterator[None]:
+    """Begin with what the models have left in the store that all share, and leave it there again at the end.
 
-    def close() -> None:
-        of_heads = () if pair.heads is None else pair.heads.stores
-        for store in (*of_heads, *(model.store for model in pair.models)):
+    What heads have stored is freed, and everything unless `leaves`.
+    """
+    keys = [prefix_key(model) for model in (pair.target, *pair.models)]
+    stores = {f"{keys[0]} {key}": model.store for key, model in zip(keys[1:], pair.models, strict=True)}
+
+    def take() -> None:
+        for key, store in stores.items():
+            store.take(key)
+
+    def end() -> None:
+        for store in () if pair.heads is None else pair.heads.stores:
             store.close()
+        for key, store in stores.items():
+            if leaves:
+                store.leave(key)
+            else:
+                store.close()
 
+    pair.call(take)
     try:
         yield
+        if leaves:
+            for model in pair.models:
+                store_finished(model, pair.call)
     finally:
-        pair.call(close)
+        pair.call(end)
 
 
 @contextmanager

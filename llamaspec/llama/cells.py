@@ -32,6 +32,7 @@ class CachedSequence:
     last_used: int = 0
     n_reserved: int = 0  # cells that the next evaluation fills
     n_padding: int = 0  # of these, cells for padding
+    n_offered: int = 0  # tokens that the store was given since the sequence has finished
     n: int = 0
     tokens: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity], of which the first n are used
     cells: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [capacity] index of each token's cell

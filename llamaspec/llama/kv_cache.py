@@ -22,6 +22,7 @@ from llamaspec.values import ForwardRequest, TokenArray
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # number of a sequence, its request, padding positions
 MIN_SHARED = 32  # minimum number of tokens to share with another sequence once the prompt is processed
 MIN_COPIED = 8  # minimum number of tokens to copy to the store or back: fewer are evaluated faster
+MAX_PASSES = 2  # over a batch in which tokens are copied back: a compaction may lose them again
 MAX_GARBAGE = 0.25  # of the full cells; above it, a compaction saves its own time within 50 steps
 
 
@@ -51,6 +52,7 @@ class KVCache:
         self._is_evaluating = False  # llama.cpp may hold more than is recorded here
         self._is_changing = False  # this record and llama.cpp's cells may differ
         self._has_left = False  # a sequence has left cells between those of others
+        self._copies_back = True  # from the store
         self.n_compactions = 0
 
     @property
@@ -66,14 +68,16 @@ class KVCache:
     def prepare_all(self, batch: Sequence[Prepared]) -> list[int | ContextFullError]:
         """Prepare several requests; return for each its number of cached tokens, or why it has no room."""
         self._start_change()
-        while True:
+        for i in itertools.count():
             n_before = self.n_compactions
+            self._copies_back = i < MAX_PASSES
             answers = [self._answer(*entry) for entry in batch]
             if self._has_much_garbage():
                 self.compact()
             if self.n_compactions == n_before:  # otherwise repeat: a compaction may have lost cached tokens
-                self._is_changing = False
-                return answers
+                break
+        self._is_changing = False
+        return answers
 
     def _answer(self, number: int, request: ForwardRequest, n_padding: int) -> int | ContextFullError:
         try:
@@ -98,7 +102,7 @@ class KVCache:
             sequence.n_reserved = request.n_tokens - sequence.n + n_padding
             sequence.n_padding = n_padding
             self._make_room(sequence)
-            if n_before >= max(least, sequence.n + MIN_COPIED):
+            if self._copies_back and n_before >= max(least, sequence.n + MIN_COPIED):
                 self._restore(sequence, request.tokens[:n_before])
             n = sequence.n
         sequence.last_used = next(self._clock)
@@ -187,7 +191,7 @@ class KVCache:
         self._start_change()
         sequence = self.running.pop(number, None)
         if sequence is not None:
-            sequence.n_reserved = 0
+            sequence.n_reserved = sequence.n_offered = 0
             if self.running and not self._keeps_finished:
                 self._move_to_store(sequence)
                 self._has_left = True
@@ -196,15 +200,19 @@ class KVCache:
         self._is_changing = False
 
     def store_finished(self, n_most: int) -> int:
-        """Copy finished sequences to the store, at most `n_most` new tokens of each; return their number."""
+        """Copy at most `n_most` tokens of a finished sequence to the store; return how many (0: all is done).
+
+        What the store has dropped since then, or had no room for, is not copied again before its next use.
+        """
         self._start_change()
         n_copied = 0
-        for sequence in self._unused():
-            tokens = sequence.tokens[: sequence.n]
-            n_known = self._store.find(tokens).n
-            if sequence.n >= n_known + MIN_COPIED:
-                self._copy_to_store(sequence, min(sequence.n, n_known + n_most))
-                n_copied += self._store.find(tokens).n - n_known
+        for sequence in sorted(self._unused(), key=lambda each: each.last_used):  # the newest drop others
+            n_known = self._store.find(sequence.tokens[: sequence.n]).n
+            if sequence.n >= n_known + MIN_COPIED and n_known >= sequence.n_offered:
+                sequence.n_offered = min(sequence.n, n_known + n_most)
+                self._copy_to_store(sequence, sequence.n_offered)
+                n_copied = sequence.n_offered - n_known
+                break
         self._is_changing = False
         return n_copied
 

@@ -233,7 +233,7 @@ class LlamaModel:
         return next((fault for fault in faults if fault is not None), None)
 
     def store_finished(self, n_most: int = NO_LIMIT) -> int:
-        """Copy finished sequences to the store, about `n_most` new tokens of each; return how many."""
+        """Copy some tokens of finished sequences to the store; return how many, 0 = none is left."""
         return sum(context.cache.store_finished(n_most) for context in self._contexts)
 
     def abort(self) -> None:

@@ -79,6 +79,11 @@ def files_of(nodes: Iterable[Node], folder: Path) -> Iterator[NodeFile]:
         yield NodeFile(node, folder, parent, key, start)
 
 
+def key_of(path: Path) -> str:
+    """Return the key of a node by the name of its file."""
+    return path.stem[-KEY_LENGTH:]
+
+
 def read_node(path: Path, parents: Mapping[str, Node]) -> tuple[str, Node]:
     """Read a node and its key; the node of its parent must be among `parents`, by their keys.
 

@@ -1,8 +1,9 @@
 """Prefix stores on disk: a folder for each model and each way to compute its keys and values.
 
-While sequences are generated, new ones are saved in the background, so a process that is killed loses only
-the last minute. Several processes may use a folder: all give a node the same file, and write it in one step.
-At a limit in bytes, the files that were not used for longest are deleted. tests/llama/test_prefix_file.py.
+While sequences are generated, saved ones are loaded in the background, and then new ones are saved, so a
+process that is killed loses only the last minute. Several processes may use a folder: all give a node the
+same file, and write it in one step. At a limit in bytes, the files that were not used for longest are
+deleted. A file that cannot be read or deleted is skipped. tests/llama/test_prefix_file.py.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from llamaspec.llama.prefix_file import (
     NodeFile,
     files_of,
     is_private,
+    key_of,
     read_node,
 )
-from llamaspec.llama.prefix_store import KnownPrefix, Node, PrefixStore
+from llamaspec.llama.prefix_store import Node, PrefixStore
 from llamaspec.llama.trial import release_key
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ def call_here(function: Callable[[], T], /) -> T:
 class SavedFile(NamedTuple):
     """A file in a folder. They are in the order in which they are worth keeping."""
 
-    ns_unused: int  # negative time of the latest use, in nanoseconds
+    ns_unused: int  # negative time of the latest use, in nanoseconds; 0 if a clock was ahead
     path: Path  # the parent of a node before the node
     n_bytes: int
 
@@ -103,23 +105,28 @@ class PrefixFolder:
 
     @contextmanager
     def keeping(self, models: Sequence[LlamaModel], report: Report, call: Call) -> Iterator[None]:
-        """Load the saved sequences of some models on entry, and save new ones during the block."""
-        self.load(models, report, call)
+        """During the block, load the saved sequences of some models, and save new ones every now and then."""
         is_over, told = threading.Event(), set[str]()
+        for model in models:
+            self._kept_folder(model)  # now, because other files may take the place of these
 
         def tell(line: str) -> None:
             if line not in told:  # a full disk stays full for a while
                 told.add(line)
                 report(line)
 
-        def save_often() -> None:
-            while not is_over.wait(SAVE_SECONDS):
-                try:
-                    self.save(models, tell, call, SAVED_BYTES, is_over)
-                except Exception as error:  # noqa: BLE001, PERF203  # the next time may succeed
-                    tell(f"cannot save prefixes: {str(error) or type(error).__name__}")
+        def attempt(what: str, function: Callable[[], None]) -> None:
+            try:
+                function()
+            except Exception as error:  # noqa: BLE001  # the next time may succeed
+                tell(f"cannot {what} prefixes: {str(error) or type(error).__name__}")
 
-        thread = threading.Thread(target=save_often, name="llamaspec-prefixes", daemon=True)
+        def work() -> None:
+            attempt("load", lambda: self.load(models, tell, call, is_over))
+            while not is_over.wait(SAVE_SECONDS):
+                attempt("save", lambda: self.save(models, tell, call, SAVED_BYTES, is_over))
+
+        thread = threading.Thread(target=work, name="llamaspec-prefixes", daemon=True)
         thread.start()
         try:
             yield
@@ -127,39 +134,36 @@ class PrefixFolder:
             is_over.set()
             thread.join()
 
-    def load(self, models: Sequence[LlamaModel], report: Report, call: Call = call_here) -> None:
-        """Load saved sequences into the empty stores of some models, and delete damaged files."""
-        n_tokens = 0
-        for model in models:
-            store, folder = model.store, self._kept_folder(model)
-            nodes = self._read(folder, store, report)
-            n_tokens += call(partial(_add_nodes, store, [*nodes.values()]))
-            self._recorded[folder.name] = {key: node.last_used for key, node in nodes.items()}
-        if n_tokens:
-            report(f"loaded {n_tokens} tokens of prefixes")
+    def load(
+        self,
+        models: Sequence[LlamaModel],
+        report: Report,
+        call: Call = call_here,
+        is_over: threading.Event | None = None,
+    ) -> None:
+        """Load what the stores of some models lack and have room for, the most recently used files first.
 
-    def _read(self, folder: Path, store: PrefixStore, report: Report) -> dict[str, Node]:
-        """Return the saved nodes for which the store has room, by their keys, each after its parent."""
-        nodes, n_left, damaged = {folder.name: store.root}, store.limit - store.n_bytes, list[Path]()
-        for file in sorted(_found(folder, f"*{SUFFIX}")):
+        Damaged files are deleted. Stops when `is_over` is set.
+        """
+        loaded = [_Loaded(self._kept_folder(model), model.store, call) for model in models]
+        files = [(file, i) for i, each in enumerate(loaded) for file in _found(each.folder, f"*{SUFFIX}")]
+        n_tokens, damaged = 0, list[Path]()
+        for rank, (file, i) in enumerate(sorted(files)):
+            if is_over is not None and is_over.is_set():
+                break
             try:
-                key, node = read_node(file.path, nodes)
-            except DamagedError:  # noqa: PERF203
+                n_tokens += loaded[i].add(file, -rank)
+            except DamagedError:
                 damaged.append(file.path)
+                _delete(file.path)
             except (OSError, LookupError):  # deleted or locked by another process, or without its parent
                 continue
-            else:
-                n_left -= node.n_bytes
-                if n_left < 0:
-                    break
-                nodes[key] = node
-        for path in damaged:
-            path.unlink(missing_ok=True)
+        for each in loaded:
+            self._recorded[each.folder.name] = each.recorded
         if damaged:
-            others = f" and {len(damaged) - 1} others" if len(damaged) > 1 else ""
-            report(f"ignoring {damaged[0]}{others}: damaged")
-        del nodes[folder.name]
-        return nodes
+            report(f"ignoring {_named(damaged)}: damaged")
+        if n_tokens:
+            report(f"loaded {n_tokens} tokens of prefixes")
 
     def save(
         self,
@@ -173,13 +177,12 @@ class PrefixFolder:
 
         With `is_over`, leave time to others, until it is set: then stop.
         """
-        now = time.time_ns()
+        now, stuck = time.time_ns(), list[Path]()
         try:
             for model in models:
-                while call(partial(model.store_finished, COPIED)):
-                    pass
+                store_finished(model, call, is_over)
                 folder, used = self._kept_folder(model), call(model.store.by_last_use)
-                for file, stamp in self._missing(folder, used, now):
+                for file, stamp in self._missing(folder, used, now, stuck):
                     begin = time.perf_counter()
                     max_bytes -= file.n_bytes
                     if max_bytes < 0:
@@ -189,9 +192,12 @@ class PrefixFolder:
                         return
         except OSError as error:
             report(f"cannot save prefixes in {self.path}: {error.strerror}")
+        finally:
+            if stuck:
+                report(f"cannot delete {_named(stuck)}; delete what is in the way, or name another folder")
 
     def _missing(
-        self, folder: Path, used: Sequence[tuple[Node, int]], now: int
+        self, folder: Path, used: Sequence[tuple[Node, int]], now: int, stuck: list[Path]
     ) -> Iterator[tuple[NodeFile, int]]:
         """Yield the files to write, each with its time of use once there is room, and touch the others.
 
@@ -208,7 +214,7 @@ class PrefixFolder:
                 missing.append((file, now - rank))
             else:
                 after[file.key] = last_uses[file.node]
-        room = _Room(self, now)
+        room = _Room(self, now, stuck)
         for file, stamp in missing:
             if room.take(file.n_bytes, stamp):
                 yield file, stamp
@@ -221,31 +227,78 @@ class PrefixFolder:
         return self._folders[model]
 
     def folder_of(self, model: LlamaModel) -> Path:
-        """Return the folder of a model: other weights, settings or builds of llama.cpp have other folders."""
-        how = [*model.options.computing, model.options.heads]
-        key = json.dumps([release_key(model.path), runtime.backend_description(), *how])
-        return self.path / hashlib.sha256(key.encode()).hexdigest()[:KEY_LENGTH]
+        """Return the folder of a model."""
+        return self.path / prefix_key(model)
+
+
+def store_finished(model: LlamaModel, call: Call, is_over: threading.Event | None = None) -> None:
+    """Copy the finished sequences of a model to its store, a few tokens at once, until `is_over` is set."""
+    while call(partial(model.store_finished, COPIED)):
+        if is_over is not None and is_over.is_set():
+            return
+
+
+def prefix_key(model: LlamaModel) -> str:
+    """Return a key of a model's prefixes: other weights, settings or builds of llama.cpp have another."""
+    how = [*model.options.computing, model.options.heads]
+    key = json.dumps([release_key(model.path), runtime.backend_description(), *how])
+    return hashlib.sha256(key.encode()).hexdigest()[:KEY_LENGTH]
+
+
+class _Loaded:
+    """The nodes of a folder that are in the model's store, by their keys."""
+
+    def __init__(self, folder: Path, store: PrefixStore, call: Call) -> None:
+        self.folder, self._store, self._call = folder, store, call
+        uses = dict(call(store.by_last_use))
+        present = [*files_of(uses, folder)]
+        self._uses = {file.key: uses[file.node] for file in present}
+        self._nodes = {folder.name: store.root} | {file.key: file.node for file in present}
+        self.recorded: dict[str, int] = {}  # the latest use of each that needs no record on disk any more
+
+    def add(self, file: SavedFile, last_used: int) -> int:
+        """Add a file's node to the store, if it has room; return the number of new tokens."""
+        store, key = self._store, key_of(file.path)
+        if key in self._uses:
+            self.recorded[key] = self._uses[key]
+            return 0
+        if not store.has_room(file.n_bytes):
+            return 0
+        key, read = read_node(file.path, self._nodes)
+        node = self._call(partial(store.add_older, read, last_used))
+        if node is not None:
+            self._nodes[key] = node
+        if node is not read:  # computed meanwhile, or there is no room any more
+            return 0
+        self.recorded[key] = last_used
+        return len(node.tokens)
 
 
 class _Room:
-    """The bytes that a folder has left. The files that were not used for longest make room for others."""
+    """The bytes that a folder has left. The files that were not used for longest make room for others.
 
-    def __init__(self, folder: PrefixFolder, now: int) -> None:
+    What cannot be deleted is added to `stuck`.
+    """
+
+    def __init__(self, folder: PrefixFolder, now: int, stuck: list[Path]) -> None:
+        self._stuck = stuck
         self._files = sorted([*_found(folder.path, f"*/*{SUFFIX}"), *_found(folder.path, f"*{OLD_SUFFIX}")])
         self._n_left = folder.limit - sum(file.n_bytes for file in self._files)
         for file in _found(folder.path, "*/.*.tmp"):
             if now - file.used < STALE_SECONDS * 1e9:
                 self._n_left -= file.n_bytes
-            else:
-                file.path.unlink(missing_ok=True)
+            elif not _delete(file.path):
+                stuck.append(file.path)
         self.take(0, now + 1)
 
     def take(self, n_bytes: int, used: int) -> bool:
         """Take some bytes for a file that was used at a time; False if there is no room for it."""
         while self._n_left < n_bytes and self._files and self._files[-1].used < used:
             file = self._files.pop()
-            file.path.unlink(missing_ok=True)
-            self._n_left += file.n_bytes
+            if _delete(file.path):
+                self._n_left += file.n_bytes
+            else:
+                self._stuck.append(file.path)
         is_there = self._n_left >= n_bytes
         self._n_left -= n_bytes if is_there else 0
         return is_there
@@ -253,9 +306,25 @@ class _Room:
 
 def _found(folder: Path, pattern: str) -> Iterator[SavedFile]:
     for path in folder.glob(pattern):
-        with suppress(FileNotFoundError):  # another process has deleted it
+        with suppress(OSError):  # another process has deleted it, or it cannot be read
             facts = path.lstat()
-            yield SavedFile(-facts.st_mtime_ns, path, facts.st_size)
+            is_past = facts.st_mtime_ns <= time.time_ns()  # otherwise it would stay for ever
+            yield SavedFile(-facts.st_mtime_ns * is_past, path, facts.st_size)
+
+
+def _delete(path: Path) -> bool:
+    """Delete a file; False if that is impossible: it is a folder, or its folder cannot be written."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def _named(paths: Sequence[Path]) -> str:
+    """Name the first of some files."""
+    n_others = len(paths) - 1
+    return str(paths[0]) + (f" and {n_others} other{'s' if n_others > 1 else ''}" if n_others else "")
 
 
 def _touch(path: Path, now: int) -> bool:
@@ -265,19 +334,3 @@ def _touch(path: Path, now: int) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _add_nodes(store: PrefixStore, nodes: Sequence[Node]) -> int:
-    """Add nodes to a store, the most recently used first, each after its parent; return their tokens.
-
-    Stops when the store is full.
-    """
-    added: list[Node] = []
-    for node in nodes:
-        if store.n_bytes + node.n_bytes > store.limit:
-            break
-        store.add(node)
-        added.append(node)
-    for node in reversed(added):
-        store.touch(KnownPrefix((node,)))
-    return sum(len(node.tokens) for node in added)

@@ -3,16 +3,19 @@
 The store is a tree, as in SGLang's RadixAttention (arXiv 2312.07104). A node holds some tokens that follow
 those of its parent, so a common beginning of several sequences is stored once, and a conversation that grows
 adds only its new tokens. If layers keep states, a node holds a whole sequence, because a state cannot be cut.
-At a limit in bytes, the least recently used leaves are dropped. Only the compute thread calls this module.
-tests/llama/test_prefix_store.py.
+At a limit in bytes, the least recently used leaves are dropped. What a closed model leaves stays until this
+room is needed, for the next time that it is opened. Only the compute thread calls this module, except
+`drop_left`. tests/llama/test_prefix_store.py.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +23,8 @@ import numpy.typing as npt
 from llamaspec.values import NO_TOKENS, TokenArray, n_common
 
 Bytes = npt.NDArray[np.uint8]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Checkpoint(NamedTuple):
@@ -77,11 +82,32 @@ class _Room:
     limit: int  # bytes
     n_bytes: int = 0
     roots: list[Node] = field(default_factory=list)
+    left: dict[str, Node] = field(default_factory=dict)  # roots of closed stores, the first closed one first
+    lock: threading.RLock = field(default_factory=threading.RLock)
     clock: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def counted_bytes(self) -> int:
         """Return the bytes of all nodes."""
         return sum(node.n_bytes for root in self.roots for node in root.below())
+
+    def drop(self, root: Node) -> None:
+        """Give up a root, and free the nodes below it at once, although they refer to each other."""
+        nodes = [*root.below()]
+        self.n_bytes -= sum(node.n_bytes for node in nodes)
+        for node in (root, *nodes):
+            node.children.clear()
+        self.roots.remove(root)
+
+
+def _locked(method: Callable[Concatenate[PrefixStore, P], R]) -> Callable[Concatenate[PrefixStore, P], R]:
+    """Let one thread at a time change the stores that share a limit."""
+
+    @functools.wraps(method)
+    def locked(store: PrefixStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with store._room.lock:
+            return method(store, *args, **kwargs)
+
+    return locked
 
 
 class PrefixStore:
@@ -104,6 +130,13 @@ class PrefixStore:
     def n_bytes(self) -> int:
         """Bytes in all stores that share the limit."""
         return self._room.n_bytes
+
+    @property
+    def n_left(self) -> int:
+        """Bytes that closed stores have left."""
+        room = self._room
+        with room.lock:
+            return sum(node.n_bytes for root in room.left.values() for node in root.below())
 
     def find(self, tokens: TokenArray) -> KnownPrefix:
         """Return the longest stored beginning of `tokens`."""
@@ -142,6 +175,7 @@ class PrefixStore:
                 return
             parent = node
 
+    @_locked
     def put_whole(
         self,
         tokens: TokenArray,
@@ -170,6 +204,7 @@ class PrefixStore:
         for node in found.nodes:
             node.last_used = now
 
+    @_locked
     def add(self, node: Node) -> bool:
         """Add a node to its parent, and drop leaves over the limit; False if the node itself was dropped."""
         assert node.parent is not None
@@ -178,12 +213,36 @@ class PrefixStore:
         node.parent.children.append(node)
         room.n_bytes += node.n_bytes
         while room.n_bytes > room.limit:
-            leaves = [each for root in room.roots for each in root.below() if not each.children]
-            oldest = min(leaves, key=lambda leaf: leaf.last_used)
-            self._remove(oldest)
-            if oldest is node:
+            if self._drop_leaf(room.roots) is node:
                 return False
         return True
+
+    @_locked
+    def add_older(self, node: Node, last_used: int) -> Node | None:
+        """Add a node that is older than all others here; return it, or the same one that is here already.
+
+        None if its parent was dropped, or there is no room: it drops only what closed stores have left.
+        `last_used` is negative.
+        """
+        parent, room = node.parent, self._room
+        if parent is None or not self._holds(parent):
+            return None
+        for child in parent.children:
+            if child.is_shared == node.is_shared and np.array_equal(child.tokens, node.tokens):
+                return child
+        if not self.has_room(node.n_bytes):
+            return None
+        while room.n_bytes + node.n_bytes > room.limit:
+            self._drop_leaf(room.left.values())
+        node.last_used = last_used
+        parent.children.append(node)
+        room.n_bytes += node.n_bytes
+        return node
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether `n_bytes` fit into the limit beside what is here, without what closed stores have left."""
+        n_missing = self.n_bytes + n_bytes - self.limit
+        return n_missing <= 0 or n_missing <= self.n_left
 
     def by_last_use(self) -> list[tuple[Node, int]]:
         """Return all nodes, each after its parent and with the latest use of a sequence that has it.
@@ -197,21 +256,73 @@ class PrefixStore:
         # Stable: parents stay before children.
         return sorted(((node, newest[node]) for node in nodes), key=lambda found: -found[1])
 
+    @_locked
     def close(self) -> None:
         """Drop everything, leave the shared limit to the other stores, and store nothing from now on."""
         self.clear()
-        self._room.roots.remove(self.root)
-        self._room = _Room(0, roots=[self.root])
+        self._leave_room()
 
+    @_locked
+    def leave(self, key: str) -> None:
+        """Leave everything to the next store that takes this key, and store nothing from now on.
+
+        Of several stores with the same key, what the last one leaves stays.
+        """
+        room, root = self._room, self.root
+        if key in room.left:
+            room.drop(room.left.pop(key))
+        self._leave_room()
+        room.roots.append(root)
+        room.left[key] = root
+
+    @_locked
+    def take(self, key: str) -> None:
+        """Continue with what another store has left under a key, if there is any, instead of what is here."""
+        if (root := self._room.left.pop(key, None)) is not None:
+            self._room.drop(self.root)
+            self.root = root
+
+    @_locked
+    def drop_left(self, n_bytes: int) -> int:
+        """Drop what closed stores have left, the first closed one first, until `n_bytes` are freed.
+
+        Return the number of freed bytes. May be called in any thread.
+        """
+        room = self._room
+        n_before = room.n_bytes
+        while room.left and n_before - room.n_bytes < n_bytes:
+            room.drop(room.left.pop(next(iter(room.left))))
+        return n_before - room.n_bytes
+
+    @_locked
     def clear(self) -> None:
         """Drop everything."""
         self.root.children.clear()
         self._room.n_bytes = self._room.counted_bytes()
 
+    @_locked
     def fault(self) -> str | None:
         """Return how the recorded size of the stores that share the limit is wrong; None if it is right."""
         n_bytes = self._room.counted_bytes()
         return None if n_bytes == self.n_bytes else f"{n_bytes} bytes in the store, {self.n_bytes} recorded"
+
+    def _leave_room(self) -> None:
+        self._room.roots.remove(self.root)
+        self.root = Node(None, NO_TOKENS, np.empty(0, dtype=np.uint8))
+        self._room = _Room(0, roots=[self.root])
+
+    def _drop_leaf(self, roots: Iterable[Node]) -> Node:
+        """Drop the least recently used leaf below some roots, and return it."""
+        leaves = [each for root in roots for each in root.below() if not each.children]
+        oldest = min(leaves, key=lambda leaf: leaf.last_used)
+        self._remove(oldest)
+        return oldest
+
+    def _holds(self, node: Node) -> bool:
+        """Whether a node is in the store."""
+        while node.parent is not None and node in node.parent.children:
+            node = node.parent
+        return node is self.root
 
     def _remove(self, leaf: Node) -> None:
         assert leaf.parent is not None

@@ -118,6 +118,7 @@ class RecurrentCache:
 
     def release(self, number: int) -> None:
         """End the sequence; its tokens stay until another one starts."""
+        self._held.n_offered = 0
         self.running.clear()
 
     def forget(self) -> None:
@@ -142,12 +143,14 @@ class RecurrentCache:
         self.clear()
 
     def store_finished(self, n_most: int) -> int:
-        """Copy a finished sequence to the store, however long it is; return its number of new tokens."""
-        tokens = self._held.tokens[: self._held.n]
-        n_known = self._store.find(tokens).n
-        if not self.running and n_known < self._held.n:
-            self._put()
-        return self._store.find(tokens).n - n_known
+        """Copy a finished sequence to the store, once and as a whole; return its number of new tokens."""
+        held = self._held
+        n_new = held.n - self._store.find(held.tokens[: held.n]).n
+        if self.running or held.n_offered or not n_new:
+            return 0
+        held.n_offered = held.n
+        self._put()
+        return n_new
 
     def _put(self, *, is_shared: bool = False) -> None:
         held = self._held

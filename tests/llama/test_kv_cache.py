@@ -177,6 +177,35 @@ def test_on_a_gpu_finished_sequences_stay_until_their_room_is_needed() -> None:
     assert checked.run(6, request(41, 0)) == 40  # copied back
 
 
+def test_sequences_that_do_not_fit_into_the_store_together_are_copied_once() -> None:
+    """They evicted each other for ever, so that a server with --cache-dir never ended."""
+    checked = Checked(128, stored=300, keeps_finished=True)
+    for number in range(2):
+        checked.run(number, request(40, number))
+        checked.cache.release(number)
+    copies = [checked.cache.store_finished(16) for _ in range(8)]
+    assert copies == [16, 16, 8, 16, 16, 8, 0, 0]
+    assert [checked.store.find(text(40, seed)).n for seed in range(2)] == [16, 40]  # the newest stays
+    assert checked.run(2, request(60, 0)) == 40
+    checked.cache.release(2)
+    assert checked.cache.store_finished(64) == 44  # it has been used again
+
+
+def test_compactions_end_although_they_lose_what_was_copied_back() -> None:
+    """Blocks were copied back, made garbage, and were lost when the garbage was removed, again and again."""
+    checked = Checked(256)
+    for seed in range(2):
+        checked.run(0, request(33, seed))
+        checked.cache.release(0)
+    checked.run(2, request(10, 2))
+    for seed in range(2):
+        checked.run(seed, request(15, seed))
+    checked.cells.copy_out = lambda *_: None  # type: ignore[method-assign]  # no memory is left
+    answers = checked.prepare(*((3 + seed, request(40, seed, n_logits=0), 0) for seed in range(2)))
+    assert answers == [15, 15]
+    assert checked.cache.n_compactions == 2
+
+
 def test_cells_that_are_shared_later_stay_in_order() -> None:
     """A sequence has evaluated a short beginning itself, and then shares more with an older sequence."""
     checked = Checked(256)
@@ -386,6 +415,9 @@ def test_random_operations(seed: int, can_copy: bool, keeps_finished: bool) -> N
         if rng.random() < 0.02:
             checked.cache.forget()
             checked.check()
+        if rng.random() < 0.1:
+            while checked.cache.store_finished(16):
+                checked.check()
     assert checked.store.n_bytes <= stored
     assert checked.cache.n_compactions > 3
     assert n_full > 0

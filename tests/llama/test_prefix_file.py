@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,15 @@ from forward_requests import Count, assert_same, request, text
 from llamaspec import ClosedError, LlamaModel, LlamaspecError
 from llamaspec.llama import prefix_folder
 from llamaspec.llama.cells import BLOCK, Cells
-from llamaspec.llama.prefix_file import SUFFIX, NodeFile
-from llamaspec.llama.prefix_folder import OLD_SUFFIX, PrefixFolder
+from llamaspec.llama.prefix_file import SUFFIX, NodeFile, read_node
+from llamaspec.llama.prefix_folder import OLD_SUFFIX, PrefixFolder, call_here
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import ModelStore, OpenModel
 from patience import until
 from tiny_models import Recipe
 
 LARGE = 1 << 40
+FUTURE = 1 << 32  # seconds since 1970: the year 2106
 
 
 def files_of(folder: PrefixFolder) -> list[Path]:
@@ -182,12 +184,14 @@ def test_a_file_that_takes_the_place_of_the_model_gets_no_prefixes(
 
 
 def test_the_folder_has_a_maximum_size(opened: OpenModel, evaluated: Count, tmp_path: Path) -> None:
-    """The prefixes that were used last stay, whatever the model."""
+    """The prefixes that were used last stay, whatever the model; a clock that was ahead does not count."""
     model, other, reported = opened(), opened(cache_type_v="q8_0"), list[str]()
     folder = PrefixFolder(tmp_path, LARGE)
     filled(other)
     folder.save([other], reported.append)
     (tmp_path / f"{'0' * 32}{OLD_SUFFIX}").write_bytes(b"x")
+    for path in files_of(folder):
+        os.utime(path, (FUTURE, FUTURE))
     filled(model)
     folder.save([model], reported.append)
     n_bytes = sum(path.stat().st_size for path in folder.folder_of(model).iterdir())
@@ -337,17 +341,84 @@ def test_a_background_save_that_fails_is_reported_once_and_tried_again(
     assert reported == ["cannot save prefixes: not now"]
 
 
+def test_an_entry_that_cannot_be_deleted_is_skipped(opened: OpenModel, tmp_path: Path) -> None:
+    """It kept the server from starting, and nothing was saved any more."""
+    model, other, folder, reported = opened(), opened(), PrefixFolder(tmp_path / "saved", LARGE), list[str]()
+    filled(model)
+    folder.save([model], pytest.fail)
+    odd = folder.folder_of(model) / f"x{SUFFIX}"
+    odd.mkdir()
+    os.utime(odd, (1, 1))
+    folder.load([other], reported.append)
+    assert reported == [f"ignoring {odd}: damaged", f"loaded {92 + 71 + 90} tokens of prefixes"]
+    small = PrefixFolder(folder.path, size_of(folder) // 2)
+    small.save([model], reported.append)
+    assert reported[2:] == [f"cannot delete {odd}; delete what is in the way, or name another folder"]
+    assert 0 < size_of(folder) <= small.limit
+
+
+def test_prefixes_are_loaded_while_the_model_is_used(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Requests waited until all files had been read. What is computed meanwhile is not loaded, too."""
+    before, after, folder, reported = opened(), opened(), PrefixFolder(tmp_path / "saved", LARGE), list[str]()
+    filled(before)
+    folder.save([before], pytest.fail)
+    may_read = threading.Event()
+
+    def waiting(*args: Any) -> Any:
+        may_read.wait()
+        return read_node(*args)
+
+    monkeypatch.setattr(prefix_folder, "read_node", waiting)
+    with folder.keeping([after], reported.append, call_here):
+        after.forward(request(71, 1), number=0)
+        after.release(0)
+        after.store_finished()
+        n_bytes = after.store.n_bytes
+        may_read.set()
+        until(lambda: reported)
+    assert reported == [f"loaded {92 + 90} tokens of prefixes"]
+    assert after.store.n_bytes == before.store.n_bytes > n_bytes > 0
+    folder.load([after], pytest.fail)  # reports what it loads
+
+
+def test_loading_ends_after_the_file_that_is_read(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The most recently used sequence comes first, and saving goes on where it was."""
+    before, after, folder, reported = opened(), opened(), PrefixFolder(tmp_path / "saved", LARGE), list[str]()
+    filled(before)
+    before.forward(request(71, 1), number=0)
+    before.release(0)
+    folder.save([before], pytest.fail)
+    is_over = threading.Event()
+
+    def last(*args: Any) -> Any:
+        is_over.set()
+        return read_node(*args)
+
+    monkeypatch.setattr(prefix_folder, "read_node", last)
+    folder.load([after], reported.append, is_over=is_over)
+    assert reported == ["loaded 71 tokens of prefixes"]
+    assert after.n_cached(text(71, 1)) == 71
+    times = [path.stat().st_mtime_ns for path in files_of(folder)]
+    folder.save([after], pytest.fail)
+    assert [path.stat().st_mtime_ns for path in files_of(folder)] == times
+
+
 def test_temporary_files_of_killed_processes_go(opened: OpenModel, tmp_path: Path) -> None:
     """They stayed for an hour, those of other models for ever, and did not count for the folder's size."""
     model, folder = opened(), PrefixFolder(tmp_path / "saved", LARGE)
-    old, new = (folder.path / ("0" * 32) / f".{name}.tmp" for name in ("old", "new"))
+    old, ahead, new = (folder.path / ("0" * 32) / f".{name}.tmp" for name in ("old", "ahead", "new"))
     old.parent.mkdir()
-    for path in (old, new):
+    for path in (old, ahead, new):
         path.write_bytes(b"x" * 1000)
     os.utime(old, (1, 1))
+    os.utime(ahead, (FUTURE, FUTURE))
     filled(model)
     folder.save([model], pytest.fail)
-    assert (old.exists(), new.exists()) == (False, True)
+    assert [path.exists() for path in (old, ahead, new)] == [False, False, True]
     size = size_of(folder)
     small = PrefixFolder(folder.path, size - 1)  # what is being written counts
     small.save([model], pytest.fail)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forward_requests import text
-from llamaspec.llama.prefix_store import Bytes, Checkpoint, KnownPrefix, PrefixStore
+from llamaspec.llama.prefix_store import Bytes, Checkpoint, KnownPrefix, Node, PrefixStore
 from llamaspec.values import TokenArray, n_common
 
 LARGE, BLOCK = 1 << 20, 16
@@ -93,6 +93,50 @@ def test_at_the_limit_the_least_recently_used_leaves_are_dropped() -> None:
     put(store, text(16, 4))
     assert [store.find(text(32, seed)).n for seed in (1, 2, 3, 4)] == [32, 16, 32, 16]
     assert store.n_bytes <= store.limit
+
+
+def test_an_older_node_drops_no_other_and_goes_first() -> None:
+    store, other, content = PrefixStore(14 * 100), PrefixStore(LARGE), np.zeros(160, dtype=np.uint8)
+    put(other, text(32, 1))
+    (first, _), (second, _) = other.by_last_use()
+    parent = Node(store.root, first.tokens, content)
+    assert store.add_older(Node(parent, second.tokens, content), -2) is None  # its parent is not here
+    assert store.add_older(parent, -1) is parent
+    assert store.add_older(Node(store.root, first.tokens, content), -1) is parent
+    assert store.add_older(child := Node(parent, second.tokens, content), -2) is child
+    put(store, text(64, 2))
+    assert store.add_older(Node(store.root, text(16, 3), content), -3) is None  # no room
+    put(store, text(16, 4))
+    assert [store.find(text(64, seed)).n for seed in (1, 2, 4)] == [16, 64, 16]
+    assert store.fault() is None
+
+
+def test_what_a_store_leaves_stays_for_the_next_one_while_there_is_room() -> None:
+    store = PrefixStore(14 * 100)
+    closed, again = PrefixStore(limit_of=store), PrefixStore(limit_of=store)
+    put(closed, text(48, 1))
+    put(again, text(16, 1))
+    closed.leave("one")
+    assert put(closed, text(20, 3)) == []
+    put(store, text(48, 2))  # drops the least recently used leaf, of the closed store
+    again.take("other")
+    assert again.find(text(48, 1)).n == 16
+    again.take("one")
+    assert (again.find(text(48, 1)).n, store.n_bytes, store.fault()) == (32, 14 * 80, None)
+    assert again.drop_left(1) == 0
+
+
+def test_what_was_left_last_is_dropped_last() -> None:
+    store = PrefixStore(14 * 100)
+    for seed, key in enumerate("abca"):
+        left = PrefixStore(limit_of=store)
+        put(left, text(16, seed))
+        left.leave(key)
+    assert store.n_bytes == 14 * 48  # what was left first under the last key is gone
+    assert store.drop_left(14 * 16 + 1) == 14 * 32
+    older = Node(store.root, text(90, 9), np.zeros(900, dtype=np.uint8))
+    assert store.add_older(older, -1) is older  # takes what is left
+    assert (store.n_bytes, store.drop_left(1), store.fault()) == (14 * 90, 0, None)
 
 
 def test_of_a_sequence_larger_than_the_store_the_beginning_stays() -> None:

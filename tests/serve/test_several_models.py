@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 import yaml
@@ -60,6 +61,13 @@ def ask(server: Process, model: str | None) -> httpx.Response:
 
 def names(server: Process) -> list[str]:
     return [each["id"] for each in httpx.get(f"{server.url}/v1/models").json()["data"]]
+
+
+def served(target: Path, draft: str | None, shared: PrefixStore) -> Served:
+    """Return a model of a server with several ones."""
+    options = ModelOptions(threads=1, n_ctx=256)
+    choice = ModelChoice(str(target), draft, False, Copying.OFF, False, options, options)
+    return Served(choice, Serving(Drafting(draft_length=2), parallel=1, store=shared, stays=False))
 
 
 def alone(path: Path) -> str:
@@ -152,17 +160,15 @@ def test_what_a_draft_has_stored_is_freed_with_its_model(store: ModelStore, kind
     flat = Recipe(dtype="q8_0", spread=0.02)
     target = store.path(kind if kind == "step35" else "llama", flat)
     draft = MTP if kind == "step35" else str(store.draft(DraftRecipe(flat, kind)))
-    options = ModelOptions(threads=1, n_ctx=256)
-    choice = ModelChoice(str(target), draft, False, Copying.OFF, False, options, options)
     shared = PrefixStore(1 << 30)
-    serving = Serving(Drafting(draft_length=2), parallel=1, store=shared, stays=False)
-    with Served(choice, serving).open(lambda _: None) as opened:
+    with served(target, draft, shared).open(lambda _: None) as opened:
         heads = opened.pair.heads
         assert heads is not None
         for prompt in ("the end of the beginning of", "once upon a time in the middle of"):  # the next one
             opened.pair.stream(prompt * 3, seed=1, max_tokens=40).run()  # sends what has ended to the store
         assert all(each.root.children for each in heads.stores)
         assert shared.n_bytes > 0
+    shared.drop_left(1 << 30)  # of the target
     assert (shared.n_bytes, shared.fault()) == (0, None)
 
 
@@ -194,6 +200,30 @@ def test_a_default_draft_is_left_out_only_while_memory_is_short(
         assert served.needed_bytes() == needed
         monkeypatch.setattr(changed, usual)
         assert has_draft(keeps_draft=True)
+
+
+def test_a_conversation_goes_on_after_its_model_was_unloaded(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model was used between two turns, and the whole conversation was processed again."""
+    shared, recipes = PrefixStore(1 << 20), [Recipe(seed=seed, dtype="q8_0") for seed in range(2)]
+    one, other = (served(store.path("llama", recipe), None, shared) for recipe in recipes)
+    turns = [list(range(2, 60)), list(range(60, 120))]
+    known, texts = [], []
+    for each, turn in ((one, turns[0]), (other, turns[1]), (one, turns[0]), (other, turns[1])):
+        with each.open(lambda _: None) as opened:
+            known.append(opened.pair.target.n_cached(np.array(turn, dtype=np.int32)))
+            texts.append(opened.pair.stream(turn, seed=1, max_tokens=8).run().text)
+        assert shared.fault() is None
+    assert known == [0, 0, 58, 60]
+    assert texts[:2] == texts[2:]
+    monkeypatch.setattr("llamaspec.cli.served_models.available_bytes", lambda: one.needed_bytes() - 1)
+    with one.open(lambda _: None) as opened:  # what the other one has left, in case that it was the first
+        assert opened.pair.target.n_cached(np.array(turns[0], dtype=np.int32)) == 0
+        assert shared.n_left > 0
+    monkeypatch.setattr("llamaspec.cli.served_models.available_bytes", lambda: 0)
+    with one.open(lambda _: None):
+        assert shared.n_bytes == 0
 
 
 def test_one_target_is_unloaded_if_asked_for(folder: Path) -> None:
