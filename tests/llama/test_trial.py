@@ -56,7 +56,8 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that would be tried; no child process is started."""
     paths: list[Path] = []
-    monkeypatch.setattr(trial, "_try", lambda path, *_: paths.append(path))
+    monkeypatch.setattr(trial, "_try", lambda files, *_, **_options: paths.extend(files))
+    monkeypatch.setattr(trial, "check_outcome", lambda *_: None)
     return paths
 
 
