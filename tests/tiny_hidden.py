@@ -35,6 +35,7 @@ class DraftRecipe:
     window: int | None = None  # sliding window of the first layer
     sections: bool = False  # M-RoPE
     width: int | None = None  # of its own hidden rows (EAGLE-3); None = the target's
+    without: str = ""  # a tensor that it lacks
 
     @property
     def recipe(self) -> Recipe:
@@ -137,13 +138,11 @@ def keys_of(draft: DraftRecipe) -> Keys:
     return keys
 
 
-def write_draft(
-    path: Path, draft: DraftRecipe, without: str | None = None, **changed: int | float | bool | list[int]
-) -> Path:
-    """Write a draft, perhaps with damaged metadata or without a tensor."""
+def write_draft(path: Path, draft: DraftRecipe, **changed: int | float | bool | list[int]) -> Path:
+    """Write a draft, perhaps with damaged metadata."""
     architecture = "eagle3" if draft.kind == "eagle3" else "dflash"
     weights = TinyWeights(draft.recipe)
     weights.tensors |= tensors_of(draft)
-    weights.tensors.pop(without or "", None)
+    weights.tensors.pop(draft.without, None)
     keys = keys_of(draft) | {key.replace("__", "."): value for key, value in changed.items()}
     return write_tensors(path, architecture, weights, keys)

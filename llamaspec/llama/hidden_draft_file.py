@@ -301,7 +301,7 @@ def _vocabulary_fault(path: Path, found: GgufFile) -> str | None:
     if embedding is None and ids is None:
         return None
     n_tokens = _n_tokens(path)
-    if embedding is not None and embedding.sizes[1:] != (n_tokens,):
+    if embedding is not None and (len(embedding.sizes) != 2 or embedding.sizes[1] < n_tokens):
         return f"its embedding has no row for each of its {n_tokens} tokens"
     if ids is None:
         return None
