@@ -14,6 +14,7 @@ from llamaspec.engine.speculate import Speculation
 from llamaspec.llama.block_draft import BlockDraft
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.trial import ensure_pair_tried
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.plan import DraftPlan, ModelFile
 from llamaspec.values import MTP
@@ -26,6 +27,8 @@ def open_hidden_draft(
 ) -> HiddenDraft:
     """Load the draft that reads the hidden rows of an open target; errors are those of `open_pair`."""
     draft = plan.hidden_draft
+    if not plan.has_own_heads:
+        ensure_pair_tried(target.path, file.path, target.options.n_ctx, on_load)
     if draft is not None and draft.is_block:
         return BlockDraft(target, draft, file.options, on_load)
     path = None if plan.has_own_heads else file.path

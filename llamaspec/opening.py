@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llamaspec.errors import InexactError, LlamaspecError, MemoryFullError, PairError
+from llamaspec.errors import InexactError, LlamaspecError, MemoryFullError, ModelFileError, PairError
 from llamaspec.length.automatic import AutoLength
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.prior import LearnedPrior
@@ -112,12 +112,12 @@ def open_plan(
             if keeps_draft and plan.is_default and not plan.has_room:
                 raise MemoryFullError("no room for the target and its draft; close other programs")
             pair = opened.enter_context(load_pair(plan, store=store, on_load=on_load))
-        except (PairError, MemoryFullError) as error:
+        except (ModelFileError, PairError, MemoryFullError) as error:
             if not plan.is_default or (keeps_draft and isinstance(error, MemoryFullError)):
                 raise
-            notify(f"continuing without the draft: {error}")
             plan = plan.without_draft
             pair = opened.enter_context(load_pair(plan, store=store, on_load=on_load))
+            notify(f"continuing without the draft: {error}")
         if drafting.exact and (reason := pair.call(pair.target.why_inexact)) is not None:
             raise InexactError(f"--exact is impossible: {reason}")
         if drafting.draft_length is None:

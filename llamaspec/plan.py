@@ -160,7 +160,7 @@ def _plan_hidden_draft(target: ModelFile, heads: ModelFile, copying: Copying) ->
         check_target(draft, target.path)
         return DraftPlan(reading(hidden_layers=draft.layers), None, heads, copying, draft)
     else:
-        check_shared_head(heads.path)
+        check_shared_head(heads.path, target.path)
     return DraftPlan(reading(heads=True), None, heads, copying)
 
 

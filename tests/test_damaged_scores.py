@@ -10,20 +10,22 @@ import pytest
 
 from command import invoke, naming, said
 from fuzz_gguf import put_together, take_apart
-from llamaspec import FixedLength, ModelOptions, open_pair
+from llamaspec import FixedLength, ModelOptions, NoDrafter, open_pair
 from llamaspec.errors import ScoresError
+from llamaspec.llama.row_contexts import DraftContext
 from model_store import ModelStore
 from serving import served
+from tiny_hidden import DraftRecipe
 from tiny_models import Recipe
 
 CPU = ModelOptions(threads=1)
 VALUES = {"not a number": float("nan"), "infinite": float("inf")}
 
 
-def spoilt(source: Path, path: Path, value: float) -> Path:
-    """Write a copy whose last norm has a weight that is not a number."""
+def spoilt(source: Path, path: Path, value: float, tensor: str = "output_norm.weight") -> Path:
+    """Write a copy with a weight that is not a number, by default in its last norm."""
     parts = take_apart(source)
-    at = next(tensor.offset for tensor in parts.tensors if tensor.name == b"output_norm.weight")
+    at = next(each.offset for each in parts.tensors if each.name == tensor.encode())
     parts.data = parts.data[:at] + struct.pack("<f", value) + parts.data[at + 4 :]
     path.write_bytes(put_together(parts))
     return path
@@ -117,6 +119,62 @@ def test_why_a_draft_fell_silent_is_told(target_file: Path, bad: Path) -> None:
         assert sum(f"no longer used ({why})" in line for line in server.log) == 1
         plain = {**body, "speculative": {"enabled": False}}
         assert server.post("/v1/completions", plain).json()["timings"]["draft_fault"] is None
+
+
+# Of drafts that read hidden rows: what makes all logits, only a confidence, or only DFlash2's lattice wrong.
+SPOILT = (
+    ("eagle3", "fc.weight"),
+    ("dflash", "fc.weight"),
+    ("dspark", "conf_proj.weight"),
+    ("dflash2", "fc.weight"),
+    ("dflash2", "selector_hidden.weight"),
+)
+
+
+@pytest.mark.parametrize(("kind", "tensor"), SPOILT)
+def test_a_draft_with_hidden_rows_falls_silent(
+    store: ModelStore, tmp_path: Path, kind: str, tensor: str
+) -> None:
+    """Once, a DFlash2 draft ended every request with an error."""
+    path = store.draft(DraftRecipe(kind=kind))
+    bad = spoilt(path, tmp_path / "bad.gguf", VALUES["not a number"], tensor)
+    assert_silent(store.path("llama", Recipe()), bad)
+
+
+@pytest.mark.parametrize("token", [-1.0, 288.0, 1e9, float("nan")])
+def test_a_candidate_that_is_no_token(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch, token: float
+) -> None:
+    rows_of = DraftContext.hidden_rows
+
+    def wrong(self: DraftContext, n: int) -> Any:
+        rows = rows_of(self, n)
+        rows[-1, 2] = token
+        return rows
+
+    monkeypatch.setattr(DraftContext, "hidden_rows", wrong)
+    assert_silent(store.path("llama", Recipe()), store.draft(DraftRecipe(kind="dflash2")))
+
+
+def assert_silent(target: Path, draft: Path) -> None:
+    """Check that a completion goes on without the draft, and says so."""
+    with open_pair(target, draft, ngram=False, target_options=CPU) as pair:
+        plain = pair.stream("def f(x):", seed=0, max_tokens=12, drafter=NoDrafter()).run()
+        for _ in range(2):  # the draft's own KV cache is not spoilt for the next one
+            made = pair.stream("def f(x):", seed=0, max_tokens=12, policy=FixedLength(3)).run()
+            assert made.tokens == plain.tokens
+            assert not sum(len(round_.draft) for round_ in made.rounds)
+            assert (
+                made.draft_fault == f"{draft} gives scores that are not numbers; download or convert it again"
+            )
+
+
+def test_the_doctor_finds_a_draft_with_hidden_rows(store: ModelStore, tmp_path: Path) -> None:
+    bad = spoilt(store.draft(DraftRecipe(kind="dflash2")), tmp_path / "bad.gguf", VALUES["not a number"])
+    answer = invoke("doctor", *naming([store.path("llama", Recipe()), bad]), "--json")
+    assert answer.code == 1
+    found = [finding for finding in answer.json["findings"] if finding["level"] == "problem"]
+    assert [(finding["topic"], "not numbers" in finding["text"]) for finding in found] == [("draft", True)]
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llamaspec import AutoLength, FixedLength, ModelOptions, NoDrafter, Pair, open_pair
+from llamaspec.errors import ModelFileError
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.measure.probe import Probe, WidthTiming
@@ -16,6 +17,7 @@ from llamaspec.measure.turns import Spread
 from llamaspec.opening import WORTH_KEEPING, Drafting, open_plan
 from llamaspec.plan import DraftPlan, make_plan
 from llamaspec.values import Source
+from tiny_models import truncated
 
 PROMPT = "Once upon a time"
 ONE_THREAD = ModelOptions(threads=1)
@@ -129,3 +131,18 @@ def test_a_fixed_length_neither_uses_nor_keeps_anything(plan: DraftPlan) -> None
         assert isinstance(pair.length, FixedLength)
         run(pair)
     assert stored(plan, LearnedPrior) is None
+
+
+def test_a_default_draft_may_be_damaged(models: list[Path], plan: DraftPlan, tmp_path: Path) -> None:
+    """It once kept the server from starting, though nobody had asked for it."""
+    assert plan.draft is not None
+    bad = truncated(models[1], tmp_path / "bad.gguf")
+    plan = replace(plan, draft=replace(plan.draft, path=bad), is_default=True)
+    told: list[str] = []
+    with open_plan(plan, notify=told.append) as pair:
+        assert pair.draft is None
+    assert [
+        line.startswith(f"continuing without the draft: llama.cpp cannot load {bad}") for line in told
+    ] == [True]
+    with pytest.raises(ModelFileError, match=r"bad\.gguf"):
+        open_plan(replace(plan, is_default=False))

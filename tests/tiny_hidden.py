@@ -34,12 +34,15 @@ class DraftRecipe:
     norm_before_residual: bool = False
     window: int | None = None  # sliding window of the first layer
     sections: bool = False  # M-RoPE
+    width: int | None = None  # of its own hidden rows (EAGLE-3); None = the target's
+    without: str = ""  # a tensor that it lacks
 
     @property
     def recipe(self) -> Recipe:
         """The shape of its own layers."""
         n_layers = 1 if self.kind == "eagle3" else 2
-        return replace(self.target, seed=self.seed, noise=0.0, n_layers=n_layers, dtype="f32")
+        width = self.width or self.target.width
+        return replace(self.target, seed=self.seed, noise=0.0, n_layers=n_layers, dtype="f32", width=width)
 
     @property
     def draft_ids(self) -> np.ndarray:
@@ -53,7 +56,7 @@ class DraftRecipe:
 def tensors_of(draft: DraftRecipe) -> dict[str, np.ndarray]:
     """Return the tensors of a draft by name."""
     recipe, is_eagle = draft.recipe, draft.kind == "eagle3"
-    weights, width, n_in = TinyWeights(recipe), recipe.width, draft.recipe.width * len(draft.layers)
+    weights, width, n_in = TinyWeights(recipe), recipe.width, draft.target.width * len(draft.layers)
     weights.matrix("fc", width, n_in)
     if is_eagle and draft.norm_before_fc:
         weights.normal("enc.output_norm.weight", (n_in,), 0.3)
@@ -140,5 +143,6 @@ def write_draft(path: Path, draft: DraftRecipe, **changed: int | float | bool | 
     architecture = "eagle3" if draft.kind == "eagle3" else "dflash"
     weights = TinyWeights(draft.recipe)
     weights.tensors |= tensors_of(draft)
+    weights.tensors.pop(draft.without, None)
     keys = keys_of(draft) | {key.replace("__", "."): value for key, value in changed.items()}
     return write_tensors(path, architecture, weights, keys)

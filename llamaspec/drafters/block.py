@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from llamaspec.drafters.hidden import KeepsRows, RowWindow, asking
-from llamaspec.drafters.model import DeferredPrompt, lasting_fault
+from llamaspec.drafters.model import DeferredPrompt, draft_distribution, lasting_fault
 from llamaspec.errors import EVALUATION_FAULTS
 from llamaspec.protocols import Drafting, Preparing, RandomStreams, Rule, SequenceLength
 from llamaspec.sampling.filters import confidence
@@ -94,9 +94,9 @@ class BlockDrafter(KeepsRows):
             sequence = np.concatenate((context, draft.tokens))
             logits = self._logits(forward, row, int(sequence[-1]))
             allowed = sampler.allowed(sequence)
-            if logits is None or (allowed is not None and not np.isfinite(logits[allowed]).any()):
+            q = None if logits is None else draft_distribution(sampler, logits, sequence, allowed)
+            if logits is None or q is None:
                 break
-            q = sampler.distribution(logits, sequence, allowed)
             token = self.rule.draw(q, self.streams, len(context), len(draft))
             if self.shape.has_confidence and rows is not None:
                 draft = draft.plus(token, q, float(rows[row, 0]))
@@ -118,5 +118,7 @@ class BlockDrafter(KeepsRows):
                 return None
             before = int(found[0])
         logits: Logits = np.full(self.shape.vocabulary_size, -np.inf, dtype=np.float32)
-        logits[lattice[row, :k].astype(np.int32)] = lattice[row, k * (1 + before) : k * (2 + before)]
+        tokens = lattice[row, :k].astype(np.int32)
+        known = tokens < self.shape.vocabulary_size  # a draft may have more tokens than the target
+        logits[tokens[known]] = lattice[row, k * (1 + before) : k * (2 + before)][known]
         return logits

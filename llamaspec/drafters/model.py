@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llamaspec.errors import EVALUATION_FAULTS, ContextFullError, EvaluationAbortedError, RowsMissingError
+from llamaspec.errors import (
+    EVALUATION_FAULTS,
+    ContextFullError,
+    EvaluationAbortedError,
+    RowsMissingError,
+    ScoresError,
+)
 from llamaspec.protocols import (
     Asking,
     Drafting,
@@ -25,7 +31,7 @@ from llamaspec.protocols import (
 )
 from llamaspec.sampling.filters import Scores, confidence
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import DRAFT, Draft, Forward, ForwardRequest, Source, TokenArray
+from llamaspec.values import DRAFT, Distribution, Draft, Forward, ForwardRequest, Source, TokenArray
 
 if TYPE_CHECKING:
     from llamaspec.drafters.common_vocabulary import CommonTokens
@@ -112,6 +118,21 @@ def lasting_fault(error: Exception) -> str | None:
     return None if isinstance(error, ContextFullError | RowsMissingError) else str(error)
 
 
+def draft_distribution(
+    sampler: Sampler, scores: Scores, sequence: TokenArray, allowed: TokenArray | None
+) -> Distribution | None:
+    """Return the distribution of a draft token; None if no token that is allowed has a score.
+
+    The model's numbers have been checked: a token without a score is one that its vocabulary lacks.
+    """
+    if allowed is not None and not len(allowed):
+        return None
+    try:
+        return sampler.distribution(scores, sequence, allowed)
+    except ScoresError:
+        return None
+
+
 @dataclass(slots=True)
 class ModelDrafter:
     """Draws draft tokens from a model; if a constraint leaves only one token, the model is not evaluated."""
@@ -165,7 +186,9 @@ class ModelDrafter:
                 self.fault = lasting_fault(error)
                 break
             logits = tokens.scores(forward.logits[0])
-            q = sampler.distribution(logits, sequence, allowed)
+            q = draft_distribution(sampler, logits, sequence, allowed)
+            if q is None:
+                break
             token = self.rule.draw(q, self.streams, len(context), len(draft))
             draft = draft.plus(token, q, confidence(logits, token, q, allowed))
         return draft

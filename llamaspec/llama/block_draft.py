@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llamaspec.errors import ContextFullError, PairError, RowsMissingError
+from llamaspec.errors import ContextFullError, RowsMissingError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.context import parts
 from llamaspec.llama.hidden_draft_file import HiddenDraftFile
@@ -23,9 +23,8 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import BATCH, DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.row_contexts import DraftContext, DraftModel
-from llamaspec.llama.vocabulary import check_pair
-from llamaspec.llama.weights import LoadProgress, Weights
+from llamaspec.llama.row_contexts import DraftContext, DraftModel, draft_weights
+from llamaspec.llama.weights import LoadProgress
 from llamaspec.protocols import Unprepared
 from llamaspec.values import MTP, ForwardRequest, HiddenRows, Logits, Rows, Source
 
@@ -66,10 +65,8 @@ class BlockDraft(DraftModel):
             devices=None,
             tensor_split=(),
         )
-        with closing(Weights(file.path, options, on_load)) as weights:  # the context keeps them alive
-            check_pair(target.vocabulary, weights.vocabulary)
-            if file.mask >= self.vocabulary_size:
-                raise PairError(f"{file.path} names a token beyond its vocabulary; convert it again")
+        weights = draft_weights(file, target.weights, options, on_load)
+        with closing(weights):  # the context keeps them alive
             self.stores = [PrefixStore(limit_of=target.store)]
             self.context = DraftContext(weights, options, file, target.context, self._abort, *self.stores)
         self._with_caches = [self.context]
@@ -105,9 +102,10 @@ class BlockDraft(DraftModel):
         has_logits = self.context.scored_only
         for number, request in blocks:
             held = self.context.cache.running[number]
-            tokens = np.concatenate((request.tokens[-1:], request.draft))
-            segments.append(Segment(held.seq_id, held.n, tokens, len(tokens) if has_logits else 0))
-            names.append((number, ~tokens))
+            last, n = request.tokens[-1:], request.n_scored
+            tokens = np.concatenate((self.context.known(last), request.draft))
+            segments.append(Segment(held.seq_id, held.n, tokens, n if has_logits else 0))
+            names.append((number, ~np.concatenate((last, request.draft))))
         self.context.decode(segments)
         self.context.cache.commit(names)
         lengths = [len(segment.tokens) for segment in segments]
@@ -140,9 +138,19 @@ class BlockDraft(DraftModel):
         self._latest = {}
         if not (self.file.has_confidence or self.file.kind == "dflash2"):
             return
-        rows: list[Rows] = parts(self.context.hidden_rows(sum(lengths)), lengths)
-        for (number, request), part in zip(blocks, rows, strict=True):
+        rows = self.context.hidden_rows(sum(lengths))
+        self.context.check_scores(is_right=self._are_numbers(rows.reshape(len(blocks), self.file.block, -1)))
+        for (number, request), part in zip(blocks, parts(rows, lengths), strict=True):
             self._latest[number] = HiddenRows(len(request.tokens) - 1, part)
+
+    def _are_numbers(self, rows: Rows) -> bool:
+        """Whether what is drawn from the rows of blocks is finite, and every candidate a token: [n, B, E]."""
+        drawn, k = rows[:, 0 if self.file.from_anchor else 1 :], self.file.n_candidates
+        if k is None:  # confidences
+            return bool(np.isfinite(drawn[..., 0]).all())
+        ids, scores = drawn[..., :k], drawn[..., k : k * (1 + k)].reshape(*drawn.shape[:2], k, k)
+        n_tokens = self.context.weights.vocabulary.size
+        return bool(np.isfinite(scores.max(axis=-1)).all() and 0 <= ids.min() <= ids.max() < n_tokens)
 
     def _check_request(self, request: ForwardRequest) -> None:
         self._target.check(replace(request, draft=request.draft[:0], n_logits=0))

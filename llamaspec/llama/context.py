@@ -201,12 +201,16 @@ class Context:
         if not n:
             return np.empty((0, n_vocabulary), dtype=np.float32)
         logits = self._view(lib.llama_get_logits(self.pointer), n, n_vocabulary)
-        if not np.isfinite(logits.max(axis=1)).all():
+        self.check_scores(is_right=bool(np.isfinite(logits.max(axis=1)).all()))
+        return logits
+
+    def check_scores(self, *, is_right: bool) -> None:
+        """Raise ScoresError unless the numbers that the model gives `is_right`."""
+        if not is_right:
             self.cache.forget()  # its cells would spoil every later evaluation
             raise ScoresError(
                 f"{self.weights.path} gives scores that are not numbers; download or convert it again"
             )
-        return logits
 
     def clear(self) -> None:
         """Empty the KV cache and the store."""

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,26 +210,9 @@ def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
     The rules are llama.cpp's. Layers with a sliding window keep all tokens.
     """
     n_layers = max(1, found.number("block_count") - found.number("nextn_predict_layers"))
-
-    def by_layer(key: str, default: list[int]) -> list[int]:
-        """Return a number for each layer; a file may give one for all."""
-        value = found.metadata.get(f"{found.architecture}.{key}")
-        if type(value) is int:
-            return [value] * n_layers
-        if isinstance(value, list) and len(value) >= n_layers and not isinstance(value[0], float):
-            return value[:n_layers]
-        return default
-
-    none = [0] * n_layers
-    heads = by_layer("attention.head_count", none)
-    heads_kv = by_layer("attention.head_count_kv", heads)
-    usual = [found.number("embedding_length") // max(1, heads[0])] * n_layers
-    slides = by_layer("attention.sliding_window_pattern", none)
-    sizes = []
-    for kind in ("key_length", "value_length"):
-        whole = by_layer(f"attention.{kind}", usual)
-        window = by_layer(f"attention.{kind}_swa", whole)
-        sizes.append([window[i] if slides[i] else whole[i] for i in range(n_layers)])
+    by_layer, none = partial(_by_layer, found), [0] * n_layers
+    heads_kv, slides = _kv_heads(found, n_layers), by_layer("attention.sliding_window_pattern", none)
+    sizes = [_head_sizes(found, kind, slides) for kind in ("key_length", "value_length")]
     if found.number("attention.key_length_mla"):  # latent attention computes values from the cached keys
         sizes[1] = none
     indexer = by_layer("attention.indexer.key_length", none)  # additional keys of sparse attention
@@ -239,6 +223,39 @@ def kv_row_sizes(found: GgufFile) -> list[tuple[int, int]]:
         (n * key + index, n * value) if i + n_shared < n_layers and not has_state[i] else (0, 0)
         for i, (n, key, value, index) in enumerate(zip(heads_kv, *sizes, indexer, strict=True))
     ]
+
+
+def key_sizes(found: GgufFile, n_layers: int) -> dict[bool, int]:
+    """Return the length of a token's keys in the last layer without a sliding window, and (True) with one."""
+    slides = _by_layer(found, "attention.sliding_window_pattern", [0] * n_layers)
+    heads_kv, sizes = _kv_heads(found, n_layers), _head_sizes(found, "key_length", slides)
+    return {bool(slides[i]): heads_kv[i] * sizes[i] for i in range(n_layers)}
+
+
+def _by_layer(found: GgufFile, key: str, default: list[int]) -> list[int]:
+    """Return a number for each layer; a file may give one for all."""
+    value, n_layers = found.metadata.get(f"{found.architecture}.{key}"), len(default)
+    if type(value) is int:
+        return [value] * n_layers
+    if isinstance(value, list) and len(value) >= n_layers and not isinstance(value[0], float):
+        return value[:n_layers]
+    return default
+
+
+def _kv_heads(found: GgufFile, n_layers: int) -> list[int]:
+    """Return the number of heads of keys and values in each layer."""
+    return _by_layer(
+        found, "attention.head_count_kv", _by_layer(found, "attention.head_count", [0] * n_layers)
+    )
+
+
+def _head_sizes(found: GgufFile, kind: str, slides: list[int]) -> list[int]:
+    """Return the "key_length" or "value_length" of a head in each layer, of which some `slides`."""
+    n_heads = _by_layer(found, "attention.head_count", [0] * len(slides))[0]
+    usual = [found.number("embedding_length") // max(1, n_heads)] * len(slides)
+    whole = _by_layer(found, f"attention.{kind}", usual)
+    window = _by_layer(found, f"attention.{kind}_swa", whole)
+    return [window[i] if slides[i] else whole[i] for i in range(len(slides))]
 
 
 def windowed_share(found: GgufFile) -> float:

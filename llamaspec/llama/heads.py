@@ -24,7 +24,13 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.row_contexts import DraftContext, DraftModel, HeadContext, RowContext
+from llamaspec.llama.row_contexts import (
+    DraftContext,
+    DraftModel,
+    HeadContext,
+    RowContext,
+    draft_weights,
+)
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
@@ -110,7 +116,7 @@ class Head:
         for each in batch:
             held, begin = self.context.cache.running[each.number], each.hidden.begin
             start = begin + held.n
-            tokens, rows = each.tokens[start:], self._rows(each, start)
+            tokens, rows = self.context.known(each.tokens[start:]), self._rows(each, start)
             n_outputs = len(tokens) if each.n_scored and self.scores_all else each.n_scored
             segments.append(Segment(held.seq_id, held.n, tokens, n_outputs, rows))
             new.append((each.number, each.keys[held.n :]))
@@ -183,7 +189,8 @@ class SharedHead:
             cached = self._target.cached(each.number)
             assert cached is not None  # prepared
             rows = each.rows(len(each.tokens) - 1)
-            segments.append(Segment(cached.seq_id, each.n_text - 1, each.tokens[-1:], 1, rows))
+            token = self.context.known(each.tokens[-1:])
+            segments.append(Segment(cached.seq_id, each.n_text - 1, token, 1, rows))
         self.context.decode(segments)
         logits, hidden = self.context.logits(len(batch)), self.context.hidden_rows(len(batch))
         return [(logits[i : i + 1], hidden[i : i + 1]) for i in range(len(batch))]
@@ -253,11 +260,12 @@ class PredictionHeads(DraftModel):
                     self._heads.append(Head(context))
             else:
                 local = replace(options, workers=(), devices=None, tensor_split=())
-                with closing(Weights(path, local, on_load)) as weights:  # the context keeps them alive
-                    check_pair(target.vocabulary, weights.vocabulary)
-                    if draft is None:
+                if draft is None:
+                    with closing(Weights(path, local, on_load)) as weights:  # the context keeps them alive
+                        check_pair(target.vocabulary, weights.vocabulary)
                         self._heads.append(SharedHead(weights, target, self._abort))
-                    else:
+                else:
+                    with closing(draft_weights(draft, target.weights, local, on_load)) as weights:
                         self.stores.append(store := PrefixStore(limit_of=target.store))
                         own = DraftContext(weights, local, draft, target.context, self._abort, store)
                         self._heads.append(Eagle3Head(own))

@@ -8,7 +8,7 @@ tests/llama/test_hidden_draft_file.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llamaspec.errors import ModelFileError, PairError, printable
@@ -18,6 +18,7 @@ from llamaspec.llama.gguf_file import (
     GgufFile,
     check_gguf,
     file_parts,
+    key_sizes,
     read_gguf,
     read_numbers,
 )
@@ -42,6 +43,7 @@ LAST_OUTPUT = frozenset({
     "bailingmoe3", "gemma4", "gpt-oss", "mimo2", "nemotron_h", "nemotron_h_moe", "qwen35", "qwen35moe",
     "qwen3next",
 })  # fmt: skip
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 MAX_LAYERS, MAX_BLOCK = 16, 64  # layers that a draft reads; positions of a block
 _I64 = 27  # GGML_TYPE_I64
 
@@ -93,13 +95,24 @@ def check_heads(path: Path) -> HeadsInFile:
     return found
 
 
-def check_shared_head(path: Path) -> None:
-    """Raise PairError if this build of llama.cpp cannot compute a head that uses the target's KV cache."""
+def check_shared_head(path: Path, target: Path) -> None:
+    """Raise PairError if a head that uses the target's KV cache cannot be computed, or not for this target.
+
+    llama.cpp reads keys of the head's size from the target's KV cache, and aborts if that has smaller ones.
+    """
     if not can_compute_heads():
         raise PairError(
             f"{path} is a prediction head, which this build of llama.cpp cannot compute; "
             "update llama-cpp-python"
         )
+    head, found = read_gguf(path), read_gguf(target)
+    own, cached = key_sizes(head, head.number("block_count")), key_sizes(found, found.number("block_count"))
+    for kind in own.keys() & cached.keys():
+        if own[kind] > cached[kind]:
+            raise PairError(
+                f"{path} was made for another target than {target}, which caches {cached[kind]} numbers of a "
+                f"key where it reads {own[kind]}; name its own target"
+            )
 
 
 # Drafts with layers of their own
@@ -119,6 +132,9 @@ class HiddenDraftFile:
     mask: int = 0  # the token of positions that a block leaves open
     has_confidence: bool = False
     n_candidates: int | None = None  # of each position in DFlash2's lattice
+    has_embedding: bool = False  # of its own; otherwise it uses the target's
+    has_output: bool = False
+    has_token_rows: bool = False  # whether a tensor of its own has a row for each token
 
     @property
     def name(self) -> str:
@@ -145,7 +161,7 @@ def hidden_draft(path: Path) -> HiddenDraftFile | None:
         The file contradicts itself, or this build of llama.cpp cannot use it.
     """
     try:
-        found = read_gguf(path)
+        found = _read_parts(path)
     except OSError:
         return None  # loading the file will raise an error that says why
     if found.architecture not in (EAGLE3, DFLASH):
@@ -160,15 +176,21 @@ def hidden_draft(path: Path) -> HiddenDraftFile | None:
             f"{path} drafts with {NAMES[kind]}, for which this build of llama.cpp lacks functions; "
             "update llama-cpp-python"
         )
-    size = found.number("embedding_length")
     layers = tuple(found.metadata[f"{found.architecture}.target_layers"])
-    if kind == EAGLE3:
-        return HiddenDraftFile(path, kind, layers, found.number("target_hidden_size"))
-    return HiddenDraftFile(
+    own = {name for name in (EMBEDDING, OUTPUT, "d2t") if name in found.tensors}
+    draft = HiddenDraftFile(
         path,
         kind,
         layers,
-        size,
+        hidden_size=found.number("target_hidden_size" if kind == EAGLE3 else "embedding_length"),
+        has_embedding=EMBEDDING in own,
+        has_output=OUTPUT in own,
+        has_token_rows=bool(own) or kind in ("dspark", "dflash2"),
+    )
+    if kind == EAGLE3:
+        return draft
+    return replace(
+        draft,
         block=found.number("block_size"),
         from_anchor=kind == "dspark" and _flag(found, "sample_from_anchor", default=True),
         is_causal=_flag(found, "attention.causal", default=False),
@@ -201,6 +223,26 @@ def check_target(draft: HiddenDraftFile, target: Path) -> None:
         )
 
 
+def check_tokens(draft: HiddenDraftFile, n_own: int, target: Path, n_target: int) -> None:
+    """Raise PairError if a draft with `n_own` tokens cannot use what it borrows of a target with `n_target`.
+
+    Vocabularies of different sizes work if the draft has its own output, or no row for each token: then it
+    is loaded with as many tokens as the target. DFlash2 only looks up candidates among the target's tokens.
+    """
+    fits = n_own == n_target or draft.has_output or not draft.has_token_rows
+    if not fits and not (draft.kind == "dflash2" and n_own > n_target):
+        raise PairError(
+            f"{draft.path} was made for a target with {n_own} tokens, but {target} has {n_target}; "
+            "name its own target"
+        )
+    n_embedded = n_own if draft.has_embedding else min(n_own, n_target)
+    if draft.is_block and draft.mask >= n_embedded:
+        raise PairError(
+            f"{draft.path} uses token {draft.mask} for open positions, a token beyond the {n_embedded} that "
+            f"it can read with {target}; name its own target, or convert it again"
+        )
+
+
 def _kind(found: GgufFile) -> str:
     if found.architecture == EAGLE3:
         return EAGLE3
@@ -220,6 +262,9 @@ def _fault(found: GgufFile, kind: str) -> str | None:
         return f"it reads the layers {layers[: MAX_LAYERS + 1]} of the target"
     if kind == EAGLE3 and found.number("block_count") != 1:
         return f"it has {found.number('block_count')} layers, not 1"
+    size, target_size = found.number("embedding_length"), found.number("target_hidden_size")
+    if kind == EAGLE3 and size != target_size and not {EMBEDDING, OUTPUT} <= found.tensors.keys():
+        return f"it has rows of {size} numbers, but the embedding or output of a target with {target_size}"
     if found.number("hyper_connection_count"):
         return "it has the layers of DeepSeek 4, which llamaspec does not support"
     return _attention_fault(found) or (None if kind == EAGLE3 else _block_fault(found, kind))
@@ -252,18 +297,31 @@ def _block_fault(found: GgufFile, kind: str) -> str | None:
 
 def _vocabulary_fault(path: Path, found: GgufFile) -> str | None:
     """Describe what is wrong with the map from its own tokens to the target's."""
-    embedding, ids = found.tensors.get("token_embd.weight"), found.tensors.get("d2t")
-    if embedding is not None and len(embedding.sizes) != 2:
-        return "its embedding is no matrix"
+    embedding, ids = found.tensors.get(EMBEDDING), found.tensors.get("d2t")
+    if embedding is None and ids is None:
+        return None
+    n_tokens = _n_tokens(path)
+    if embedding is not None and (len(embedding.sizes) != 2 or embedding.sizes[1] < n_tokens):
+        return f"its embedding has no row for each of its {n_tokens} tokens"
     if ids is None:
         return None
-    n_tokens = found.number("vocab_size") or _n_tokens(path)
     if ids.kind != _I64 or len(ids.sizes) != 1 or not 0 < math.prod(ids.sizes) <= n_tokens:
         return "d2t is no list of tokens"
-    numbers = read_numbers(path, found, "d2t")
+    if OUTPUT not in found.tensors:
+        return "d2t renames the tokens of an output that it does not have"
+    part = next(part for part in file_parts(path) if "d2t" in read_gguf(part).tensors)
+    numbers = read_numbers(part, read_gguf(part), "d2t")
     if not numbers or min(numbers) < 0 or max(numbers) >= n_tokens:
         return f"d2t names tokens beyond the vocabulary of {n_tokens}"
     return None
+
+
+def _read_parts(path: Path) -> GgufFile:
+    """Read the metadata of a file, and the names of all tensors of its parts."""
+    found = read_gguf(path)
+    for part in file_parts(path)[1:]:
+        found.tensors |= read_gguf(part).tensors
+    return found
 
 
 def _n_tokens(path: Path) -> int:

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
+from llamaspec.errors import PairError
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.context import Context
-from llamaspec.llama.hidden_draft_file import HiddenDraftFile
+from llamaspec.llama.hidden_draft_file import HiddenDraftFile, check_tokens
 from llamaspec.llama.hidden_rows import (
     SCORED_ROWS_ONLY,
     choose_head,
@@ -22,17 +23,37 @@ from llamaspec.llama.hidden_rows import (
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
-from llamaspec.llama.weights import Weights
-from llamaspec.values import ForwardRequest, HiddenRows, Rows
+from llamaspec.llama.vocabulary import check_pair
+from llamaspec.llama.weights import LoadProgress, Weights
+from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows, TokenArray
 
 ENCODED = 64  # hidden rows that are encoded at once: llama.cpp makes room for as many rows of logits
 _M_ROPE = (lib.LLAMA_ROPE_TYPE_MROPE, lib.LLAMA_ROPE_TYPE_IMROPE)
 
 
 class RowContext(Context):
-    """A context that returns the hidden rows of its last layer."""
+    """A context that returns the hidden rows of its last layer.
+
+    That of a draft takes and scores the tokens of its target, of which it may lack some. It may have more.
+    """
 
     scored_only = False  # whether llama.cpp returns hidden rows of the scored positions only
+    n_tokens: int | None = None  # of the target that a draft was loaded for; None = its own
+
+    def logits(self, n: int) -> Logits:
+        """Return the first `n` rows of logits, -inf for tokens that it lacks; errors as for `Context`."""
+        own = super().logits(n)
+        n_own, n_tokens = own.shape[1], self.n_tokens
+        if n_tokens is None or n_tokens <= n_own:
+            return own[:, :n_tokens]
+        logits = np.full((n, n_tokens), -np.inf, dtype=np.float32)
+        logits[:, :n_own] = own
+        return logits
+
+    def known(self, tokens: TokenArray) -> TokenArray:
+        """Return the tokens with token 0 in place of those that it lacks."""
+        n_own = self.weights.vocabulary.size
+        return tokens if (self.n_tokens or 0) <= n_own else np.where(tokens < n_own, tokens, np.int32(0))
 
     def hidden_rows(self, n: int) -> Rows:
         """Return a view of the first `n` hidden rows, of all positions or only the scored ones: [n, E]."""
@@ -96,6 +117,7 @@ class HeadContext(RowContext):
         store: PrefixStore | None = None,
     ) -> None:
         super().__init__(weights, options, other, abort, store, weights.hidden_size, is_head=True)
+        self.n_tokens = None if other is None else other.weights.vocabulary.size
         choose_head(self.pointer, head)
         self.scored_only = weights.facts.architecture in SCORED_ROWS_ONLY
         show_hidden_rows(self.pointer, scored_only=self.scored_only)
@@ -119,6 +141,7 @@ class DraftContext(RowContext):
         row_size = 0 if draft.is_block else weights.hidden_size
         options = replace(options, heads=False, hidden_layers=())
         super().__init__(weights, options, target, abort, store, row_size)
+        self.n_tokens = target.weights.vocabulary.size
         n_axes = 4 if lib.llama_model_rope_type(weights.pointer) in _M_ROPE else 1
         size = len(draft.layers) * draft.hidden_size
         self._features = Batch(self.batch_size, size, has_tokens=False, n_axes=n_axes)
@@ -141,6 +164,32 @@ class DraftContext(RowContext):
             self.compute(lib.llama_encode, self._features, [Segment(empty, 0, tokens, len(part), part)])
             encoded[start : start + len(part)] = self.hidden_rows(len(part))
         return encoded
+
+
+def draft_weights(
+    draft: HiddenDraftFile, target: Weights, options: ModelOptions, on_load: LoadProgress | None = None
+) -> Weights:
+    """Load a draft for a target.
+
+    Raises
+    ------
+    PairError
+        It was made for another target.
+    ModelFileError, MemoryFullError
+        It cannot be loaded.
+    """
+    weights = Weights(draft.path, options, on_load)
+    try:
+        check_pair(target.vocabulary, weights.vocabulary)
+        n_target, n_own = target.vocabulary.size, weights.vocabulary.size
+        check_tokens(draft, n_own, target.path, n_target)
+        if n_own == n_target or draft.has_token_rows:
+            return weights
+    except PairError:
+        weights.close()
+        raise
+    weights.close()  # the target's output gives as many scores as the target has tokens
+    return Weights(draft.path, options, on_load, n_tokens=n_target)
 
 
 class DraftModel:

@@ -3,8 +3,9 @@
 Some damaged files make llama.cpp abort, hang or take all memory, and checks of the metadata cannot find them
 all. So a child process with limited memory and time uses the file first; if that fails, an error says why.
 The child evaluates some tokens. Of a large file it reads only metadata and vocabulary, so that the weights
-are read only once. Files that passed are recorded by size, time and beginning, and not tried again. The child
-runs `trial_child.py`, by name: it opens the model, and opening a model needs this module.
+are read only once. A draft that reads hidden rows is tried with its target, because llama.cpp may also abort
+if two good files do not fit each other. What passed is recorded by size, time and beginning of the files, and
+not tried again. The child runs `trial_child.py`, by name: it opens models, which needs this module.
 tests/llama/test_trial.py.
 """
 
@@ -14,14 +15,14 @@ import hashlib
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llamaspec.errors import MemoryFullError, ModelFileError
+from llamaspec.errors import MemoryFullError, ModelFileError, PairError
 from llamaspec.files import cache_folder, file_identity, write_file
 from llamaspec.kernels import AUTO, OFF, VARIABLE, library
 from llamaspec.llama.gguf_file import check_metadata, file_parts
@@ -41,6 +42,7 @@ WALL_SECONDS = 120.0  # limit for a small file on a busy machine
 BYTES_PER_SECOND = 10e6  # of a slow disk
 SPARE_BYTES = 2 << 30  # limit of memory for contexts and buffers, besides the size of the file
 _REMEDY = f"download or convert it again, or set {TRUST}=1 if you trust it"
+_PAIR_REMEDY = f"name its own target, or set {TRUST}=1 if you trust it"
 _SUPPLIED = Path(__file__).resolve().parent.parent / "demo"  # models that come with llamaspec
 
 OnWait = Callable[[float], None]  # called with 0.0 repeatedly
@@ -59,40 +61,90 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
     MemoryFullError
         The machine has no room for the model.
     """
-    if os.environ.get(TRUST, "0") not in ("", "0") or path.resolve().parent == _SUPPLIED:
+    if _is_trusted(path) or (record := _record(path)) is None:
         return
-    try:
-        # With the version, because its checks of the metadata may be new.
-        record = cache_folder() / "tried" / f"{release_key(path)}-{version('llamaspec')}"
-    except OSError as error:  # from another part of the model
-        raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
-    with suppress(OSError):  # the folder may not be searched
-        if record.is_file():
-            return
     check_metadata(path)
-    _try(path, n_ctx if n_ctx is not None and n_ctx < DEFAULT_CONTEXT else 0, on_wait)
-    with suppress(OSError):  # then the file is tried again next time
-        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_file(record, json.dumps(str(path)) + "\n")
+    reads_weights = _n_bytes(path) <= min(LARGE_BYTES, available_bytes())
+    check_outcome(path, _try([path], n_ctx, on_wait, reads_weights=reads_weights))
+    _keep(record, path)
 
 
-def release_key(path: Path) -> str:
-    """Return a cache key for a model file: it depends on its latest change and the release of llama.cpp."""
+def ensure_pair_tried(
+    target: Path, draft: Path, n_ctx: int | None = None, on_wait: OnWait | None = None
+) -> None:
+    """Try a draft alone, and then with the target whose hidden rows it reads, which has been tried.
+
+    Pairs are not tried if they are trusted, large, or have passed before. Parameters as for `ensure_tried`.
+
+    Raises
+    ------
+    PairError
+        llama.cpp crashes, hangs, needs too much memory or fails when it drafts for this target.
+    ModelFileError, MemoryFullError
+        As for `ensure_tried`.
+    """
+    ensure_tried(draft, n_ctx, on_wait)
+    n_bytes = _n_bytes(target) + _n_bytes(draft)
+    if _is_trusted(draft) or n_bytes > min(LARGE_BYTES, available_bytes()):
+        return
+    if (record := _record(target, draft)) is None:
+        return
+    outcome = _try([target, draft], n_ctx, on_wait, reads_weights=True)
+    try:
+        check_outcome(
+            f"{draft}, drafting for {target},", outcome, "it was made for another target", _PAIR_REMEDY
+        )
+    except ModelFileError as error:
+        raise PairError(str(error)) from error
+    _keep(record, target, draft)
+
+
+def release_key(*paths: Path) -> str:
+    """Return a cache key for model files: it depends on their latest change and the release of llama.cpp."""
     key = hashlib.sha256(version("llama-cpp-python").encode())
-    for part in file_parts(path):
-        key.update(f"{part.stat().st_mtime_ns} {file_identity(part)}\n".encode())
+    for path in paths:
+        for part in file_parts(path):
+            key.update(f"{part.stat().st_mtime_ns} {file_identity(part)}\n".encode())
     return key.hexdigest()[:32]
 
 
-def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
+def _is_trusted(path: Path) -> bool:
+    return os.environ.get(TRUST, "0") not in ("", "0") or path.resolve().parent == _SUPPLIED
+
+
+def _record(*paths: Path) -> Path | None:
+    """Return the file that records a trial; None if there has been one."""
+    try:
+        # With the version, because its checks of the metadata may be new.
+        record = cache_folder() / "tried" / f"{release_key(*paths)}-{version('llamaspec')}"
+    except OSError as error:  # from another part of the model
+        raise ModelFileError(f"cannot read {paths[-1]}: {error.strerror}; name a readable file") from error
+    with suppress(OSError):  # the folder may not be searched
+        if record.is_file():
+            return None
+    return record
+
+
+def _keep(record: Path, *paths: Path) -> None:
+    with suppress(OSError):  # then the files are tried again next time
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_file(record, json.dumps([*map(str, paths)]) + "\n")
+
+
+def _n_bytes(path: Path) -> int:
+    return sum(part.stat().st_size for part in file_parts(path))
+
+
+def _try(
+    paths: Sequence[Path], n_ctx: int | None, on_wait: OnWait | None, *, reads_weights: bool
+) -> Outcome | None:
+    """Use a model, or a target and its draft, in a child process; return how it ended."""
     from llamaspec.llama.child import run_child
 
-    n_bytes = sum(part.stat().st_size for part in file_parts(path))
-    reads_weights = n_bytes <= min(LARGE_BYTES, available_bytes())
-    if not reads_weights:
-        n_bytes = 0
+    n_bytes = sum(map(_n_bytes, paths)) if reads_weights else 0
     limits = (CPU_SECONDS + n_bytes // BYTES_PER_CPU_SECOND, SPARE_BYTES + n_bytes)
-    settings = [*limits, n_ctx, int(reads_weights), path.absolute()]
+    n_ctx = n_ctx if n_ctx is not None and n_ctx < DEFAULT_CONTEXT else 0
+    settings = [*limits, n_ctx, int(reads_weights), *(path.absolute() for path in paths)]
     environment = {
         TRUST: "1",
         "OMP_NUM_THREADS": "1",
@@ -105,29 +157,33 @@ def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:
     wait = None if on_wait is None else partial(on_wait, 0.0)
     seconds = WALL_SECONDS + n_bytes / BYTES_PER_SECOND
     try:
-        outcome = run_child(CHILD, [*map(str, settings)], wait, seconds, environment)
+        return run_child(CHILD, [*map(str, settings)], wait, seconds, environment)
     except (OSError, ValueError) as error:
         raise ModelFileError(
-            f"cannot try {path} in a child process: {error}; set {TRUST}=1 if you trust it"
+            f"cannot try {paths[-1]} in a child process: {error}; set {TRUST}=1 if you trust it"
         ) from error
-    check_outcome(path, outcome)
 
 
-def check_outcome(path: Path, outcome: Outcome | None) -> None:
+def check_outcome(
+    tried: Path | str,
+    outcome: Outcome | None,
+    cause: str = "it is damaged or hostile",
+    remedy: str = _REMEDY,
+) -> None:
     """Raise the error that the child reported, or one for its crash; None = the child took too long."""
     if outcome is None or outcome.code == -signal.SIGXCPU:
-        raise ModelFileError(f"{path} keeps llama.cpp busy without end; {_REMEDY}")
+        raise ModelFileError(f"{tried} keeps llama.cpp busy without end; {remedy}")
     code = outcome.code
     if code == -signal.SIGINT:
         raise KeyboardInterrupt
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        raise ModelFileError(f"{path} crashes llama.cpp ({name}): it is damaged or hostile; {_REMEDY}")
-    kind, message = "no answer", f"the trial of {path} failed (exit code {code}); {_REMEDY}"
+        raise ModelFileError(f"{tried} crashes llama.cpp ({name}): {cause}; {remedy}")
+    kind, message = "no answer", f"the trial of {tried} failed (exit code {code}); {remedy}"
     if code == 0:
         with suppress(ValueError, TypeError, RecursionError):
             kind, message = map(str, json.loads(outcome.answer))
     if kind == "memory":
-        raise ModelFileError(f"{path} needs more memory than a file of its size should; {_REMEDY}")
+        raise ModelFileError(f"{tried} needs more memory than a file of its size should; {remedy}")
     if kind:
         raise MemoryFullError(message) if kind == "MemoryFullError" else ModelFileError(message)

@@ -68,7 +68,8 @@ class Weights:
     """Loaded weights and their vocabulary.
 
     Only these `options` matter: `gpu_layers`, `repack`, `kernels`, `heads`, `devices`, `tensor_split`,
-    `workers`. With `vocabulary_only`, no tensors are loaded, so contexts cannot be opened.
+    `workers`. With `vocabulary_only`, no tensors are loaded, so contexts cannot be opened. With `n_tokens`,
+    the vocabulary has that many tokens, but no texts: no tensor of the file may have a row for each token.
 
     Raises
     ------
@@ -89,6 +90,7 @@ class Weights:
         on_load: LoadProgress | None = None,
         *,
         vocabulary_only: bool = False,
+        n_tokens: int | None = None,
     ) -> None:
         self.path = path
         runtime.start()
@@ -103,7 +105,13 @@ class Weights:
         # Our kernels take weights as they are in the file. llama.cpp repacks all that it can, or none.
         self.may_be_repacked = options.repack and not self.suits_kernels and runtime.repacking_is_safe()
         self._handle: Handle | None = Handle(
-            self._load(options, on_load, vocabulary_only=vocabulary_only), lib.llama_model_free
+            self._load(
+                options,
+                on_load,
+                vocabulary_only=vocabulary_only,
+                overrides=None if n_tokens is None else _without_texts(file.architecture, n_tokens),
+            ),
+            lib.llama_model_free,
         )
         try:
             self._check_kind()
@@ -185,8 +193,15 @@ class Weights:
         if lib.llama_model_is_diffusion(self.pointer):
             raise ModelFileError(f"{self.path} is a diffusion model; {remedy}")
 
-    def _load(self, options: ModelOptions, on_load: LoadProgress | None, *, vocabulary_only: bool) -> Any:
-        """Load the file; return its llama_model."""
+    def _load(
+        self,
+        options: ModelOptions,
+        on_load: LoadProgress | None,
+        *,
+        vocabulary_only: bool,
+        overrides: Any | None,
+    ) -> Any:
+        """Load the file, with other metadata if there are `overrides`; return its llama_model."""
         parameters = lib.llama_model_default_params()
         if options.gpu_layers is not None:
             parameters.n_gpu_layers = options.gpu_layers
@@ -205,6 +220,8 @@ class Weights:
         parameters.progress_callback = callback = lib.llama_progress_callback(report)
         parameters.load_mtp = options.heads
         parameters.vocab_only = vocabulary_only
+        if overrides is not None:
+            parameters.kv_overrides = overrides
         with runtime.raising_callbacks(), runtime.log.of_call() as said:
             model = lib.llama_model_load_from_file(os.fsencode(self.path), parameters)
         del callback  # llama.cpp called it until here
@@ -222,3 +239,13 @@ class Weights:
                 "and name the first, NAME-00001-of-NUMBER.gguf"
             )
         raise ModelFileError(f"llama.cpp cannot load {self.path}: {reason}; download or convert it again")
+
+
+def _without_texts(architecture: str, n_tokens: int) -> Any:
+    """Return metadata that replaces a file's vocabulary by `n_tokens` tokens without texts."""
+    overrides: Any = (lib.llama_model_kv_override * 3)()  # its end is an empty one
+    overrides[0].tag, overrides[0].key = lib.LLAMA_KV_OVERRIDE_TYPE_STR, b"tokenizer.ggml.model"
+    overrides[0].value.val_str = b"no_vocab"
+    overrides[1].tag, overrides[1].key = lib.LLAMA_KV_OVERRIDE_TYPE_INT, f"{architecture}.vocab_size".encode()
+    overrides[1].value.val_i64 = n_tokens
+    return overrides

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from llamaspec.drafters.fallback import NoDrafter
-from llamaspec.errors import LlamaspecError
+from llamaspec.errors import EvaluationError, LlamaspecError
 from llamaspec.hidden_drafts import open_hidden_draft
 from llamaspec.kernels import Kernels
 from llamaspec.length.fixed import FixedLength
@@ -248,8 +248,15 @@ def heads_finding(plan: DraftPlan, heads: ModelFile, target: LlamaModel, working
             Pair(target, heads=draft) as pair,
         ):
             alone, both = (prompt_seconds(pair, drafter) for drafter in (NoDrafter(), None))
+            fault = (
+                pair.stream(b"def", seed=0, max_tokens=N_DRAFT + 2, policy=FixedLength(N_DRAFT))
+                .run()
+                .draft_fault
+            )
     except LlamaspecError as error:
         return Finding.of_error(topic, error)
+    if fault is not None:
+        return Finding.of_error("draft", EvaluationError(fault))
     slower = max(both / alone - 1.0, 0.0)
     text = f"about {as_size(n_bytes)} of weights; a prompt takes {slower:.0%} longer while they draft"
     return Finding(OK, topic, f"{text}, and no longer while they sleep because they would lose")

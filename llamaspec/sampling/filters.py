@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from llamaspec.errors import ScoresError
 from llamaspec.values import NO_TOKENS, Distribution, TokenArray
 
 Floats = npt.NDArray[np.float64]
@@ -78,7 +79,7 @@ class Sampling:
 def distribution(
     scores: Scores, sampling: Sampling, seen: TokenArray = NO_TOKENS, allowed: TokenArray | None = None
 ) -> Distribution:
-    """Return the distribution of the next token. Raises ValueError if the scores are not finite numbers.
+    """Return the distribution of the next token. Raises ScoresError if no score is a finite number.
 
     `scores` [V] float32 are the logits of one position. Penalties apply to the last tokens of `seen`. Only
     tokens of `allowed`, ascending and not empty, can be drawn.
@@ -139,7 +140,7 @@ def _truncated(scores: Scores, sampling: Sampling) -> Distribution:
     best = int(scores.argmax())
     highest = float(scores[best])
     if not math.isfinite(highest):
-        raise ValueError("the model's scores are not finite numbers; the model file may be damaged")
+        raise ScoresError("the model's scores are not finite numbers; download or convert it again")
     if sampling.temperature == 0 or sampling.top_k == 1:
         return Distribution.certain(best)
 

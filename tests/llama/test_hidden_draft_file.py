@@ -90,7 +90,7 @@ def test_a_map_beyond_the_vocabulary(
 def test_a_mask_beyond_the_vocabulary(store: ModelStore, tmp_path: Path) -> None:
     changed = {"tokenizer.ggml.mask_token_id": 288}
     path = write_draft(tmp_path / "draft.gguf", DraftRecipe(), **changed)
-    with pytest.raises(PairError, match="a token beyond its vocabulary"):
+    with pytest.raises(PairError, match="a token beyond the 288 that it can read"):
         open_pair(store.path("llama"), path, target_options=THREADS)
 
 

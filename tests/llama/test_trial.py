@@ -17,12 +17,13 @@ import pytest
 
 from command import run
 from fuzz_gguf import Entry, Parts, put_together, take_apart
-from llamaspec import LlamaModel, ModelFileError, ModelOptions, demo_draft
-from llamaspec.errors import MemoryFullError
-from llamaspec.llama import trial
+from llamaspec import LlamaModel, ModelFileError, ModelOptions, demo_draft, open_pair
+from llamaspec.errors import MemoryFullError, PairError
+from llamaspec.llama import trial, trial_child
 from llamaspec.llama.child import Outcome, run_child
 from model_store import ModelStore
 from patience import PATIENCE
+from tiny_hidden import DraftRecipe
 from tiny_models import Recipe, truncated
 from tiny_vocabulary import sentencepiece_vocabulary
 
@@ -56,7 +57,8 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that would be tried; no child process is started."""
     paths: list[Path] = []
-    monkeypatch.setattr(trial, "_try", lambda path, *_: paths.append(path))
+    monkeypatch.setattr(trial, "_try", lambda files, *_, **_options: paths.extend(files))
+    monkeypatch.setattr(trial, "check_outcome", lambda *_: None)
     return paths
 
 
@@ -338,6 +340,33 @@ def test_failures_that_are_not_the_fault_of_the_file() -> None:
     with pytest.raises(KeyboardInterrupt):
         trial.check_outcome(Path("x.gguf"), Outcome(-signal.SIGINT, b""))
     trial.check_outcome(Path("x.gguf"), Outcome(0, b'["", ""]'))
+
+
+# A draft that reads hidden rows, with its target
+
+
+def test_a_pair_is_tried_once(store: ModelStore, tried: list[Path]) -> None:
+    target, draft = store.path("llama"), store.draft(DraftRecipe())
+    for _ in range(2):
+        open_pair(target, draft, target_options=CPU).close()
+    assert tried == [target, draft, target, draft]
+
+
+def test_pairs_that_work(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, so that nothing but the pair is evaluated."""
+    monkeypatch.setenv(trial.TRUST, "1")
+    for recipe in (DraftRecipe(kind="dspark"), DraftRecipe(kind="eagle3")):
+        trial_child.use_pair(store.path("llama"), store.draft(recipe), 0)
+    trial_child.use_pair(store.path("gemma4"), store.path("gemma4-assistant"), 0)
+
+
+def test_a_crash_of_a_pair_ends_only_the_child(store: ModelStore) -> None:
+    """llama.cpp aborts for a target whose layers cannot be read. Our own check is left out."""
+    target, draft = store.path("gemma3"), store.draft(DraftRecipe())
+    with pytest.raises(PairError) as raised:
+        trial.ensure_pair_tried(target, draft)
+    cause = "crashes llama.cpp (SIGABRT): it was made for another target; name its own target, or set"
+    assert str(raised.value).startswith(f"{draft}, drafting for {target}, {cause}")
 
 
 # Through the commands

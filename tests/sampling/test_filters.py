@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from llamaspec.errors import ScoresError
 from llamaspec.sampling.filters import Sampling, Scores, biased, confidence, distribution, penalised
 from llamaspec.values import Distribution
 
@@ -123,7 +124,7 @@ def test_the_fast_selection_is_the_plain_one(
 
 @pytest.mark.parametrize("row", [[np.nan, 1.0], [-np.inf, -np.inf], [np.inf, 0.0]])
 def test_scores_that_are_not_numbers_are_refused(row: list[float]) -> None:
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ScoresError, match="not finite"):
         distribution(np.array(row, dtype=np.float32), chain())
 
 
