@@ -114,7 +114,9 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
 
     # Evaluate the draft at once: logits after `tokens` and after each draft token.
     rows_from = len(tokens) - 1 if reads_rows(config.drafter) else None
-    forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, rows_from=rows_from)
+    forward: Forward = yield ForwardRequest(
+        TARGET, tokens, draft=draft.tokens, rows_from=rows_from, scope=config.scope
+    )
 
     # Accept draft tokens, and draw the next token.
     p = LogitsTarget(forward.logits, tokens, draft, sampler)
