@@ -77,7 +77,9 @@ def _prefill(config: Speculation) -> Generating[TextEvent]:
     for begin in range(0, n_total, PREFILL_PART):
         end = min(begin + PREFILL_PART, n_total)
         rows_from = None if first >= end else max(begin, first)
-        forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0, rows_from=rows_from)
+        forward: Forward = yield ForwardRequest(
+            TARGET, prompt[:end], n_logits=0, rows_from=rows_from, scope=config.scope
+        )
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
         n_new = end - max(forward.n_cached, begin)

@@ -171,7 +171,7 @@ def _named(request: ForwardRequest) -> ForwardRequest:
     assert request.hidden is not None
     keys = window_keys(request.tokens[: _n_known(request)], request.hidden.begin)
     block = ~np.concatenate((request.tokens[_n_known(request) :], request.draft))
-    return ForwardRequest(MTP, np.concatenate((keys, block)), request.n_scored)
+    return ForwardRequest(MTP, np.concatenate((keys, block)), request.n_scored, scope=request.scope)
 
 
 def _answer(request: ForwardRequest, n_cached: int) -> int | Unprepared:

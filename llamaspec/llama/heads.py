@@ -43,6 +43,7 @@ from llamaspec.values import (
     HiddenRows,
     Logits,
     Rows,
+    Scope,
     Source,
     TokenArray,
 )
@@ -59,6 +60,7 @@ class HeadInput:
     tokens: TokenArray  # [n] text, then draft tokens
     n_scored: int  # 1 = logits and the hidden row of the last token are wanted; otherwise 0
     hidden: HiddenInput
+    scope: Scope
 
     @property
     def n_text(self) -> int:
@@ -99,7 +101,8 @@ class Head:
         """Make room; return for each input its number of cached tokens, or why it cannot be evaluated."""
         answers: list[int | Unprepared] = []
         prepared = self.context.cache.prepare_all([
-            (each.number, ForwardRequest(MTP, each.keys, each.n_scored), 0) for each in batch
+            (each.number, ForwardRequest(MTP, each.keys, each.n_scored, scope=each.scope), 0)
+            for each in batch
         ])  # fmt: skip
         for each, n_cached in zip(batch, prepared, strict=True):
             if isinstance(n_cached, ContextFullError):
@@ -204,7 +207,7 @@ class SharedHead:
 
     def _prepare(self, wanted: HeadInput) -> int | Unprepared:
         n_evaluated = wanted.n_text - 1
-        request = ForwardRequest(TARGET, wanted.tokens[: wanted.n_text])
+        request = ForwardRequest(TARGET, wanted.tokens[: wanted.n_text], scope=wanted.scope)
         if not n_evaluated or list(self._target.prepare([(wanted.number, request, 0)])) != [n_evaluated]:
             return ContextFullError("the target has not cached this sequence")
         last = len(wanted.tokens) - 1
@@ -323,7 +326,7 @@ class PredictionHeads(DraftModel):
             raise ValueError("a prediction head scores the last token only")
         if hidden is None or not LAG <= hidden.begin < len(request.tokens) - len(hidden.own):
             raise ValueError("a prediction head needs hidden rows, and a token after one of them")
-        return HeadInput(number, request.tokens, request.n_scored, hidden)
+        return HeadInput(number, request.tokens, request.n_scored, hidden, request.scope)
 
 
 def _combine(answers: Sequence[int | Unprepared]) -> int | Unprepared:

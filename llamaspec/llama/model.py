@@ -25,7 +25,7 @@ from llamaspec.llama.options import N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
-from llamaspec.values import TARGET, ForwardRequest, HiddenRows, Logits, TokenArray
+from llamaspec.values import NO_SCOPE, TARGET, ForwardRequest, HiddenRows, Logits, Scope, TokenArray
 
 TILE = 64  # positions
 STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # the store takes at most 1 / STORE_SHARE of the free memory
@@ -139,9 +139,9 @@ class LlamaModel:
         """Number of tokens that all sequences together can cache; None if each has its own context."""
         return None if self.keeps_states else self._contexts[0].cache.size
 
-    def n_cached(self, tokens: TokenArray) -> int:
-        """Return how many of the first tokens need not be evaluated again."""
-        return max(context.cache.n_known(tokens) for context in self._contexts)
+    def n_cached(self, tokens: TokenArray, scope: Scope = NO_SCOPE) -> int:
+        """Return how many of the first tokens need not be evaluated again for a sequence of some scope."""
+        return max(context.cache.n_known(tokens, scope) for context in self._contexts)
 
     @property
     def can_share(self) -> bool:
@@ -361,7 +361,7 @@ class LlamaModel:
                 except MemoryFullError as error:  # until another sequence ends and leaves its context
                     return ContextFullError(str(error))
                 self._contexts += free
-            context = max(free, key=lambda each: each.cache.n_known(request.tokens))
+            context = max(free, key=lambda each: each.cache.n_known(request.tokens, request.scope))
         return context.cache.prepare_all([entry])[0]
 
 

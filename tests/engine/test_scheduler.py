@@ -17,7 +17,7 @@ from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ContextFullError
 from llamaspec.length.automatic import AutoLength
 from llamaspec.protocols import SequenceLength
-from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
+from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray, scope_of
 from stepped import Stepped
 from texts import Letters, V, alone, draft, stream, target
 
@@ -129,6 +129,23 @@ def test_room_for_a_common_beginning_is_counted_once() -> None:
         assert not any(of.is_swapped_out for of in streams)
         for of in streams:
             of.ready()
+
+
+@pytest.mark.parametrize(("scopes", "n_running"), [("aaaa", 4), ("abcd", 2)])
+def test_only_sequences_of_one_scope_have_cells_in_common(scopes: str, n_running: int) -> None:
+    """All requests of a sequence have its scope, also those of drafters."""
+    models = both(n_cells=300, context_size=400)
+    scheduler = Stepped(models)
+    beginning = tuple(i % V for i in range(100))
+    streams = [stream(scheduler, models, beginning, scope=scope) for scope in scopes]
+    for of in streams:
+        of.begin()
+    scheduler.step()
+    assert sum(not of.is_swapped_out for of in streams) == n_running
+    run_together(streams)
+    for model in models.values():
+        asked = {request.scope for step in model.evaluated for request in step.requests}
+        assert asked == {scope_of(scope) for scope in scopes}
 
 
 def test_sequences_that_cannot_share_are_evaluated_one_by_one() -> None:
