@@ -103,6 +103,7 @@ class LlamaModel:
         self.max_chunked_prefill = (
             0 if self.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
         )
+        self.weights.huge_pages.start()
 
     @property
     def context(self) -> Context:

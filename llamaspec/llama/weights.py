@@ -18,7 +18,7 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.errors import ClosedError, MemoryFullError, ModelFileError
 from llamaspec.kernels import LLAMA_CPP, library
 from llamaspec.llama import runtime
-from llamaspec.llama.devices import chosen_devices
+from llamaspec.llama.devices import chosen_devices, leaves_main_memory
 from llamaspec.llama.gguf_file import (
     PARTS,
     GgufFile,
@@ -31,6 +31,7 @@ from llamaspec.llama.gguf_file import (
     read_gguf,
     windowed_share,
 )
+from llamaspec.llama.huge_pages import HugePages, NewMappings
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
 from llamaspec.llama.trial import ensure_tried
@@ -104,15 +105,21 @@ class Weights:
         self.suits_kernels = suits_kernels([file, *others])
         # Our kernels take weights as they are in the file. llama.cpp repacks all that it can, or none.
         self.may_be_repacked = options.repack and not self.suits_kernels and runtime.repacking_is_safe()
-        self._handle: Handle | None = Handle(
-            self._load(
+        is_mapped = self.suits_kernels and not (vocabulary_only or leaves_main_memory(options, self.devices))
+        with NewMappings(file_parts(path) if is_mapped else ()) as mappings:
+            model = self._load(
                 options,
                 on_load,
                 vocabulary_only=vocabulary_only,
                 overrides=None if n_tokens is None else _without_texts(file.architecture, n_tokens),
-            ),
-            lib.llama_model_free,
-        )
+            )
+        self.huge_pages = huge_pages = HugePages(mappings.found)  # whoever opens contexts starts it
+
+        def free(pointer: Any) -> None:
+            huge_pages.stop()
+            lib.llama_model_free(pointer)
+
+        self._handle: Handle | None = Handle(model, free)
         try:
             self._check_kind()
         except ModelFileError:
