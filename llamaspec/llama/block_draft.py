@@ -67,6 +67,7 @@ class BlockDraft(DraftModel):
             tensor_split=(),
         )
         with closing(Weights(file.path, options, on_load)) as weights:  # the context keeps them alive
+            self.identity = weights.keys.identity
             check_pair(target.vocabulary, weights.vocabulary)
             if file.mask >= self.vocabulary_size:
                 raise PairError(f"{file.path} names a token beyond its vocabulary; convert it again")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
 
+from llamaspec.files import file_identity
 from llamaspec.llama import resources
 from llamaspec.llama.context import STATES_BACK, default_context_size
 from llamaspec.llama.devices import free_gpu_bytes, leaves_main_memory
@@ -44,6 +45,7 @@ class FileFacts:
     embedding_length: int
     block_count: int
     template: str  # the source of its chat template
+    identity: str  # see `file_identity`
 
 
 def file_facts(path: Path) -> FileFacts:
@@ -65,6 +67,7 @@ def _facts(path: Path, _changed: int, _n_bytes: int) -> FileFacts:
         embedding_length=found.number("embedding_length"),
         block_count=found.number("block_count"),
         template=found.text("tokenizer.chat_template"),
+        identity=file_identity(path),
     )
 
 

@@ -239,7 +239,7 @@ class PredictionHeads(DraftModel):
             max_scored=DRAFT_SCORED,
             heads=True,
         )
-        self._target, self.path = target, path or target.path
+        self._target, self.path, self.identity = target, path or target.path, target.identity
         self.vocabulary_size, self.context_size = target.vocabulary_size, target.context_size
         self.source = Source.MTP if draft is None else Source.EAGLE3
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
@@ -254,6 +254,7 @@ class PredictionHeads(DraftModel):
             else:
                 local = replace(options, workers=(), devices=None, tensor_split=())
                 with closing(Weights(path, local, on_load)) as weights:  # the context keeps them alive
+                    self.identity = weights.keys.identity
                     check_pair(target.vocabulary, weights.vocabulary)
                     if draft is None:
                         self._heads.append(SharedHead(weights, target, self._abort))

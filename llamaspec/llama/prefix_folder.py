@@ -32,7 +32,6 @@ from llamaspec.llama.prefix_file import (
     read_node,
 )
 from llamaspec.llama.prefix_store import KnownPrefix, Node, PrefixStore
-from llamaspec.llama.trial import release_key
 
 if TYPE_CHECKING:
     from llamaspec.llama.model import LlamaModel
@@ -86,7 +85,6 @@ class PrefixFolder:
     limit: int  # bytes of all files together
     # By the key of a model, and that of a node: the latest use that needs no record on disk any more.
     _recorded: dict[str, dict[str, int]] = field(default_factory=dict)
-    _folders: dict[LlamaModel, Path] = field(default_factory=dict)  # of open models
 
     def __post_init__(self) -> None:
         try:
@@ -131,7 +129,7 @@ class PrefixFolder:
         """Load saved sequences into the empty stores of some models, and delete damaged files."""
         n_tokens = 0
         for model in models:
-            store, folder = model.store, self._kept_folder(model)
+            store, folder = model.store, self.folder_of(model)
             nodes = self._read(folder, store, report)
             n_tokens += call(partial(_add_nodes, store, [*nodes.values()]))
             self._recorded[folder.name] = {key: node.last_used for key, node in nodes.items()}
@@ -178,7 +176,7 @@ class PrefixFolder:
             for model in models:
                 while call(partial(model.store_finished, COPIED)):
                     pass
-                folder, used = self._kept_folder(model), call(model.store.by_last_use)
+                folder, used = self.folder_of(model), call(model.store.by_last_use)
                 for file, stamp in self._missing(folder, used, now):
                     begin = time.perf_counter()
                     max_bytes -= file.n_bytes
@@ -214,16 +212,10 @@ class PrefixFolder:
                 yield file, stamp
             after[file.key] = last_uses[file.node]  # without room, it is not tried again before it is used
 
-    def _kept_folder(self, model: LlamaModel) -> Path:
-        """Return the folder of a model. It stays the same if another file takes the place of the model's."""
-        if model not in self._folders:
-            self._folders[model] = self.folder_of(model)
-        return self._folders[model]
-
     def folder_of(self, model: LlamaModel) -> Path:
         """Return the folder of a model: other weights, settings or builds of llama.cpp have other folders."""
         how = [*model.options.computing, model.options.heads]
-        key = json.dumps([release_key(model.path), runtime.backend_description(), *how])
+        key = json.dumps([model.weights.keys.release, runtime.backend_description(), *how])
         return self.path / hashlib.sha256(key.encode()).hexdigest()[:KEY_LENGTH]
 
 

@@ -16,6 +16,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -46,8 +47,33 @@ _SUPPLIED = Path(__file__).resolve().parent.parent / "demo"  # models that come 
 OnWait = Callable[[float], None]  # called with 0.0 repeatedly
 
 
-def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = None) -> None:
-    """Try a file whose header has been checked, unless it is trusted or has passed before.
+@dataclass(frozen=True, slots=True)
+class FileKeys:
+    """The keys of a model file that is opened, made once: later, another file may lie at its path.
+
+    Raises
+    ------
+    ModelFileError
+        The file, or another part of the model, cannot be read.
+    """
+
+    identity: str  # of its first part, in any folder: for measurements, and drafts that are made for it
+    release: str  # with the latest change of each part and the release of llama.cpp: for trials and prefixes
+
+    @classmethod
+    def of(cls, path: Path) -> FileKeys:
+        """Return the keys of the file that lies at a path now."""
+        release = hashlib.sha256(version("llama-cpp-python").encode())
+        try:
+            for part in file_parts(path):
+                release.update(f"{part.stat().st_mtime_ns} {file_identity(part)}\n".encode())
+            return cls(file_identity(path), release.hexdigest()[:32])
+        except OSError as error:
+            raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
+
+
+def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = None) -> FileKeys:
+    """Try a file whose header has been checked, unless it is trusted or has passed before; return its keys.
 
     The trial's context is not larger than `n_ctx`. `on_wait` is called while the trial runs; an exception
     there ends it.
@@ -59,29 +85,20 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
     MemoryFullError
         The machine has no room for the model.
     """
+    keys = FileKeys.of(path)
     if os.environ.get(TRUST, "0") not in ("", "0") or path.resolve().parent == _SUPPLIED:
-        return
-    try:
-        # With the version, because its checks of the metadata may be new.
-        record = cache_folder() / "tried" / f"{release_key(path)}-{version('llamaspec')}"
-    except OSError as error:  # from another part of the model
-        raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
+        return keys
+    # With the version, because its checks of the metadata may be new.
+    record = cache_folder() / "tried" / f"{keys.release}-{version('llamaspec')}"
     with suppress(OSError):  # the folder may not be searched
         if record.is_file():
-            return
+            return keys
     check_metadata(path)
     _try(path, n_ctx if n_ctx is not None and n_ctx < DEFAULT_CONTEXT else 0, on_wait)
     with suppress(OSError):  # then the file is tried again next time
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_file(record, json.dumps(str(path)) + "\n")
-
-
-def release_key(path: Path) -> str:
-    """Return a cache key for a model file: it depends on its latest change and the release of llama.cpp."""
-    key = hashlib.sha256(version("llama-cpp-python").encode())
-    for part in file_parts(path):
-        key.update(f"{part.stat().st_mtime_ns} {file_identity(part)}\n".encode())
-    return key.hexdigest()[:32]
+    return keys
 
 
 def _try(path: Path, n_ctx: int, on_wait: OnWait | None) -> None:

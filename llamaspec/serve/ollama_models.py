@@ -7,20 +7,17 @@ with `--pull`, and never deleted. tests/serve/test_ollama.py, tests/serve/test_m
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from llamaspec.errors import ModelFileError
-from llamaspec.files import file_identity
 from llamaspec.llama.file_facts import FileFacts, file_facts
 from llamaspec.serve.bodies import Fields
 from llamaspec.serve.http_errors import RequestError, ollama_error
@@ -126,7 +123,7 @@ def _about(model: ServedModel) -> Data:
     # Ollama's lists have names with a tag. Open WebUI adds the tag to a name before it looks it up.
     name = model.name if ":" in model.name else f"{model.name}:latest"
     return {"name": name, "model": name, "modified_at": time_of(model.created),
-            "size": facts.n_bytes, "digest": _digest(model.source.path), "details": details}  # fmt: skip
+            "size": facts.n_bytes, "digest": facts.identity, "details": details}  # fmt: skip
 
 
 def _facts(model: ServedModel) -> FileFacts:
@@ -135,12 +132,6 @@ def _facts(model: ServedModel) -> FileFacts:
         return file_facts(model.source.path)
     except OSError as error:
         raise ModelFileError(f"cannot read the file of {model.name}: {error.strerror}") from error
-
-
-@functools.lru_cache(maxsize=256)
-def _digest(path: Path) -> str:
-    """Return the identity of a model file; cached, because clients ask often."""
-    return file_identity(path)
 
 
 async def _refuse_to_delete(*_: Any) -> Response:
