@@ -277,7 +277,7 @@ class Costs:
             effects = {
                 self._scale: 1.0,
                 self._attention: 1.0 - of_weights / total,
-                self._share: of_others / total if means[self._share] < 0 else 0.0,
+                self._share: of_others / total,
             }
             if knot != 1:
                 effects[self._ratios[knot]] = of_weights / total
@@ -292,6 +292,8 @@ class Costs:
             self._belief.learn(expect, surprise, BUSY if uncertain else noise, only={self._scale, *uncertain})
         else:
             self._learn_credible(knot, expect, surprise, noise, effects)
+        # Held at 1, not only read as 1: from there it must still follow evaluations that are faster.
+        self._belief.means[self._share] = min(self._belief.means[self._share], 0.0)
         self._every = np.empty(0)
 
     def _learn_credible(
