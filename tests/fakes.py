@@ -269,8 +269,9 @@ class Length:
     def timed_width(self) -> int | None:
         return self.timed()
 
-    def observe(self, round_: Round) -> None:
+    def observe(self, round_: Round) -> Round:
         self.rounds.append(round_)
+        return round_
 
     def close(self) -> None:
         self.n_closed += 1

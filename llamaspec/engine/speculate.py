@@ -124,7 +124,6 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
         logprobs=() if n_top is None else round_logprobs(forward.logits, draft, verification, n_top),
         plain_seconds=None if reading is None else reading.plain_seconds(forward.evaluation),
     )
-    length.observe(round_)
     # The target has not evaluated its own token yet.
     report(config.drafter, np.concatenate((tokens, round_.tokens[:-1])), forward.hidden)
     return round_
