@@ -91,7 +91,8 @@ def speculate(config: Speculation) -> Speculating:
     ForwardRequest
         Expects a `Forward` in return.
     Round
-        Expects the same round with its seconds in return. Each round adds at least one token.
+        Expects the same round with its seconds in return, once the length policy has observed it. Each round
+        adds at least one token.
     """
     tokens, sampler = config.prompt, config.sampler
     while len(tokens) < config.limit:
