@@ -39,6 +39,11 @@ class ModelFile:
     path: Path
     options: ModelOptions
 
+    @property
+    def identity(self) -> str:
+        """What identifies the file that lies there now; an open model keeps its own."""
+        return file_identity(self.path)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:

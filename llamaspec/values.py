@@ -299,6 +299,7 @@ class Round:
     draft_seconds: float = 0.0  # of these evaluations; the scheduler fills in all seconds
     verify_seconds: float = 0.0  # of the target's evaluation
     overhead_seconds: float = 0.0  # of everything else
+    stalled_seconds: float = 0.0  # of drafting and verifying, while the machine stood still, for the policy
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, if requested
     n_dropped: int = 0  # tokens that were drafted but not verified
     counterfactual: tuple[float, float] | None = None  # confidence and acceptance of the first of them

@@ -123,9 +123,8 @@ def _decode(config: Speculation, text: Detokenizer, written: list[int]) -> Gener
             if isinstance(wanted, Round):
                 pieces = text.add(answer, config.constraint)
                 written += [piece.token for piece in pieces]
-                yield Written(answer, pieces)  # before a draft that may fail
+                yield Written(config.length.observe(answer), pieces)  # before a draft that may fail
                 if text.end is not None:
-                    config.length.observe(answer)  # as the loop would before its next draft
                     return text.end
             try:
                 wanted = loop.send(answer)

@@ -92,7 +92,8 @@ def speculate(config: Speculation) -> Speculating:
     ForwardRequest
         Expects a `Forward` in return.
     Round
-        Expects the same round with its seconds in return. Each round adds at least one token.
+        Expects the same round with its seconds in return, once the length policy has observed it. Each round
+        adds at least one token.
     """
     tokens, sampler = config.prompt, config.sampler
     while len(tokens) < config.limit:
@@ -127,7 +128,6 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
         logprobs=() if n_top is None else round_logprobs(forward.logits, draft, verification, n_top),
         plain_seconds=None if reading is None else reading.plain_seconds(forward.evaluation),
     )
-    length.observe(round_)
     # The target has not evaluated its own token yet.
     report(config.drafter, np.concatenate((tokens, round_.tokens[:-1])), forward.hidden)
     return round_

@@ -67,6 +67,7 @@ class BlockDraft(DraftModel):
         )
         weights = draft_weights(file, target.weights, options, on_load)
         with closing(weights):  # the context keeps them alive
+            self.identity = weights.keys.identity
             self.stores = [PrefixStore(limit_of=target.store)]
             self.context = DraftContext(weights, options, file, target.context, self._abort, *self.stores)
         self._with_caches = [self.context]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
 
+from llamaspec.files import file_identity
 from llamaspec.llama import resources
 from llamaspec.llama.context import STATES_BACK, default_context_size
 from llamaspec.llama.devices import free_gpu_bytes, leaves_main_memory
@@ -88,6 +89,7 @@ class FileFacts:
     embedding_length: int = 0
     block_count: int = 0
     template: str = ""  # the source of its chat template
+    identity: str = ""  # see `file_identity`
 
     @property
     def refusal(self) -> str | None:
@@ -127,6 +129,7 @@ def _read_facts(paths: Sequence[Path], sizes: Sequence[int]) -> FileFacts:
         embedding_length=found.number("embedding_length"),
         block_count=found.number("block_count"),
         template=found.text("tokenizer.chat_template"),
+        identity=file_identity(paths[0]),
     )
 
 

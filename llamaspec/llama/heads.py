@@ -249,7 +249,7 @@ class PredictionHeads(DraftModel):
             max_scored=DRAFT_SCORED,
             heads=True,
         )
-        self._target, self.path = target, path or target.path
+        self._target, self.path, self.identity = target, path or target.path, target.identity
         self.vocabulary_size, self.context_size = target.vocabulary_size, target.context_size
         self.source = Source.MTP if draft is None else Source.EAGLE3
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
@@ -265,10 +265,12 @@ class PredictionHeads(DraftModel):
                 local = replace(options, workers=(), devices=None, tensor_split=())
                 if draft is None:
                     with closing(Weights(path, local, on_load)) as weights:  # the context keeps them alive
+                        self.identity = weights.keys.identity
                         check_pair(target.vocabulary, weights.vocabulary)
                         self._heads.append(SharedHead(weights, target, self._abort))
                 else:
                     with closing(draft_weights(draft, target.weights, local, on_load)) as weights:
+                        self.identity = weights.keys.identity
                         self.stores.append(store := PrefixStore(limit_of=target.store))
                         own = DraftContext(weights, local, draft, target.context, self._abort, store)
                         self._heads.append(Eagle3Head(own))

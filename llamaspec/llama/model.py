@@ -150,6 +150,11 @@ class LlamaModel:
         return not self.keeps_states
 
     @property
+    def identity(self) -> str:
+        """What identifies the file that was opened; see `FileKeys`."""
+        return self.weights.keys.identity
+
+    @property
     def description(self) -> str:
         """Architecture, number of parameters and quantization."""
         return self.weights.description

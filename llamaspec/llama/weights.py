@@ -34,7 +34,7 @@ from llamaspec.llama.gguf_file import (
 from llamaspec.llama.huge_pages import HugePages, NewMappings
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
-from llamaspec.llama.trial import ensure_tried
+from llamaspec.llama.trial import FileKeys, ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary
 
 LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
@@ -99,7 +99,7 @@ class Weights:
         self.devices = chosen_devices(options)
         check_gguf(path)
         check_parts(path)
-        ensure_tried(path, options.n_ctx, on_load)
+        self.keys = ensure_tried(path, options.n_ctx, on_load)
         file = read_gguf(path)
         others = (read_gguf(part) for part in file_parts(path)[1:])
         self.suits_kernels = suits_kernels([file, *others])
@@ -122,6 +122,8 @@ class Weights:
         self._handle: Handle | None = Handle(model, free)
         try:
             self._check_kind()
+            if FileKeys.of(path) != self.keys:
+                raise ModelFileError(f"{path} changed while it was opened; open it again")
         except ModelFileError:
             self.close()
             raise

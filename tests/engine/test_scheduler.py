@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ContextFullError
 from llamaspec.length.automatic import AutoLength
 from llamaspec.protocols import SequenceLength
-from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray, scope_of
+from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, Round, TokenArray, scope_of
 from stepped import Stepped
 from texts import Letters, V, alone, draft, stream, target
 
@@ -410,8 +411,9 @@ def test_the_seconds_of_a_round_are_complete(
     clock = Clock()
 
     class Learns(Length):
-        def observe(self, round_: object) -> None:
+        def observe(self, round_: Round) -> Round:
             clock.passes(0.5)
+            return replace(round_, stalled_seconds=7.0)
 
     models = {
         TARGET: target(clock=clock, seconds=100.0, context_size=99),
@@ -424,6 +426,7 @@ def test_the_seconds_of_a_round_are_complete(
     assert spent[0] == (expected[0], expected[1], expected[2] - 0.5)  # no learning before the first round
     assert set(spent[1:-2]) == {expected}
     assert [r.n_draft_steps for r in done.rounds[:-2]] == [0 if drafter else 2] * (len(done.rounds) - 2)
+    assert {r.stalled_seconds for r in done.rounds} == {7.0}, "as the policy judges them"
     assert done.prefill_seconds == (100.0 if drafter else 103.0)
     assert clock.now == sum(r.seconds for r in done.rounds) + done.prefill_seconds + 0.5
 

@@ -190,7 +190,6 @@ def test_a_file_that_takes_the_place_of_the_model_gets_no_prefixes(
     folder, path = PrefixFolder(tmp_path / "saved", LARGE), tmp_path / "model.gguf"
     shutil.copy(store.path("llama"), path)
     with LlamaModel(path, opened().options) as model:
-        folder.load([model], pytest.fail)
         shutil.copy(store.path("llama", Recipe(seed=9)), tmp_path / "new.gguf")
         (tmp_path / "new.gguf").replace(path)
         filled(model)
