@@ -391,6 +391,16 @@ template <class F> bool find(void *library, const char *name, F *&function) {
     return function != nullptr;
 }
 
+bool set_level(const char *name) {
+    const Level *found = nullptr;
+    for (const Level *each : {&AVX512, &AVX_VNNI, &AVX2})
+        if (!std::strcmp(each->name, name) && has(name)) found = each;
+    if (found || !*name) level = found;
+    return found || !*name;
+}
+
+bool choose_level() { return level || set_level("avx512") || set_level("avx-vnni") || set_level("avx2"); }
+
 // Multiply through ggml as llama.cpp does, and compare with the right numbers; return what is wrong, if anything.
 const char *self_test(void *cpu, void *base) {
     void *(*init)(ggml_init_params);
@@ -467,19 +477,7 @@ EXPORTED long long llamaspec_kernels_missed() { return n_missed; }
 
 // Choose an instruction set by name, or "" to compute nothing, while nothing is evaluated; returns 0 if this processor
 // lacks it.
-EXPORTED int llamaspec_kernels_set_level(const char *name) {
-    if (!*name) return level = nullptr, 1;
-    for (const Level *each : {&AVX512, &AVX_VNNI, &AVX2})
-        if (!std::strcmp(each->name, name) && has(name)) return level = each, 1;
-    return 0;
-}
-
-namespace {
-bool choose_level() {
-    return level || llamaspec_kernels_set_level("avx512") || llamaspec_kernels_set_level("avx-vnni") ||
-           llamaspec_kernels_set_level("avx2");
-}
-}  // namespace
+EXPORTED int llamaspec_kernels_set_level(const char *name) { return set_level(name); }
 
 // Compute from now on for the loaded library ggml-cpu, given by its handle and that of ggml-base, if the kernels suit it
 // and pass a test; returns NULL, or why not. Nothing may be evaluated meanwhile.
