@@ -145,7 +145,7 @@ def make_plan(
     file = find(draft)
     if needs_target(file):
         return _plan_hidden_draft(target_file, ModelFile(file, draft_options or options), copying)
-    small = ModelFile(file, draft_options or ModelOptions(max_scored=DRAFT_SCORED))
+    small = ModelFile(file, draft_options or ModelOptions(max_scored=DRAFT_SCORED, kernels=options.kernels))
     return DraftPlan(target_file, small, copying=copying)
 
 

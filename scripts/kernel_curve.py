@@ -34,7 +34,7 @@ def measure(path: Path, level: str, depth: int, *, scores: bool) -> dict[str, An
     from llamaspec.llama import runtime
     from llamaspec.values import TARGET, ForwardRequest
 
-    runtime.start()
+    runtime.kernels()
     if level != "off" and not library.use_level(level):
         return {}
     with LlamaModel(path, ModelOptions(n_ctx=depth + PROMPT + 64)) as model:

@@ -17,7 +17,7 @@ from llamaspec.errors import ContextFullError, MemoryFullError, ModelFileError
 from llamaspec.kernels import library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.cells import CachedSequence
-from llamaspec.llama.context import Context
+from llamaspec.llama.context import Context, attention_bytes_per_token
 from llamaspec.llama.devices import leaves_main_memory
 from llamaspec.llama.gguf_file import PARTS
 from llamaspec.llama.kv_cache import Prepared
@@ -42,6 +42,7 @@ class MemoryFacts:
     fixed_bytes: int  # of states, at any length
     n_right: int  # tokens before the rejected ones
     n_kept: int  # of these, tokens that were still cached
+    attention_bytes_per_token: int = 0  # of memory that our attention takes while it evaluates
 
     @property
     def n_repeated(self) -> int:
@@ -49,8 +50,8 @@ class MemoryFacts:
         return self.n_right - self.n_kept
 
     def size(self, n_ctx: int) -> int:
-        """Return the bytes of a full context."""
-        return self.fixed_bytes + round(self.bytes_per_token * n_ctx)
+        """Return the bytes of a full context that is evaluated."""
+        return self.fixed_bytes + round((self.bytes_per_token + self.attention_bytes_per_token) * n_ctx)
 
 
 class LlamaModel:
@@ -274,7 +275,8 @@ class LlamaModel:
             (n_kept,) = self.prepare([(-1, ForwardRequest(TARGET, tokens), 0)])
             n_kept = n_kept if isinstance(n_kept, int) else 0
             fixed_bytes = max(0, round(sizes[0] - per_token))
-            return MemoryFacts(per_token, fixed_bytes, n_right, n_kept)
+            attention = attention_bytes_per_token(self.weights, self.options)
+            return MemoryFacts(per_token, fixed_bytes, n_right, n_kept, attention)
         finally:
             self.forget()
             self.release(-1)

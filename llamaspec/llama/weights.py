@@ -26,6 +26,7 @@ from llamaspec.llama.gguf_file import (
     check_gguf,
     check_parts,
     file_parts,
+    heads_per_key,
     kv_row_sizes,
     multiplied_types,
     read_gguf,
@@ -94,7 +95,6 @@ class Weights:
         n_tokens: int | None = None,
     ) -> None:
         self.path = path
-        runtime.start()
         runtime.choose_kernels(options.kernels)
         self.devices = chosen_devices(options)
         check_gguf(path)
@@ -143,6 +143,7 @@ class Weights:
             keeps_positions=not is_recurrent,
         )
         self._kv_row_sizes = [] if is_recurrent else kv_row_sizes(file)
+        self.heads_per_key = heads_per_key(file)
 
     @property
     def handle(self) -> Handle:
