@@ -195,9 +195,8 @@ def draft_here(target: str | Path, path: Path) -> str | None:
     """
     try:
         name = known_draft(target, lambda _: path)
-        if name not in (None, MTP):
-            locate_model(str(name))
-        return name
+        is_here = name in (None, MTP) or locate_model(str(name)).is_file()
+        return name if is_here else None
     except (ModelFileError, OSError):  # loading the model will say what is wrong
         return None
 
