@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -315,6 +316,18 @@ def default_context_size(trained: int, kv_bytes_per_token: float, weights_bytes:
     while 2 * n <= trained and 2 * n * kv_bytes_per_token <= budget:
         n *= 2
     return n
+
+
+def with_room(weights: Weights, options: ModelOptions, n_tokens: int) -> ModelOptions:
+    """Return options for a context with room for a sequence of `n_tokens`, if the default is much larger.
+
+    One or two blocks are left for draft tokens, padding, and what measurements have cached.
+    """
+    n_ctx = (n_tokens // BLOCK + 2) * BLOCK
+    # Of two kinds of rotary factors, llama.cpp chooses by the size of the context, not of the text.
+    n_ctx = max(n_ctx, weights.original_context_size + 1)
+    is_smaller = options.n_ctx is None and n_ctx < _free_context_size(weights, options)
+    return replace(options, n_ctx=n_ctx) if is_smaller else options
 
 
 def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:

@@ -38,9 +38,13 @@ class FimTokens(NamedTuple):
 
 
 class LlamaVocabulary:
-    """The vocabulary of a loaded model, which it keeps alive until it is closed."""
+    """The vocabulary of a loaded model, which it keeps alive until it is closed.
 
-    def __init__(self, model: Handle) -> None:
+    `spellings` are the texts of all tokens as `read_spellings` returns them.
+    """
+
+    def __init__(self, model: Handle, spellings: bytes) -> None:
+        self.spellings = spellings
         self._model: Handle | None = model
         self._opened = lib.llama_model_get_vocab(model.pointer)
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
@@ -202,7 +206,9 @@ def difference(target: LlamaVocabulary, draft: LlamaVocabulary) -> str | None:
     """Describe the first difference of two vocabularies; None if there is none."""
     if target is draft:
         return None
-    for token in range(min(target.size, draft.size)):
+    fewer, more = sorted((target.spellings, draft.spellings), key=len)
+    # Only if these bytes differ are the tokens asked for one by one, which takes .2 s for 150,000.
+    for token in () if fewer and more.startswith(fewer) else range(min(target.size, draft.size)):
         if target.text(token) != draft.text(token):
             shown = _shown(target, token), _shown(draft, token)
             return f"token {token} is {shown[0]} in the target and {shown[1]} in the draft"

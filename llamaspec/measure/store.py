@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from filelock import FileLock
-
 from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
 from llamaspec.length.prior import Gain, LearnedPrior
 from llamaspec.llama import resources, runtime
@@ -72,6 +70,8 @@ def update(
 
     Meanwhile no other process writes, so no update is lost.
     """
+    from filelock import FileLock  # with it comes asyncio, and most runs keep nothing
+
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
