@@ -26,7 +26,7 @@ from llamaspec.length.automatic import AutoLength
 from llamaspec.llama.weights import Weights
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
-from llamaspec.protocols import Vocabulary
+from llamaspec.protocols import Constraint, Vocabulary
 from llamaspec.values import COPIES, MTP, Round, TokenArray
 
 if TYPE_CHECKING:
@@ -115,11 +115,7 @@ def generate(
     tokens = cache(partial(_prompt, text=text, conversation=conversation, output=output))
     plan = replace(find_plan(models), longest=lambda target: len(tokens(target)) + decoding.max_tokens)
     with reporting(plan, models, decoding, quiet=quiet) as pair:
-        constraint = None
-        if output.json_schema is not None:
-            constraint = pair.json_schema(output.json_schema)
-        elif output.grammar is not None:
-            constraint = pair.grammar(output.grammar)
+        constraint = _constraint(pair, output)
         with out.SlowProgress("processing the prompt") as progress:
             stream = pair.stream(
                 tokens(pair.target.weights),
@@ -160,6 +156,12 @@ def _prompt(
     if conversation.chat:
         return conversation.first_turn(target, text, parse_special=output.special)
     return target.vocabulary.tokenize(text, parse_special=output.special)
+
+
+def _constraint(pair: Pair, output: GenerateOptions) -> Constraint | None:
+    if output.json_schema is not None:
+        return pair.json_schema(output.json_schema)
+    return None if output.grammar is None else pair.grammar(output.grammar)
 
 
 def _consume(stream: TextStream, output: GenerateOptions, progress: out.SlowProgress) -> bool:
