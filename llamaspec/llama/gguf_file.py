@@ -175,17 +175,6 @@ def read_gguf(path: Path, *, with_tokens: bool = False, until: str | None = None
     return found
 
 
-def read_spellings(path: Path, found: GgufFile) -> bytes:
-    """Return the strings of the vocabulary with their lengths, as they are in the file; may raise OSError.
-
-    If those of one file are the beginning of another's, its tokens are the first tokens of the other.
-    """
-    start, end = found.tokens_at
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(end - start)
-
-
 def read_numbers(path: Path, found: GgufFile, name: str) -> list[int]:
     """Return a small tensor of 64-bit integers; empty if the file is too short. May raise OSError."""
     tensor = found.tensors[name]

@@ -8,12 +8,14 @@ import re
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ClosedError, PairError, PromptError
+from llamaspec.llama.gguf_file import GgufFile
 from llamaspec.llama.runtime import Handle
 from llamaspec.values import TokenArray
 
@@ -192,6 +194,17 @@ def parts_of(text: bytes) -> Iterator[bytes]:
         yield text[start:end]
         start = end
     yield text[start:]
+
+
+def read_spellings(path: Path, found: GgufFile) -> bytes:
+    """Return the strings of the vocabulary with their lengths, as they are in the file; may raise OSError.
+
+    If those of one file are the beginning of another's, its tokens are the first tokens of the other.
+    """
+    start, end = found.tokens_at
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(end - start)
 
 
 def check_pair(target: LlamaVocabulary, draft: LlamaVocabulary) -> None:

@@ -29,13 +29,12 @@ from llamaspec.llama.gguf_file import (
     kv_row_sizes,
     multiplied_types,
     read_gguf,
-    read_spellings,
     windowed_share,
 )
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
 from llamaspec.llama.trial import ensure_tried
-from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.llama.vocabulary import LlamaVocabulary, read_spellings
 
 LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
 
