@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -336,6 +337,18 @@ def attention_bytes(options: ModelOptions, heads_per_key: int) -> int:
     if not is_ours or options.kernels == OFF or runtime.kernels().level is None:
         return 0
     return library.bytes_per_cell(heads_per_key, options.threads or resources.default_threads())
+
+
+def with_room(weights: Weights, options: ModelOptions, n_tokens: int) -> ModelOptions:
+    """Return options for a context with room for a sequence of `n_tokens`, if the default is much larger.
+
+    One or two blocks are left for draft tokens, padding, and what measurements have cached.
+    """
+    n_ctx = (n_tokens // BLOCK + 2) * BLOCK
+    # Of two kinds of rotary factors, llama.cpp chooses by the size of the context, not of the text.
+    n_ctx = max(n_ctx, weights.original_context_size + 1)
+    is_smaller = options.n_ctx is None and n_ctx < _free_context_size(weights, options)
+    return replace(options, n_ctx=n_ctx) if is_smaller else options
 
 
 def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
