@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.devices import device_of, free_gpu_bytes, leaves_main_memory
 from llamaspec.llama.kv_cache import KVCache
+from llamaspec.llama.likely_tokens import LikelyTokens
 from llamaspec.llama.options import (
     BATCH,
     CACHE_TYPES,
@@ -151,7 +154,8 @@ class Context:
             n_scored += segments[-1].n_scored
         if n_positions > self.batch_size or n_scored > max(self.max_scored, len(batch)):
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
-        self.decode(segments)
+        with self._scoring([request for _, request in batch]):
+            self.decode(segments)
         self.cache.commit(new, n_padding)
         self._note_rows(batch, segments)
         return parts(self.logits(n_scored), [request.n_scored for _, request in batch])
@@ -186,6 +190,19 @@ class Context:
         if status == 1:
             raise MemoryFullError("the KV cache is full; use a larger context")
         raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {said.reason}")
+
+    def _scoring(self, requests: Sequence[ForwardRequest]) -> AbstractContextManager[None]:
+        """Compute only the rows of the output matrix that the requests need."""
+        likely = self._likely
+        if likely is None or not all(request.likely_only for request in requests):
+            return nullcontext()
+        panels = likely.panels([request.tokens for request in requests])
+        return library.only_panels(panels, likely.n_rows)
+
+    @cached_property
+    def _likely(self) -> LikelyTokens | None:
+        """The likely tokens; None if their rows are not far fewer than all."""
+        return LikelyTokens.of(self.weights.vocabulary.size, self.weights.vocabulary.eos)
 
     def _choose_threads(self, pointer: Any) -> None:
         if self._governor is not None and self._governor.n_threads != self._n_threads:
