@@ -193,15 +193,13 @@ class Context:
 
     def _scoring(self, requests: Sequence[ForwardRequest]) -> AbstractContextManager[None]:
         """Compute only the rows of the output matrix that the requests need."""
-        likely = self._likely
-        if likely is None or not all(request.likely_only for request in requests):
+        if not all(request.likely_only for request in requests):
             return nullcontext()
-        panels = likely.panels([request.tokens for request in requests])
-        return library.only_panels(panels, likely.n_rows)
+        panels = self._likely.panels([request.tokens for request in requests])
+        return nullcontext() if panels is None else library.only_panels(panels, self._likely.n_rows)
 
     @cached_property
-    def _likely(self) -> LikelyTokens | None:
-        """The likely tokens; None if their rows are not far fewer than all."""
+    def _likely(self) -> LikelyTokens:
         return LikelyTokens.of(self.weights.vocabulary.size, self.weights.vocabulary.eos)
 
     def _choose_threads(self, pointer: Any) -> None:
