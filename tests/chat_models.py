@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gguf_copy import rewrite
 from llamaspec import FixedLength, Pair, Sampling
 from llamaspec.chat.session import ChatSettings, Session
 from llamaspec.chat.template import KEY, ChatTemplate
-from gguf_copy import rewrite
 from tiny_models import Recipe, write_llama
 from tiny_vocabulary import CONTROL, MERGES, NORMAL, Vocabulary, byte_letters, sentencepiece_vocabulary
 

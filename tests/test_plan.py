@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from gguf_copy import rewrite
 from llamaspec.catalog import Entry, add_own
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.files import file_identity
 from llamaspec.llama.options import ModelOptions
 from llamaspec.plan import DRAFT_FOR, DraftPlan, ModelFile, known_draft, make_plan
 from llamaspec.values import Copying
-from gguf_copy import rewrite
 from model_store import ModelStore
 from tiny_models import Recipe
 

@@ -214,7 +214,7 @@ class KernelLibrary:
         try:
             yield
         finally:
-            active.llamaspec_kernels_want(None, 0, 0)
+            active.llamaspec_kernels_want(0, 0, 0)
 
     def bytes_per_cell(self, heads: int, n_threads: int) -> int:
         """Return the memory that attention takes for each cell if `heads` heads share a key; 0 if off."""
@@ -264,7 +264,7 @@ def _open(path: Path) -> ctypes.CDLL:
         ("covers", number, [number]),
         ("calls", ctypes.c_longlong, []),
         ("missed", ctypes.c_longlong, []),
-        ("want", None, [pointer, ctypes.c_int64, ctypes.c_int64]),
+        ("want", None, [ctypes.c_size_t] * 3),
         ("bytes_per_cell", ctypes.c_size_t, [number, number]),
     ):
         function = opened[f"llamaspec_kernels_{name}"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np

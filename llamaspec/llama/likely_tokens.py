@@ -35,7 +35,7 @@ class LikelyTokens:
     @classmethod
     def of(cls, n_rows: int, eos: int) -> LikelyTokens:
         """Return those of a vocabulary with an end-of-text token, -1 = none."""
-        if N_FIRST + N_LAST > MOST * n_rows:
+        if MOST * n_rows < N_FIRST + N_LAST:
             return cls(n_rows, None)
         always = np.zeros(-(-n_rows // PANEL), dtype=np.bool_)
         always[: N_FIRST // PANEL] = always[-(N_LAST // PANEL) :] = always[eos // PANEL] = True

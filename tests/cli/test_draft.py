@@ -51,9 +51,7 @@ def test_what_cannot_be_is_one_line(
     assert part in said(invoke("draft", "distil", target, *arguments))
 
 
-def test_no_command_replaces_a_file_that_it_reads(
-    target: Path, training: ModuleType, tmp_path: Path
-) -> None:
+def test_no_command_replaces_a_file_that_it_reads(target: Path, training: ModuleType, tmp_path: Path) -> None:
     """`draft distil big.gguf --output big.gguf --force` used to overwrite the target."""
     text, link = tmp_path / "text.txt", tmp_path / "link.gguf"
     text.write_text("some text")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -89,7 +91,11 @@ def test_the_text_stays_the_same(store: ModelStore, few: None) -> None:
     accepted = list[int]()
     with open_pair(*files, target_options=options, draft_options=options, ngram=False) as pair:
         for seed, temperature in enumerate((0.0, 0.8, 1.5)):
-            asked = {"sampling": Sampling(temperature=temperature), "seed": seed, "max_tokens": 48}
+            asked: dict[str, Any] = {
+                "sampling": Sampling(temperature=temperature),
+                "seed": seed,
+                "max_tokens": 48,
+            }
             plain = pair.stream("def main", drafter=NoDrafter(), **asked).run()
             found = pair.stream("def main", policy=FixedLength(3), **asked).run()
             assert found.tokens == plain.tokens
