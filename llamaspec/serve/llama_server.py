@@ -20,7 +20,7 @@ from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.chat.messages import ContentDelta, Delta, TokenLogprobs
 from llamaspec.engine.completion import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.serve.bodies import AnswerOptions, Count, Fields, ModelBody, TokenIds, TopLogprobs, refused
+from llamaspec.serve.bodies import AnswerOptions, Count, Fields, ModelBody, TokenIds, TopLogprobs
 from llamaspec.serve.http_errors import not_supported
 from llamaspec.serve.jobs import RequestBuilder
 from llamaspec.serve.openai_chat import OpenAIBody
@@ -184,7 +184,7 @@ class TokenizeBody(ModelBody):
 
     content: str
     add_special: bool | None = None
-    parse_special: Annotated[bool | None, refused("text never becomes control tokens on this server")] = None
+    parse_special: bool | None = None  # null: true, as for prompts
     with_pieces: bool | None = None
 
 
@@ -197,7 +197,8 @@ class DetokenizeBody(ModelBody):
 async def _tokenize(service: Service, _: Request, body: TokenizeBody) -> Response:
     vocabulary = service.builder.vocabulary
     content, special = body.content.encode(), bool(body.add_special)
-    ids = await run_in_threadpool(vocabulary.tokenize, content, add_special=special)
+    marks = body.parse_special is not False
+    ids = await run_in_threadpool(vocabulary.tokenize, content, add_special=special, parse_special=marks)
     return StreamingResponse(_token_list(vocabulary, ids, bool(body.with_pieces)), media_type=_JSON)
 
 
