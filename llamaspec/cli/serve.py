@@ -239,7 +239,6 @@ def _keys_of(name: str | None) -> Sequence[str]:
     if name is None:
         return ()
     text = shared.decoded(shared.read_input(Path(name), "key file"), f"the key file {name}")
-    text = text.removeprefix("\ufeff")  # editors on Windows begin a file with it
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys:
         raise LlamaspecError(f"the key file {name} has no key; write one key per line")

@@ -47,6 +47,12 @@ _NUMBER = re.compile(r"[+-]?[0-9]+")
 _TINY_TOP_P = 1e-9  # stands for a top-p of 0: keeps only the most probable token
 _Body = TypeVar("_Body", bound="Fields")
 
+
+def _whole(given: Any) -> Any:
+    """Turn 40.0 into 40: some clients have only one type of numbers."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_STOPS)]
 OneOrMoreStops = Annotated[Stops, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
 BiasedText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -54,10 +60,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)] | Literal[False]  # false: never
 Biases = Annotated[dict[BiasedText, Bias], Field(max_length=MAX_BIASES)]
 BiasPairs = Annotated[list[tuple[int | BiasedText, Bias]], Field(max_length=MAX_BIASES, fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one error, not millions
-Count = Annotated[int, Field(ge=1, lt=1 << 31)]
-CountOrAny = Count | Literal[-1]  # -1, as in llama-server: as many as fit
+Whole = Annotated[int, BeforeValidator(_whole)]  # also 40.0
+Limit = Annotated[Whole, Field(ge=-1, lt=1 << 31)]  # tokens; 0: only process the prompt, -1: as many as fit
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]  # cached tokens serve only the same salt
-TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Of an image or a file, perhaps with escapes. A run has only one place to begin, so that time is linear.
@@ -216,7 +222,7 @@ class SpeculativeFields(Fields):
     """How to draft. Under the coupled rule the completion does not depend on these fields."""
 
     enabled: bool | None = None
-    max_draft: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
+    max_draft: Annotated[Whole, Field(ge=0, le=MAX_DRAFT)] | None = None
     rule: Literal["coupled", "rejection", "block"] | None = None
     ngram: bool | None = None
     spans: bool | None = None  # mark drafted text in the stream
@@ -228,13 +234,13 @@ class SamplingFields(Fields):
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    repeat_last_n: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
+    seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: Biases | BiasPairs | None = None
     ignore_eos: bool | None = None
     speculative: SpeculativeFields | None = None
@@ -289,7 +295,7 @@ class SamplingFields(Fields):
 class AnswerOptions:
     """Options of the answers to a request, in the same form for every API."""
 
-    limit: int | None = None  # maximum number of tokens; None or negative: as many as fit
+    limit: int | None = None  # maximum number of tokens; None or negative: as many as fit; 0: see `Limit`
     seed: int = 0
     n: int = 1  # answers to each prompt; answer i uses seed + i
     stops: Sequence[str] = ()
@@ -335,7 +341,7 @@ class ReasoningFields(Fields):
 
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     enable_thinking: bool | None = None
-    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    thinking_budget_tokens: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
 
     def reasoning_options(
         self, effort: str | None = None, budget: int | None = None, off: bool = False

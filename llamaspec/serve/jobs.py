@@ -1,7 +1,8 @@
 """From the conversation of a request to its prompt, and from prompts to jobs.
 
-The chat APIs differ only in names: each maps its body to a `ChatRequest`. Text from clients never becomes
-a control token. tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/serve/test_beginnings.py.
+The chat APIs differ only in names: each maps its body to a `ChatRequest`. Text of a conversation never
+becomes a control token; a prompt to continue may contain them, as in llama-server.
+tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/serve/test_beginnings.py.
 """
 
 from __future__ import annotations
@@ -135,14 +136,21 @@ class RequestBuilder:
         return self._context_size * max(map(len, map(self.vocabulary.text, range(self.vocabulary.size))))
 
     def tokenized(self, given: str | Sequence[int | str]) -> TokenArray:
-        """Return the tokens of a text to continue, or of a list of texts and token ids."""
+        """Return the tokens of a text to continue, or of a list of texts and token ids.
+
+        Editors and text frontends write the marks of a model themselves, and often the first one, too, which
+        the tokenizer adds.
+        """
         tokens: list[int] = []
         for part in [given] if isinstance(given, str) else given:
             if isinstance(part, int):
                 tokens.append(part)
             elif part:
                 self.check_size(part, "prompt")
-                tokens += self.vocabulary.tokenize(part.encode(), add_special=not tokens).tolist()
+                more = self.vocabulary.tokenize(part.encode(), add_special=not tokens, parse_special=True)
+                tokens += more.tolist()
+        if tokens[:2] == [self.vocabulary.bos] * 2:
+            del tokens[0]
         self.check_token_ids(tokens, "prompt")
         return self._checked(np.array(tokens, dtype=np.int32), "prompt")
 

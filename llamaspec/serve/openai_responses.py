@@ -18,12 +18,12 @@ from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, Del
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve.bodies import (
     AnswerOptions,
-    Count,
     Effort,
     Fields,
     FieldsByType,
     GenerationBody,
     JsonObject,
+    Limit,
     ReasoningFields,
     refused,
 )
@@ -36,6 +36,7 @@ from llamaspec.serve.message_fields import (
     Content,
     FunctionFields,
     MessageFields,
+    Result,
     Role,
     ToolChoiceFields,
     ToolFields,
@@ -78,7 +79,7 @@ class InputItem(FieldsByType):
     arguments: str | JsonObject | None = None  # of function_call
     input: str | None = None  # of custom_tool_call
     action: JsonObject | None = None  # of local_shell_call
-    output: Content | None = None
+    output: Result | None = None
     summary: Content | None = None  # of reasoning
     tools: Tools | None = None  # of additional_tools
 
@@ -94,7 +95,7 @@ class ResponsesBody(GenerationBody, ReasoningFields):
 
     input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Limit | None = None
     text: FormatFields | None = None
     tools: Tools | None = None
     tool_choice: str | ToolChoiceFields | None = None

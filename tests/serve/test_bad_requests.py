@@ -86,7 +86,6 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text"}]}]}],
         "max_tokens": 5}, 400, "messages.0.content.0.content.0.text"),
-    ("/tokenize", {"content": "a", "parse_special": True}, 400, "parse_special"),
     ("/detokenize", {"tokens": [1 << 50]}, 400, "tokens"),
 ]  # fmt: skip
 
@@ -126,6 +125,7 @@ def test_a_body_that_is_not_a_json_object_is_refused(server: Served, path: str, 
         ("PUT", "/api/chat", 405, "takes POST"),
         ("POST", "/api/delete", 405, "takes DELETE"),
         ("POST", "/v1/embeddings", 404, "does not compute embeddings; use Ollama"),
+        ("POST", "/embeddings", 404, "does not compute embeddings; use Ollama"),
         ("POST", "/api/embed", 404, "does not compute embeddings; use Ollama"),
         ("POST", "/api/embeddings", 404, "does not compute embeddings; use Ollama"),
     ],
@@ -262,11 +262,27 @@ def test_a_model_that_does_not_fill_in(server: Served) -> None:
 
 
 def test_control_tokens_in_a_message_stay_text(server: Served, demo: Pair) -> None:
-    """Otherwise a user could forge a turn."""
-    end = demo.target.vocabulary.text(demo.target.vocabulary.eos).decode()
-    ids = server.post("/tokenize", {"content": f"a{end}b"}).json()["tokens"]
-    assert demo.target.vocabulary.eos not in ids
-    assert server.post("/detokenize", {"tokens": ids}).json()["content"].strip() == f"a{end}b"
+    """Otherwise a user could forge a turn. In a prompt to continue, editors write them themselves."""
+    vocabulary = demo.target.vocabulary
+    bos, end = (vocabulary.text(token).decode() for token in (vocabulary.bos, vocabulary.eos))
+    text = f"{bos}a{end}b"
+    read, plain = (len(vocabulary.tokenize(text.encode(), parse_special=marks)) for marks in (True, False))
+    assert read < plain
+    asks: dict[str, tuple[dict[str, Any], str]] = {
+        TEXT: ({"prompt": text}, "prompt_tokens"),
+        NATIVE: ({"prompt": text}, "tokens_evaluated"),
+        "/api/generate": ({"prompt": text, "raw": True, "stream": False}, "prompt_eval_count"),
+    }
+    for path, (body, count) in asks.items():
+        answer = server.post(path, {**body, "max_tokens": 1, "options": {"num_predict": 1}}).json()
+        assert answer.get("usage", answer)[count] == read - 1, path  # of two at the beginning, one counts
+    said = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    assert server.post(CHAT, said).json()["usage"]["prompt_tokens"] > plain
+    for marks in (None, True, False):
+        ids = server.post("/tokenize", {"content": text, "parse_special": marks}).json()["tokens"]
+        assert (vocabulary.eos in ids) is (marks is not False)
+        written = server.post("/detokenize", {"tokens": ids}).json()["content"].strip()
+        assert written == ("ab" if marks is not False else text)
 
 
 @pytest.mark.parametrize(
