@@ -39,7 +39,7 @@ def decompressed(body: bytes, encoding: str, limit: int) -> bytes:
         found = decompressor.decompress(body, limit + 1)
     except RequestError:
         raise
-    except Exception as error:  # noqa: BLE001  # zlib.error, ZstdError and others, by library
+    except Exception as error:  # zlib.error, ZstdError and others, by library
         raise RequestError(
             400, f"the body cannot be unpacked as {encoding}; check its Content-Encoding"
         ) from error

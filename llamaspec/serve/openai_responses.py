@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -28,12 +29,14 @@ from llamaspec.serve.bodies import (
     refused,
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
+from llamaspec.serve.custom_tools import CUSTOM, InputReader, as_arguments, as_function
 from llamaspec.serve.http_errors import ContextOverflowError, bad_field, not_supported, openai_error
 from llamaspec.serve.jobs import ChatRequest
 from llamaspec.serve.message_fields import (
     MAX_MESSAGES,
     CallFields,
     Content,
+    CustomFormat,
     FunctionFields,
     MessageFields,
     Role,
@@ -62,6 +65,10 @@ _RESULTS = tuple(f"{kind}_output" for kind in _CALLS)
 _MESSAGES = ("message", "item_reference", "reasoning", *_CALLS, *_RESULTS)
 _ITEMS = (*_MESSAGES, "additional_tools")
 _NOT_KEPT = "this server keeps no conversations; send the whole conversation as input"
+
+
+# Types of items with calls, and what the names of their events have.
+_ARGUMENTS = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 
 
 class InputItem(FieldsByType):
@@ -116,7 +123,8 @@ class ResponsesBody(GenerationBody, ReasoningFields):
         system = [system_message(self.instructions, "instructions")] if self.instructions else []
         messages = [*system, *(conversation("input", _messages(items)) if items or not system else ())]
         left_out = [f"item {item.type}" for item in items if item.type not in (None, *_ITEMS)]
-        use = tool_use(self.functions[0], self.tool_choice, self.parallel_tool_calls)
+        use = tool_use(list(map(as_function, self.functions[0])), self.tool_choice, self.parallel_tool_calls)
+        use = replace(use, customs=self.customs)
         reasoning = self.reasoning_options(None if self.reasoning is None else self.reasoning.effort)
         wanted = inner_format(self.text, "text")
         return ChatRequest(messages, "input", use, reasoning, wanted, left_out)
@@ -128,6 +136,14 @@ class ResponsesBody(GenerationBody, ReasoningFields):
         return without_namespaces(
             [*(self.tools or ()), *(tool for item in items for tool in item.tools or ())]
         )
+
+    @cached_property
+    def customs(self) -> dict[str, CustomFormat]:
+        """The formats of the custom tools, by the model's names for them."""
+        tools = self.functions[0]
+        return {
+            tool.name: tool.format or CustomFormat() for tool in tools if tool.type == CUSTOM and tool.name
+        }
 
 
 def _messages(items: Sequence[InputItem]) -> list[tuple[int, MessageFields]]:
@@ -164,7 +180,7 @@ def _message(item: InputItem, place: str) -> MessageFields | None:
         return MessageFields(role="tool", content=item.output, tool_call_id=call_id)
     name, arguments = item.name, item.arguments
     if kind == "custom_tool_call":
-        arguments = json.dumps({"input": item.input or ""}, ensure_ascii=False)
+        arguments = as_arguments(item.input or "")
     elif kind == "local_shell_call":
         name, arguments = "local_shell", json.dumps(item.action or {}, ensure_ascii=False)
     name = called(required(name, f"{place}.name"), item.namespace)
@@ -190,7 +206,8 @@ class ResponsesForm(Form):
     def __init__(self, model: str, body: ResponsesBody, default: Sampling | None = None) -> None:
         options, sampling = body.chosen_options, body.sampling(default=default)
         self._drafting = options.drafting
-        self._namespaces = body.functions[1]
+        self._namespaces, self._customs = body.functions[1], body.customs
+        self._reader = InputReader()  # of the open call of a custom tool
         echoed = {"tools", "tool_choice", "reasoning", "text", "instructions", "metadata"}
         self._head: Data = {
             "id": new_id("resp_"),
@@ -261,11 +278,19 @@ class ResponsesForm(Form):
         if isinstance(delta, CallDelta):
             namespace, name = self._namespaces.get(delta.name, (None, delta.name))
             names = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+            if delta.name in self._customs:
+                self._reader = InputReader()
+                return self._open("custom_tool_call", "ctc", call_id=delta.id, **names, input="")
             return self._open("function_call", "fc", call_id=delta.id, **names, arguments="")
         begun: list[Data] = []
-        more: Data = {"delta": delta.text}
+        text = delta.text
+        if self._item["type"] == "custom_tool_call" and isinstance(delta, ArgumentsDelta):
+            text = self._reader.feed(text)
+            if not text:
+                return []
+        more: Data = {"delta": text}
         if isinstance(delta, ArgumentsDelta):
-            more["type"] = "response.function_call_arguments.delta"
+            more["type"] = f"response.{_ARGUMENTS[self._item['type']]}.delta"
         elif isinstance(delta, ReasoningDelta):
             more["type"] = "response.reasoning_text.delta"
             if self._item["type"] != "reasoning":
@@ -274,7 +299,7 @@ class ResponsesForm(Form):
             more |= {"type": "response.output_text.delta", "logprobs": []}
             if self._item["type"] != "message":
                 begun = self._open("message", "msg", content=[], role="assistant")
-        self._text += delta.text
+        self._text += text
         return [*begun, more | self._place()]
 
     def _open(self, kind: str, prefix: str, **fields: Any) -> list[Data]:
@@ -283,7 +308,7 @@ class ResponsesForm(Form):
         self._item = {"type": kind, "id": item_id, "status": "in_progress", **fields}
         added = {"item_id": item_id, "output_index": len(self._done), "item": dict(self._item)}
         events.append({"type": "response.output_item.added", **added})
-        if kind != "function_call":
+        if kind not in _ARGUMENTS:
             part = {"part": self._part(), **self._place()}
             events.append({"type": "response.content_part.added", **part})
         return events
@@ -298,6 +323,9 @@ class ResponsesForm(Form):
             item["arguments"] = text
             done = {"arguments": text, "name": item["name"], **place}
             events = [{"type": "response.function_call_arguments.done", **done}]
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text = text + self._reader.finish()
+            events = [{"type": "response.custom_tool_call_input.done", "input": text, **place}]
         else:
             part = self._part()
             item["content"] = [part]
@@ -319,7 +347,7 @@ class ResponsesForm(Form):
 
     def _place(self) -> Data:
         place = {"item_id": self._item.get("id"), "output_index": len(self._done)}
-        return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
+        return place if self._item["type"] in _ARGUMENTS else {**place, "content_index": 0}
 
 
 def _failure(model: str, body: ResponsesBody, error: Exception) -> bytes:
