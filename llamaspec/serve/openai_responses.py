@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from llamaspec.sampling.filters import Sampling
@@ -62,8 +62,11 @@ MAX_METADATA = 1024  # entries
 # another server.
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _RESULTS = tuple(f"{kind}_output" for kind in _CALLS)
-_MESSAGES = ("message", "item_reference", "reasoning", *_CALLS, *_RESULTS)
+_COMPACTIONS = ("compaction", "compaction_summary")  # the second is an older name
+_MESSAGES = ("message", "item_reference", "reasoning", *_CALLS, *_RESULTS, *_COMPACTIONS)
 _ITEMS = (*_MESSAGES, "additional_tools")
+SUMMARY_MARK = "llamaspec summary: "  # begins the content of our items of compaction, which is plain text
+_SUMMARIZED = "Summary of the conversation so far:\n\n"
 _NOT_KEPT = "this server keeps no conversations; send the whole conversation as input"
 
 
@@ -87,7 +90,21 @@ class InputItem(FieldsByType):
     action: JsonObject | None = None  # of local_shell_call
     output: Content | None = None
     summary: Content | None = None  # of reasoning
+    encrypted_content: str | None = None  # of compaction
     tools: Tools | None = None  # of additional_tools
+
+    @property
+    def own_summary(self) -> str | None:
+        """The summary in an item of compaction; None if another server has encrypted it."""
+        begin, content = SUMMARY_MARK, self.encrypted_content or ""
+        return content.removeprefix(begin) if content.startswith(begin) else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the item can become a part of the conversation."""
+        if self.type in _COMPACTIONS:
+            return self.own_summary is not None
+        return self.type in (None, *_ITEMS)
 
 
 class EffortFields(Fields):
@@ -118,24 +135,27 @@ class ResponsesBody(GenerationBody, ReasoningFields):
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
-        given = self.input
-        items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+        items = self.items
         system = [system_message(self.instructions, "instructions")] if self.instructions else []
         messages = [*system, *(conversation("input", _messages(items)) if items or not system else ())]
-        left_out = [f"item {item.type}" for item in items if item.type not in (None, *_ITEMS)]
+        left_out = [f"item {item.type}" for item in items if not item.is_known]
         use = tool_use(list(map(as_function, self.functions[0])), self.tool_choice, self.parallel_tool_calls)
         use = replace(use, customs=self.customs)
         reasoning = self.reasoning_options(None if self.reasoning is None else self.reasoning.effort)
         wanted = inner_format(self.text, "text")
         return ChatRequest(messages, "input", use, reasoning, wanted, left_out)
 
+    @property
+    def items(self) -> list[InputItem]:
+        """The conversation as items."""
+        given = self.input
+        return [InputItem(role="user", content=given)] if isinstance(given, str) else given
+
     @cached_property
     def functions(self) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
         """What `without_namespaces` makes of the tools of the request and of its items."""
-        items = [] if isinstance(self.input, str) else self.input
-        return without_namespaces(
-            [*(self.tools or ()), *(tool for item in items for tool in item.tools or ())]
-        )
+        more = (tool for item in self.items for tool in item.tools or ())
+        return without_namespaces([*(self.tools or ()), *more])
 
     @cached_property
     def customs(self) -> dict[str, CustomFormat]:
@@ -164,7 +184,7 @@ def _messages(items: Sequence[InputItem]) -> list[tuple[int, MessageFields]]:
 
 
 def _message(item: InputItem, place: str) -> MessageFields | None:
-    """Return the message of an item; None for reasoning that is encrypted or empty."""
+    """Return the message of an item; None for what is encrypted, and for empty reasoning."""
     kind = item.type or "message"
     if kind == "item_reference":
         raise not_supported(f"{place}.type", _NOT_KEPT)
@@ -175,6 +195,9 @@ def _message(item: InputItem, place: str) -> MessageFields | None:
     if kind == "reasoning":
         reasoning = text_of(item.content or item.summary, f"{place}.content")
         return MessageFields(role="assistant", reasoning_content=reasoning) if reasoning else None
+    if kind in _COMPACTIONS:
+        summary = item.own_summary
+        return None if summary is None else MessageFields(role="user", content=f"{_SUMMARIZED}{summary}")
     call_id = required(item.call_id or item.id, f"{place}.call_id")
     if kind in _RESULTS:
         return MessageFields(role="tool", content=item.output, tool_call_id=call_id)
@@ -198,6 +221,13 @@ async def _respond(service: Service, http: Request, body: ResponsesBody) -> Resp
             raise
         return form.refusal(error)  # Codex recognizes the error only in a stream, and shortens its history
     return await service.respond(http, body, [prompt], form)
+
+
+async def _count(service: Service, http: Request, body: ResponsesBody) -> Response:
+    """Count the tokens of a conversation."""
+    request = await run_in_threadpool(body.chat_request)
+    prompt = await service.builder.rendered(request, must_fit=False)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
 
 class ResponsesForm(Form):
@@ -354,4 +384,7 @@ def _failure(model: str, body: ResponsesBody, error: Exception) -> bytes:
     return bytes(ResponsesForm(model, body).refusal(error).body)
 
 
-ENDPOINTS = (Endpoint("/v1/responses", _respond, ResponsesBody, failure=_failure),)
+ENDPOINTS = (
+    Endpoint("/v1/responses", _respond, ResponsesBody, failure=_failure),
+    Endpoint("/v1/responses/input_tokens", _count, ResponsesBody),
+)
