@@ -18,7 +18,7 @@ _AFTER = ("<parameter=", "</function>", "</tool_call>")
 END = "\n</parameter>\n"
 ENDS = (END, *(f"{a}</parameter>{b}{mark}" for a in ("\n", "") for b in ("\n", "") for mark in _AFTER))
 LAST_ENDS = ("\n</parameter>", "</parameter>")  # where the answer ends, too
-_ONE_GROUP = re.compile(r"\^?\([^()]*\)\$?")
+_NO_GROUPS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^()]", re.DOTALL)
 
 
 def quoted(text: str) -> str:
@@ -97,11 +97,22 @@ def _whole(pattern: str) -> str:
     """
     has_end = re.search(r"(?<!\\)(\\\\)*\$$", pattern) is not None
     before, after = "" if pattern.startswith("^") else "(?s:.*)", "" if has_end else "(?s:.*)"
-    if "|" not in pattern or _ONE_GROUP.fullmatch(pattern):
-        pattern = pattern.removeprefix("^")
-        pattern = pattern[:-1] if has_end else pattern
+    inner = pattern.removeprefix("^")
+    inner = inner[:-1] if has_end else inner
+    if "|" not in pattern or _is_one_group(inner):
+        pattern = inner
     slashes = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern)
     return f"{before}({slashes}){after}"
+
+
+def _is_one_group(pattern: str) -> bool:
+    """Whether the first bracket of a regular expression closes at its end."""
+    brackets, depth = _NO_GROUPS.sub("_", pattern), 0
+    for i, bracket in enumerate(brackets):
+        depth += {"(": 1, ")": -1}.get(bracket, 0)
+        if depth == 0:
+            return i == len(brackets) - 1
+    return False
 
 
 def escaped(text: str) -> str:

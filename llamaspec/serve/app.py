@@ -42,6 +42,7 @@ from llamaspec.serve import (
     ollama,
     ollama_models,
     openai_chat,
+    openai_compaction,
     openai_responses,
     status,
 )
@@ -61,6 +62,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 ENDPOINTS = (
     *openai_chat.ENDPOINTS,
     *openai_responses.ENDPOINTS,
+    *openai_compaction.ENDPOINTS,
     *anthropic.ENDPOINTS,
     *ollama.ENDPOINTS,
     *ollama_models.ENDPOINTS,

@@ -33,6 +33,7 @@ from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import ServeSettings
+from llamaspec.serve.compression import IDENTITY, decompressed
 from llamaspec.serve.http_errors import UNSUPPORTED, RequestError, invalid
 
 MAX_STOPS = 32
@@ -92,19 +93,20 @@ def without_half_pairs(body: bytes) -> bytes:
 
 async def parse_body(http: Request, kind: type[_Body], settings: ServeSettings) -> _Body:
     """Return the checked body of a request; RequestError if it is wrong, too large or too slow."""
-    encoding = http.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise RequestError(415, f"the body is compressed ({encoding}); send it uncompressed")
-    seconds = settings.body_seconds
+    encoding = http.headers.get("content-encoding", IDENTITY).strip().lower()
+    limit, seconds = settings.body_bytes + settings.base64_bytes, settings.body_seconds
     try:
-        body = await asyncio.wait_for(_read(http, settings.body_bytes + settings.base64_bytes), seconds)
+        body = await asyncio.wait_for(_read(http, limit), seconds)
     except asyncio.TimeoutError:
         raise RequestError(408, f"the body did not arrive within {seconds:g} seconds") from None
-    if len(body) <= LONG_BYTES:
-        return _checked(kind, body, settings.body_bytes)
-    return await asyncio.get_running_loop().run_in_executor(
-        _checker, _checked, kind, body, settings.body_bytes
-    )
+
+    def checked() -> _Body:
+        plain = body if encoding == IDENTITY else decompressed(body, encoding, limit)
+        return _checked(kind, plain, settings.body_bytes)
+
+    if len(body) <= LONG_BYTES and encoding == IDENTITY:
+        return checked()
+    return await asyncio.get_running_loop().run_in_executor(_checker, checked)
 
 
 def _checked(kind: type[_Body], body: bytes, limit: int) -> _Body:

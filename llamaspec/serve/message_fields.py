@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -215,6 +215,14 @@ _CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "requ
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
+class CustomFormat(Fields):
+    """What the input of a custom tool must match."""
+
+    type: str | None = None  # text, or grammar with the next two
+    syntax: str | None = None
+    definition: str | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ToolUse:
     """The tools of a request, and how the model may use them."""
@@ -225,6 +233,7 @@ class ToolUse:
     is_parallel: bool = True
     strict: Set[str] = frozenset()  # names of the tools whose schemas must be enforced
     left_out: Sequence[str] = ()  # type and name of each tool that is not a function
+    customs: Mapping[str, CustomFormat] = field(default_factory=dict)  # formats of the custom tools, by name
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:
@@ -246,6 +255,7 @@ class ToolFields(Fields):
     parameters: JsonObject | None = None
     input_schema: JsonObject | None = None  # Anthropic's parameters
     strict: bool | None = None
+    format: CustomFormat | None = None  # of a custom tool
     function: ToolFields | None = None
     tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None  # of a namespace
 

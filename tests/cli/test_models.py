@@ -90,9 +90,9 @@ def test_options_of_a_model_hold_where_the_command_line_gives_none(
         found: dict[str, Any] = invoke("generate", *common, *arguments, "def f(").json
         return found
 
-    greedy, hot = generated("--target", path, "-t", "0"), generated("--target", path, "-t", "2")
+    greedy, hot = generated("--target", path, "-t", "0"), generated("--target", path, "--temp", "2")
     assert generated("--pair", "mine")["text"] == generated("--target", "mine")["text"] == greedy["text"]
-    assert generated("--target", "mine", "-t", "2")["text"] == hot["text"] != greedy["text"]
+    assert generated("--target", "mine", "--temp", "2")["text"] == hot["text"] != greedy["text"]
     assert 12 < len(generated("--target", "mine", "-n", "-1")["tokens"]) < 64
     assert json.loads(invoke("models", "show", "mine", "--json").stdout)["options"] == options
     assert "n_ctx: 64" in invoke("models", "show", "mine").stdout

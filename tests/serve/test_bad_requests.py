@@ -6,7 +6,10 @@ import gzip
 import json
 import re
 import socket
+import sys
 import time
+import tracemalloc
+import zlib
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,10 +19,16 @@ from llamaspec import Pair
 from llamaspec.errors import FetchError, LlamaspecError, PromptError, RowsMissingError
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, _checked
+from llamaspec.serve.compression import decompressed
 from llamaspec.serve.http_errors import RequestError, as_request_error, error_response
 from llamaspec.serve.jobs import RequestBuilder
 from patience import PATIENCE
 from serving import Served, served
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = [{"type": "image_url"}]
@@ -323,12 +332,50 @@ def test_faults_of_all_kinds() -> None:
     assert (broken.status, broken.message) == (500, "internal error: KeyError")
 
 
-def test_a_compressed_body_is_refused_by_name(server: Served) -> None:
-    response = server.client.post(
-        "/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers={"Content-Encoding": "gzip"}
-    )
-    assert response.status_code == 415
-    assert "gzip" in response.json()["error"]["message"]
+def deflated(data: bytes) -> bytes:
+    """Return deflate without a header, as some clients send it."""
+    return zlib.compress(data)[2:-4]
+
+
+SHORT = b'{"prompt": "a", "max_tokens": 1}'
+BOMBS = {"gzip": gzip.compress(bytes(100 << 20), 1), "zstd": zstd.compress(bytes(100 << 20))}
+wide = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 27})
+COMPRESSED: list[tuple[str, bytes, int, str]] = [
+    ("gzip", gzip.compress(SHORT), 200, ""),
+    ("GZip", gzip.compress(SHORT.ljust(8 << 20)), 200, ""),
+    ("deflate", zlib.compress(SHORT), 200, ""),
+    ("deflate", deflated(SHORT), 200, ""),
+    ("zstd", zstd.compress(SHORT), 200, ""),
+    ("gzip", gzip.compress(SHORT.ljust((8 << 20) + 1)), 413, "larger than"),
+    ("gzip", BOMBS["gzip"], 413, "larger than"),
+    ("zstd", BOMBS["zstd"], 413, "larger than"),
+    ("gzip", gzip.compress(SHORT)[:-1], 400, "cut off"),
+    ("zstd", zstd.compress(SHORT)[:-1], 400, "cut off"),
+    ("gzip", b"", 400, "cut off"),
+    ("zstd", gzip.compress(SHORT), 400, "cannot be unpacked as zstd"),
+    ("zstd", wide.compress(SHORT) + wide.flush(), 400, "cannot be unpacked as zstd"),
+    ("gzip", gzip.compress(SHORT) * 2, 400, "one frame"),
+    ("br", SHORT, 415, "gzip, deflate, zstd or identity"),
+    ("gzip, zstd", SHORT, 415, "gzip, deflate, zstd or identity"),
+]
+
+
+@pytest.mark.parametrize(("encoding", "body", "status", "told"), COMPRESSED, ids=range(len(COMPRESSED)))
+def test_a_compressed_body(server: Served, encoding: str, body: bytes, status: int, told: str) -> None:
+    response = server.client.post(TEXT, content=body, headers={"Content-Encoding": encoding})
+    assert response.status_code == status, response.text
+    assert told in response.text
+
+
+@pytest.mark.parametrize("encoding", BOMBS)
+def test_a_bomb_is_not_unpacked(encoding: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="larger than 1000000 bytes"):
+            decompressed(BOMBS[encoding], encoding, 1_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("streams", [False, True])
