@@ -15,6 +15,8 @@ _PROSE = frozenset(
     ("description", "title", "examples", "default", "deprecated", "readOnly", "writeOnly", "$schema",
      "$comment", "markdownDescription", "enumDescriptions")
 )  # fmt: skip
+_MAX_FORMS = 256  # of a schema
+_COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 _NAMES = ("properties", "patternProperties", "dependentSchemas", "dependentRequired", "$defs", "definitions")
 
 
@@ -44,6 +46,40 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
         elif isinstance(value, list) and key != "enum":
             inner = ((f"{key}.{i}", each) for i, each in enumerate(value))
         yield from ((path, each) for path, each in inner if isinstance(each, dict))
+
+
+def forms(schema: Any, shared: Any) -> list[Mapping[str, Any]]:
+    """Return plain schemas of which a value may match any: references and combinations are resolved.
+
+    `shared` is the schema that contains this one. What takes too long to resolve is any value, {}.
+    """
+    return _forms(schema, shared, iter(range(_MAX_FORMS)))
+
+
+def _forms(schema: Any, shared: Any, budget: Iterator[int]) -> list[Mapping[str, Any]]:
+    if not isinstance(schema, Mapping) or next(budget, None) is None:
+        return [{}]
+    found: list[Mapping[str, Any]] = [{key: value for key, value in schema.items() if key not in _COMBINED}]
+    parts = schema.get("allOf")
+    several = [[part] for part in parts] if isinstance(parts, list) else []
+    several += [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
+    if isinstance(schema.get("$ref"), str):
+        several.append([_referenced(schema["$ref"], shared)])
+    for alternatives in several:
+        inner = [form for part in alternatives for form in _forms(part, shared, budget)]
+        if len(found) * len(inner) > _MAX_FORMS:
+            return [{}]
+        found = [{**outer, **form} for outer in found for form in inner]
+    return found
+
+
+def _referenced(path: str, shared: Any) -> Any:
+    """Return the part of a schema that a reference such as #/$defs/name means; None if there is none."""
+    found = shared if path.startswith("#") else None
+    for key in path.split("/")[1:]:
+        name = key.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def compilable(schema: Any, *, is_names: bool = False) -> Any:

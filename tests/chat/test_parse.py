@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llamaspec.chat import families
-from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning, recognize
+from llamaspec.chat.families import recognize
 from llamaspec.chat.incoming import MAX_HEADER
 from llamaspec.chat.messages import (
     ArgumentsDelta,
@@ -24,6 +24,7 @@ from llamaspec.chat.messages import (
     ToolCall,
     message_of,
 )
+from llamaspec.chat.notation import AnswerFormat, CallFormat, Reasoning
 from llamaspec.chat.parse import AnswerParser
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
