@@ -127,7 +127,7 @@ class _Template:
     def _format(
         self, text: str, begin: str, around: Sequence[str], pairs: Pairs | None
     ) -> Iterator[CallFormat]:
-        """Yield the notation with these texts before, in, between and after calls, if it begins with a mark."""
+        """Yield the notation with these texts before, in, between and after calls, if a mark begins it."""
         begin, after_name, between, end = (_COUNTED.sub(_ANY, each) for each in (begin, *around))
         mark = re.match(rf"{_MARK}|<[^<>\n]+$|(?=[\[{{])", begin)
         if mark is None:
@@ -144,7 +144,9 @@ class _Template:
             separator = gap[len(after_call) :]
         section, after = rest.removesuffix(before_name), end[len(after_call) :]
         separators = [] if is_pair else (_pieces(separator) or _pieces(after_call))[-1:]
-        if after_call[-1:] in ("}", ")"):  # a list, even if the template forgets the commas
+        if (
+            after_call[-1:] in ("}", ")") and "," not in separators
+        ):  # a list, even if the template forgets the commas
             separators.append(",")
         yield CallFormat(
             marks=(text,),

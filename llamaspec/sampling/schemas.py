@@ -5,8 +5,12 @@ tests/serve/test_schemas.py, tests/sampling/test_constraint.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from decimal import Decimal
+from typing import Any, TypeGuard
+
+from llamaspec.errors import ConstraintError
 
 # The 64-bit integers, as llguidance can bound them. At temperature 0, a small model writes zeros without end.
 SMALLEST, LARGEST = 1024 - 2**63, 2**63 - 1
@@ -99,9 +103,14 @@ def compilable(schema: Any, *, is_names: bool = False) -> Any:
         for key, value in schema.items()
         if is_names or not (key == "uniqueItems" or (key == "propertyNames" and value == {"type": "string"}))
     }
+    if is_names:
+        return found
+    _check_exact([found.get("enum"), found.get("const")])
     types = found.get("type")
     kinds = types if isinstance(types, list) else [types]
-    if is_names or "integer" not in kinds or "number" in kinds or "enum" in found or "const" in found:
+    is_whole = "integer" in kinds and "number" not in kinds
+    _narrow(found, is_whole=is_whole)
+    if not is_whole or "enum" in found or "const" in found:
         return found
     low = _bounds(found, "minimum", "exclusiveMinimum")
     high = _bounds(found, "maximum", "exclusiveMaximum")
@@ -110,6 +119,51 @@ def compilable(schema: Any, *, is_names: bool = False) -> Any:
     if not high and all(bound < LARGEST for bound in low):
         found["maximum"] = LARGEST
     return found
+
+
+def _check_exact(value: Any) -> None:
+    """Raise a ConstraintError if a value has an integer that llguidance would write with other digits."""
+    if isinstance(value, int) and _written(value) != value:
+        shown = f"{str(value)[:40]} is beyond 2^53"
+        raise ConstraintError(f"the integer {shown} and cannot be enforced exactly; use a string instead")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_exact(inner)
+
+
+def _written(value: int) -> Decimal | int | None:
+    """Return an integer as llguidance writes it, which reads float64; None if it is too large for that."""
+    try:
+        near = float(value)
+    except OverflowError:
+        return None
+    return int(near) if SMALLEST <= near < LARGEST else Decimal(repr(near))
+
+
+def _narrow(schema: dict[str, Any], *, is_whole: bool) -> None:
+    """Replace bounds beyond 2^53 by the next narrower ones that llguidance holds, which reads float64.
+
+    It cannot add 1 to such a bound, so an exclusive bound of integers becomes an inclusive one.
+    """
+    for side, step, narrower, limit in (("inimum", 1, max, SMALLEST), ("aximum", -1, min, LARGEST)):
+        inclusive, exclusive = f"m{side}", f"exclusiveM{side}"
+        if is_whole and _is_large(schema.get(exclusive)):
+            bound = schema.pop(exclusive) + step
+            schema[inclusive] = narrower([bound, *_bounds(schema, inclusive)])
+        for key in (inclusive, exclusive):
+            if _is_large(bound := schema.get(key)):
+                schema[key] = _inward(narrower(bound, limit) if is_whole else bound, step)
+
+
+def _inward(bound: int, step: int) -> int:
+    """Return the nearest float64 that is not before a bound, in the direction of `step`."""
+    if bound in (SMALLEST, LARGEST):
+        return bound
+    near = float(max(min(bound, 10**300), -(10**300)))
+    return int(math.nextafter(near, step * math.inf) if (int(near) - bound) * step < 0 else near)
+
+
+def _is_large(bound: Any) -> TypeGuard[int]:
+    return isinstance(bound, int) and abs(bound) >= 2**53
 
 
 def _bounds(schema: Mapping[str, Any], *keys: str) -> list[float]:
