@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
-from llamaspec.chat.families import HARMONY, AnswerFormat
+from llamaspec.chat.families import HARMONY
+from llamaspec.chat.notation import AnswerFormat
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 from llamaspec.errors import ConstraintError
 from llamaspec.pair import Pair

@@ -15,9 +15,10 @@ import numpy as np
 from starlette.concurrency import run_in_threadpool
 
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat
+from llamaspec.chat.families import HARMONY, JSON_CALL
 from llamaspec.chat.infill import infill_prompt
 from llamaspec.chat.messages import Message
+from llamaspec.chat.notation import AnswerFormat
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.prompt import asked, begun_answer, render_prompt
 from llamaspec.chat.template import RESERVED, ChatTemplate, texts_in

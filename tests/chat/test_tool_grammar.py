@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaspec.chat import families
-from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.messages import message_of
+from llamaspec.chat.notation import NAME, QUOTED_NAME, AnswerFormat, Reasoning
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 
@@ -391,10 +391,10 @@ def _matcher_of(family: str, marks: tuple[str, ...]) -> Any:
 def written(family: str, text: str, kind: Any) -> tuple[str, str, str]:
     """Return a call as a model of the family writes it: what comes before its arguments, these, the rest."""
     calls = FAMILIES[family]
-    names = {families.NAME: "note", families.QUOTED_NAME: '"note"'}
+    names = {NAME: "note", QUOTED_NAME: '"note"'}
     before = "".join([*calls.opening, *(names.get(part, part) for part in calls.before_call)])
     arguments = {"text": text, "kind": kind}
-    if calls.arguments == "xml":
+    if calls.arguments == "pairs":
         spelled = XML_TEXT.format(text, kind if isinstance(kind, str) else json.dumps(kind))
     else:
         spelled = gemma(arguments) if calls.arguments == "gemma" else json.dumps(arguments)
@@ -477,6 +477,6 @@ def test_integers_of_calls_end(family: str) -> None:
     for n_digits, is_right in ((18, True), (30, False)):
         number = "1" * n_digits
         spelled = (
-            f"<parameter=n>\n{number}\n</parameter>\n" if calls.arguments == "xml" else f'{{"n":{number}}}'
+            f"<parameter=n>\n{number}\n</parameter>\n" if calls.arguments == "pairs" else f'{{"n":{number}}}'
         )
         assert matches(grammar, words, before + spelled + after) is is_right
