@@ -96,6 +96,7 @@ def make_plan(
     draft: str | Path | None = None,
     *,
     by_default: bool = False,
+    beside: Path | None = None,
     needs_room: bool = True,
     copying: Copying = Copying.WEIGHED,
     target_options: ModelOptions | None = None,
@@ -110,6 +111,8 @@ def make_plan(
         As for `open_pair`.
     by_default : bool
         Without a draft, use `draft_here`.
+    beside : Path, optional
+        The draft that is used by default if none is known.
     needs_room : bool
         Use it only if memory has room for it now.
     find : callable
@@ -127,7 +130,7 @@ def make_plan(
         if draft is None:
             raise PairError(f"no draft is known for {quoted(str(target))}; name one, or leave the draft out")
     path, options = find(target), target_options or ModelOptions()
-    if by_default and draft is None and (here := draft_here(target, path)) is not None:
+    if by_default and draft is None and (here := draft_here(target, path) or beside) is not None:
         with suppress(PairError):  # a listed draft may have been made for another version of the target
             plan = make_plan(
                 path, here, copying=copying, target_options=options, draft_options=draft_options,

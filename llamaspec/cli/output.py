@@ -65,6 +65,9 @@ _REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
     (PairError, ("--draft",)),
 )
 
+# After a pair that nobody has named.
+OTHER_DRAFT = "for another draft: llamaspec models add NAME FILE --draft FILE; for none: --draft none"
+
 
 def say(message: str) -> None:
     """Print one line on stderr. If nobody can read it any more, nothing happens."""
