@@ -13,7 +13,7 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamaspec.catalog import is_path, locate_model, read_catalog, resolve_model
+from llamaspec.catalog import locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
 from llamaspec.llama.devices import free_gpu_bytes
@@ -183,7 +183,7 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
     name = str(target)
     if (draft := find_draft(name)) is not None:
         return draft
-    entry = None if is_path(name) else read_catalog().entries.get(name.partition(":")[0])
+    entry = read_catalog().named(name)
     if entry is not None and entry.heads is False:  # the target need not be on this machine
         return None
     from llamaspec.llama.hidden_draft_file import heads_in_file

@@ -14,9 +14,10 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from llamaspec.catalog import defaults_of, is_path, locate_model, read_catalog, resolve_model
+from llamaspec.catalog import defaults_of, locate_model, read_catalog, resolve_model
 from llamaspec.cli.option_groups import Decorator, option_group
 from llamaspec.cli.output import SlowProgress, say
+from llamaspec.hub import is_path
 from llamaspec.kernels import AUTO as AUTO_KERNELS
 from llamaspec.kernels import OFF, VARIABLE, parse_choice
 from llamaspec.length.automatic import AutoLength

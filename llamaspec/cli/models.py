@@ -21,7 +21,6 @@ from llamaspec.catalog import (
     Quantization,
     add_own,
     find_remote,
-    is_path,
     locate_model,
     own_list,
     read_catalog,
@@ -34,7 +33,7 @@ from llamaspec.cli.output import OTHER_DRAFT, print_table, say
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.files import expanded, model_stem
 from llamaspec.folder import fitting_drafts, model_files, text_facts
-from llamaspec.hub import HUB, find_here, remove
+from llamaspec.hub import find_here, is_address, is_path, remove
 from llamaspec.llama import resources
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.hidden_draft_file import heads_in_file
@@ -73,12 +72,8 @@ def list_models(folder: Path | None, as_json: bool) -> None:
     catalog = read_catalog()
     entries = sorted(catalog.entries.values(), key=lambda entry: (entry.memory_gb or 0, entry.name))
     for entry in entries:
-        draft = entry.draft or HUB
-        if (
-            not is_path(draft)
-            and not draft.startswith(HUB)
-            and draft.partition(":")[0] not in catalog.entries
-        ):
+        draft = entry.draft
+        if draft and not is_path(draft) and not is_address(draft) and catalog.named(draft) is None:
             say(f"{entry.name} has the draft {draft}, which is in no list")
     in_folder = [] if folder is None else _entries_in(folder, {_path_here(entry) for entry in entries})
     if any(entry.draft for entry in in_folder):
@@ -263,7 +258,9 @@ def remove_model(called: str) -> None:
     """Delete a model's fetched files, and its entry if it is your own."""
     remote = find_remote(called, ask=False)
     freed = 0 if remote is None else remove(remote)
-    dropped = remove_own(called)
+    is_listed = not is_path(called) and not is_address(called)
+    entry, quantization = (is_listed and read_catalog().meaning(called)) or (None, "")
+    dropped = entry is not None and not quantization and remove_own(entry.name)
     if not freed and not dropped:
         raise ModelFileError(
             f"nothing of {printable(called)} is on this machine; `llamaspec models list` shows what is"
@@ -310,9 +307,8 @@ def _as_draft(called: str) -> str:
     if is_path(called):
         check_gguf(file := expanded(called).absolute())
         return str(file)
-    if (remote := find_remote(called)) is not None and called.startswith(HUB):
-        return str(remote)
-    return called
+    remote = find_remote(called)
+    return str(remote) if remote is not None and is_address(called) else called
 
 
 def _columns(entry: Entry) -> tuple[str, ...]:

@@ -23,15 +23,15 @@ from llamaspec.errors import (
 )
 from llamaspec.files import model_stem
 from llamaspec.folder import fitting_drafts, model_files
-from llamaspec.hub import RemoteFile, fetched_models, find_here
+from llamaspec.hub import RemoteFile, fetched_models, find_here, names_on_hub
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.model import default_store_bytes
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.measure.machine import room_for_models
+from llamaspec.model_names import distinct
 from llamaspec.plan import AUTO, draft_here
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.log import Write
-from llamaspec.serve.model_names import distinct, quantization_of
 from llamaspec.serve.models import Models, Pull
 from llamaspec.serve.served_model import ModelSource
 
@@ -127,7 +127,8 @@ def named_sources(models: ModelChoices, serving: Serving) -> list[ModelSource]:
     found: dict[str, ModelSource] = {}
     for alias, target in models.targets:
         check_gguf(path := fetched_model(target))
-        name = alias or (target if target in read_catalog().entries else model_stem(path.name))
+        entry = read_catalog().named(target)
+        name = alias or (model_stem(path.name) if entry is None else entry.name)
         if (reason := refusal_of(path)) is not None:
             raise ModelFileError(f"{path} {reason}")
         if name in found:
@@ -174,10 +175,10 @@ def found_sources(
 
 def _names_on_hub(file: RemoteFile) -> tuple[Sequence[str], Sequence[str]]:
     """Return ever longer names of a file that was fetched, and its names on the hub."""
-    name, on_hub = model_stem(PurePosixPath(file.file).name), f"hf.co/{file.repo}"
+    name, *on_hub = names_on_hub(file)
     owner, in_repo = file.repo.partition("/")[0], PurePosixPath(file.file).parent / name
     names = [name, f"{owner}/{name}", f"{file.repo}/{in_repo}"]
-    return names, (on_hub, f"{on_hub}:{quantization_of(name)}")
+    return names, on_hub
 
 
 def _names_in(folder: Path, path: Path) -> Sequence[str]:

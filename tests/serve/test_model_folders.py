@@ -145,6 +145,17 @@ def test_one_name_of_several_files(folder: Path, store: ModelStore, tmp_path: Pa
     assert all(name in line for name in places if name.endswith("/x"))
 
 
+def test_a_name_of_two_quantizations(folder: Path, store: ModelStore) -> None:
+    """It was not found, as if there were none."""
+    for seed, name in enumerate(("x-Q4_0", "x-Q8_0", "y")):
+        (folder / f"{name}.gguf").symlink_to(store.path("llama", replace(WHOLE, seed=seed)))
+    with serving_folder(folder) as server:
+        refused = ask(server, "x:latest")
+        assert refused.status_code == 404
+        told = refused.json()["error"]["message"]
+        assert told == "model: means several models: x-Q4_0, x-Q8_0; name one of them"
+
+
 def test_a_file_that_moves_is_found_again(folder: Path, store: ModelStore) -> None:
     """Its requests failed until the server was started again."""
     (folder / "x.gguf").symlink_to(store.path("llama", WHOLE))
