@@ -311,7 +311,7 @@ class Catalog:
 
 def defaults_of(target: str) -> Defaults:
     """Return the options that the lists give for a model; none for a file or an address."""
-    entry = read_catalog().named(target)
+    entry = None if is_path(target) else read_catalog().named(target)
     return Defaults() if entry is None or entry.options is None else entry.options
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from llamaspec.catalog import locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
+from llamaspec.hub import is_path
 from llamaspec.llama.devices import free_gpu_bytes
 from llamaspec.llama.gguf_file import file_parts, needs_target, read_gguf
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
@@ -183,7 +184,7 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
     name = str(target)
     if (draft := find_draft(name)) is not None:
         return draft
-    entry = read_catalog().named(name)
+    entry = None if is_path(name) else read_catalog().named(name)
     if entry is not None and entry.heads is False:  # the target need not be on this machine
         return None
     from llamaspec.llama.hidden_draft_file import heads_in_file
