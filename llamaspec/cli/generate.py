@@ -24,6 +24,7 @@ from llamaspec.engine.stream import TextStream
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.automatic import AutoLength
 from llamaspec.llama.weights import Weights
+from llamaspec.measure.machine import LoadWatch
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
 from llamaspec.protocols import Constraint, Vocabulary
@@ -116,6 +117,7 @@ def generate(
     plan = replace(find_plan(models), longest=lambda target: len(tokens(target)) + decoding.max_tokens)
     with reporting(plan, models, decoding, quiet=quiet) as pair:
         constraint = _constraint(pair, output)
+        watch = LoadWatch()
         with out.SlowProgress("processing the prompt") as progress:
             stream = pair.stream(
                 tokens(pair.target.weights),
@@ -144,6 +146,7 @@ def generate(
             depth = completion.n_prompt_tokens + len(completion.tokens) / 2  # cached tokens, on average
             reasons = explain(completion, prior.curve and prior.curve.at(depth))
             print_reasons(reasons, pair_verdict(pair, prior), out.stderr_console())
+            out.warns_of_load(watch.n_taken(), "these times and costs are not those of a calm machine")
         elif output.explain:
             out.say(f"nothing to explain: --draft-length fixed the draft length at {decoding.draft_length}")
     if interrupted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +12,6 @@ from llamaspec.catalog import defaults_of, locate_model
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli.model_options import (
     ModelChoice,
-    check_files,
     find_plan,
     reporting,
 )
@@ -37,6 +36,7 @@ from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.resources import available_bytes, give_back_memory
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.weights import LoadProgress
+from llamaspec.measure.store import Notify, ignore_line
 from llamaspec.opening import Drafting, open_plan
 from llamaspec.pair import Pair
 from llamaspec.plan import AUTO, DraftPlan, ModelFile
@@ -64,6 +64,7 @@ class Served:
     choice: ModelChoice
     serving: Serving
     is_alone: bool = False
+    beside: Path | None = None  # drafts for it by default if no draft is known
 
     def plan(self, *, needs_room: bool = True) -> DraftPlan:
         """Return what drafts for it now: a draft may arrive between two times that it is loaded.
@@ -76,7 +77,8 @@ class Served:
             plan = find_plan(choice, needs_room=needs_room)
         else:
             draft = None if choice.draft == AUTO else choice.draft  # by default, one that is on this machine
-            plan = find_plan(replace(choice, draft=draft), locate_model, needs_room=needs_room)
+            choice = replace(choice, draft=draft)
+            plan = find_plan(choice, locate_model, needs_room=needs_room, beside=self.beside)
         return _with_room(plan, choice, self.serving, self.defaults.n_ctx)
 
     @cached_property
@@ -91,15 +93,9 @@ class Served:
         cannot be used.
         """
         plan = self.plan(needs_room=False)
-        heads = [] if plan.heads is None or plan.has_own_heads else [plan.heads]
-        files = [*plan.models, *heads]
         if (reason := refusal_of(plan.target.path)) is not None:
             raise ModelFileError(f"{plan.target.path} {reason}")
-        runtime.start()
-        for file in files:
-            check_gguf(file.path)
-            with suppress(MemoryFullError):  # until others have been unloaded
-                ensure_tried(file.path, file.options.n_ctx)
+        files = _files(_checked(plan, ignore_line))
         try:
             return sum(needed_bytes(file.path, file.options, self.serving.parallel) for file in files)
         except OSError as error:
@@ -122,9 +118,8 @@ class Served:
                 plan, self.choice, serving.drafting, serving.store
             )
         else:
-            check_files(plan)
             opening = open_plan(
-                plan, serving.drafting, store=serving.store, on_load=on_load, notify=say,
+                _checked(plan, say), serving.drafting, store=serving.store, on_load=on_load, notify=say,
                 keeps_draft=keeps_draft,
             )  # fmt: skip
         with opening as pair, _stored(pair, leaves=serving.store is not None), _prefixes(folder, pair):
@@ -153,6 +148,36 @@ class Served:
         """Return the chat template that the lists give; PromptError if it cannot be read."""
         path = self.defaults.given.get("chat_template")
         return None if path is None else CHAT_TEMPLATE.convert(path, None, None)
+
+
+def _files(plan: DraftPlan) -> list[ModelFile]:
+    """Return the files that are loaded."""
+    return [*plan.models, *([] if plan.heads is None or plan.has_own_heads else [plan.heads])]
+
+
+def _checked(plan: DraftPlan, notify: Notify) -> DraftPlan:
+    """Return the plan, without a draft that nobody asked for if it cannot be used, which is said.
+
+    ModelFileError for another file that cannot be used.
+    """
+    runtime.start()
+    _check([plan.target])
+    try:
+        _check(_files(plan)[1:])
+    except ModelFileError as error:
+        if not plan.is_default:
+            raise
+        notify(f"continuing without the draft: {error}")
+        return plan.without_draft
+    return plan
+
+
+def _check(files: Sequence[ModelFile]) -> None:
+    """Raise ModelFileError if a file cannot be used. Whether memory suffices shows when it is loaded."""
+    for file in files:
+        check_gguf(file.path)
+        with suppress(MemoryFullError):  # until others have been unloaded
+            ensure_tried(file.path, file.options.n_ctx)
 
 
 def _with_room(plan: DraftPlan, choice: ModelChoice, serving: Serving, n_usual: int | None) -> DraftPlan:

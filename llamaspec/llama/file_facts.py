@@ -8,6 +8,7 @@ tests/llama/test_needed_memory.py.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from llamaspec.llama.context import STATES_BACK, attention_bytes, default_contex
 from llamaspec.llama.devices import free_gpu_bytes, leaves_main_memory
 from llamaspec.llama.gguf_file import (
     PARTS,
+    TOKENS,
     GgufFile,
     TensorFacts,
+    active_parameters,
     file_parts,
     heads_per_key,
     kv_row_sizes,
@@ -87,6 +90,7 @@ class FileFacts:
     size: str = ""  # of its parameters, such as "1.5B"
     quantization: str = ""  # such as "Q4_K_M"
     n_bytes: int = 0  # of all parts of the file
+    token_bytes: int = 0  # that are read for each token: less than all in a mixture of experts
     context_length: int = 0  # tokens that the model was trained on
     embedding_length: int = 0
     block_count: int = 0
@@ -103,22 +107,48 @@ class FileFacts:
 
 _Change = tuple[tuple[int, int], ...]  # time and size of each part
 _known: dict[Path, tuple[_Change, FileFacts]] = {}
+_prints: dict[Path, tuple[_Change, frozenset[str]]] = {}
+_TAIL = 128  # tokens at the end of a vocabulary that two models of a family may not share
 
 
 def file_facts(path: Path) -> FileFacts:
     """Read the facts; OSError if the file cannot be read. A file that has not changed is read once."""
-    parts = file_parts(path)
-    found = [part.stat() for part in parts]
-    change = tuple((each.st_mtime_ns, each.st_size) for each in found)
-    known = _known.get(path)
+    change, known = _change_of(path), _known.get(path)
     if known is None or known[0] != change:
-        known = _known[path] = change, _read_facts(parts, [each.st_size for each in found])
+        known = _known[path] = change, _read_facts(file_parts(path), [size for _, size in change])
     return known[1]
+
+
+def vocabulary_prints(path: Path) -> frozenset[str]:
+    """Return hashes of the tokens of a file, which has one in common with files of the same tokens.
+
+    Up to 128 more tokens at the end make no difference. OSError if the file cannot be read; a file that has
+    not changed is read once.
+    """
+    change, known = _change_of(path), _prints.get(path)
+    if known is None or known[0] != change:
+        known = _prints[path] = change, _read_prints(path)
+    return known[1]
+
+
+def _read_prints(path: Path) -> frozenset[str]:
+    found = read_gguf(path, with_tokens=True)
+    tokens, kind = found.metadata.get(TOKENS) or [], found.text("tokenizer.ggml.model").encode()
+    whole = len(tokens) // _TAIL * _TAIL
+    beginnings = {n for n in (len(tokens), whole, whole - _TAIL) if n > 0}
+    return frozenset(hashlib.sha256(b"\0".join([kind, *tokens[:n]])).hexdigest() for n in beginnings)
+
+
+def _change_of(path: Path) -> _Change:
+    found = [part.stat() for part in file_parts(path)]
+    return tuple((each.st_mtime_ns, each.st_size) for each in found)
 
 
 def _read_facts(paths: Sequence[Path], sizes: Sequence[int]) -> FileFacts:
     parts = [read_gguf(path) for path in paths]
-    found = parts[0]
+    found, n_bytes = parts[0], sum(sizes)
+    n_parameters = sum(math.prod(each.sizes) for part in parts for each in part.tensors.values())
+    n_active = active_parameters(found, n_parameters) or n_parameters
     return FileFacts(
         kind=_kind_of(found, {name for part in parts for name in part.tensors}),
         fault=_fault(parts, sizes),
@@ -126,7 +156,8 @@ def _read_facts(paths: Sequence[Path], sizes: Sequence[int]) -> FileFacts:
         basename=found.text("general.basename"),
         size=found.text("general.size_label"),
         quantization=_FILE_TYPES.get(found.number("general.file_type", -1), ""),
-        n_bytes=sum(sizes),
+        n_bytes=n_bytes,
+        token_bytes=n_bytes * n_active // max(1, n_parameters),
         context_length=found.number("context_length"),
         embedding_length=found.number("embedding_length"),
         block_count=found.number("block_count"),
