@@ -107,7 +107,7 @@ class Context:
                 self.context_size,
                 can_restore=_can_restore_states(weights),
                 store=store,
-                ends=weights.vocabulary.ends,
+                marks=(weights.vocabulary.ends, tuple(weights.vocabulary.controls.values())),
             )
         else:
             n_sequences = _n_sequences(options)
@@ -138,7 +138,11 @@ class Context:
         if self._states is not None:
             number, request = batch[0]
             while (n := self._states.pause(request)) is not None:
-                self.evaluate([(number, request.prefill(n))])
+                self._evaluate([(number, request.prefill(n))], 0)
+                self._keep_rows(number)
+        return self._evaluate(batch, n_padding)
+
+    def _evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int) -> list[Logits]:
         numbers = [number for number, _ in batch]
         segments = [self.cache.segment(number, request) for number, request in batch]
         new = [(number, segment.tokens) for number, segment in zip(numbers, segments, strict=True)]
@@ -230,10 +234,15 @@ class Context:
     def close(self) -> None:
         """Free the context as soon as no view of its logits is left. Later calls do nothing."""
         self._handle = None
+        if self._states is not None:
+            self._states.close()
 
     def hidden(self, number: int) -> HiddenRows | None:
         """Return None: this context returns no hidden rows."""
         return None
+
+    def _keep_rows(self, number: int) -> None:
+        """Do nothing: this context returns no hidden rows."""
 
     def _note_rows(self, batch: Sequence[tuple[int, ForwardRequest]], segments: Sequence[Segment]) -> None:
         """Do nothing: this context returns no hidden rows."""

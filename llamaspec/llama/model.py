@@ -361,7 +361,7 @@ class LlamaModel:
                 except MemoryFullError as error:  # until another sequence ends and leaves its context
                     return ContextFullError(str(error))
                 self._contexts += free
-            context = max(free, key=lambda each: each.cache.n_known(request.tokens, request.scope))
+            context = max(free, key=lambda each: each.cache.n_known(request.reusable, request.scope))
         return context.cache.prepare_all([entry])[0]
 
 

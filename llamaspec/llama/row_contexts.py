@@ -70,18 +70,34 @@ class TargetContext(RowContext):
         self._layers, self._n_layers = options.hidden_layers, int(lib.llama_model_n_layer(weights.pointer))
         # Of each sequence of the last evaluation: its first row in the batch, their number, and the position.
         self._places: dict[int, tuple[int, int, int]] = {}
+        self._kept: HiddenRows | None = None  # of the parts of an evaluation before the last
         for layer in self._layers:
             if layer < self._n_layers:
                 keep_layer(self.pointer, layer)
         if options.heads or self._n_layers in self._layers:
             show_hidden_rows(self.pointer, scored_only=False)
 
+    def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
+        """Evaluate prepared requests together; return a view of the logits of each: [n_scored, V]."""
+        self._kept = None
+        return super().evaluate(batch, n_padding)
+
     def hidden(self, number: int) -> HiddenRows | None:
         """Return the rows of the last evaluation that a sequence has asked for, valid until the next one."""
         place = self._places.get(number)
         if place is None:
             return None
-        first, n, position = place
+        found, kept = self._rows_at(*place), self._kept
+        if kept is None or kept.end != found.start:
+            return found
+        return HiddenRows(kept.start, np.concatenate((kept.rows, found.rows)))
+
+    def _keep_rows(self, number: int) -> None:
+        """Keep the rows of a part of an evaluation while the rest is evaluated."""
+        found = self.hidden(number)
+        self._kept = None if found is None else found._replace(rows=found.rows.copy())
+
+    def _rows_at(self, first: int, n: int, position: int) -> HiddenRows:
         if not self._layers:
             return HiddenRows(position, self.hidden_rows(first + n)[first:])
         rows = [
