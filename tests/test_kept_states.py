@@ -7,6 +7,7 @@ end with a token that ends answers, or only begin with a control token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ PAIRS = [
 IDS = [kind if draft is None else f"{kind}-{draft}" for kind, draft in PAIRS]
 
 
-def joined(*parts: TokenArray | list[int]) -> TokenArray:
+def joined(*parts: TokenArray | Sequence[int]) -> TokenArray:
     return np.concatenate(parts).astype(np.int32)
 
 
@@ -69,14 +70,14 @@ class Chat:
         The last answer is new, too, because the template may write it in another way.
         """
         question = text(n, seed)
-        prompt, last = self.prompt(question), self.turns[-1][1] if self.turns else []
+        prompt, n_last = self.prompt(question), len(self.turns[-1][1]) if self.turns else 0
         self.evaluated.taken()
         policy = FixedLength(2 if self.pair.heads else 0)
         found = self.pair.stream(prompt, policy=policy, seed=seed, max_tokens=N_ANSWER).run()
         n_all = sum(len(each.tokens) for each in self.evaluated.segments if each.hidden is None)
         n_processed = n_all - sum(1 + len(round_.draft) for round_ in found.rounds)
         self.turns.append((question, joined(found.tokens)))
-        return n_processed - (len(prompt) if is_new else len(last) + n)
+        return n_processed - (len(prompt) if is_new else n_last + n)
 
 
 def chat(pair: Pair, evaluated: Count, kind: str, thinking: str = "dropped") -> Chat:
@@ -110,9 +111,9 @@ def test_a_prefix_is_kept_wherever_a_conversation_goes_on(
             needless[f"the other, {seed}"] = second.ask(90, seed + 10)
         edited = replace(first, turns=first.turns[:1])
         needless["an edit"] = edited.ask(100, 5)
-        folder.save(pair.models, pytest.fail)
+        folder.save(pair.caches, pytest.fail)
     with open_pair(path, draft, target_options=OPTIONS) as pair:
-        folder.load(pair.models, lambda _: None)
+        folder.load(pair.caches, lambda _: None)
         first.pair = second.pair = pair
         needless["a restart"] = first.ask(90, 6)
         needless["a restart, the other"] = second.ask(90, 7)

@@ -74,6 +74,8 @@ class LlamaModel:
         The machine has no room for the weights or the KV cache.
     """
 
+    part: tuple[object, ...] = ()  # what names its prefixes beside its file and options
+
     def __init__(
         self,
         path: Path,

@@ -64,8 +64,8 @@ class NodeFile:
         sizes = len(node.checkpoints), len(node.tokens), len(node.content)
         head = _HEAD.pack(_MAGIC, self.parent.encode(), node.scope, _flags(node), *sizes)
         table = np.array([(each.n, len(each.state)) for each in node.checkpoints], _TABLE)
-        states = (each.state.data for each in node.checkpoints)
-        parts = (head, table.tobytes(), node.tokens.data, node.content.data, *states)
+        parts: list[bytes | memoryview] = [head, table.tobytes(), node.tokens.data, node.content.data]
+        parts += [each.state.data for each in node.checkpoints]
         new = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
         try:
             with open(new, "xb", opener=_open_new) as file:

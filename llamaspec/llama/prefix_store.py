@@ -222,7 +222,7 @@ class PrefixStore:
         self.add(node)
 
     def n_shared(self, tokens: TokenArray, scope: Scope = NO_SCOPE) -> int:
-        """Return how many of the first tokens a stored sequence has that cannot be cut, wherever its states are."""
+        """Return how many of the first tokens one of the stored sequences has, wherever its states are."""
         nodes = [each for each in self.root.children if serves(each.scope, scope)]
         return max((n_common(each.tokens, tokens) for each in nodes), default=0)
 
@@ -247,7 +247,7 @@ class PrefixStore:
 
     @_locked
     def lend(self, n_bytes: int) -> None:
-        """Leave room to states that a running sequence keeps, and drop leaves for it; negative: take it back."""
+        """Leave room to states that a sequence in a context keeps; negative: take it back."""
         room = self._room
         self._n_lent += n_bytes
         room.n_lent += n_bytes

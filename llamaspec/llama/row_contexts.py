@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -23,6 +24,7 @@ from llamaspec.llama.hidden_rows import (
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
+from llamaspec.llama.trial import release_key
 from llamaspec.llama.vocabulary import check_pair
 from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows, TokenArray
@@ -208,6 +210,31 @@ def draft_weights(
     return Weights(draft.path, options, on_load, n_tokens=n_target)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftCache:
+    """The KV cache of a draft that reads hidden rows, or of a head, and what names its prefixes."""
+
+    context: RowContext
+    store: PrefixStore
+    options: ModelOptions
+    target: Path  # whose rows it reads
+    number: int = 0  # of the head
+
+    @property
+    def path(self) -> Path:
+        """The file of the draft."""
+        return self.context.weights.path
+
+    @property
+    def part(self) -> tuple[object, ...]:
+        """What names its prefixes beside its file and options."""
+        return self.number, release_key(self.target)
+
+    def store_finished(self, n_most: int) -> int:
+        """Copy some tokens of finished sequences to the store; return how many, 0 = none is left."""
+        return self.context.cache.store_finished(n_most)
+
+
 class DraftModel:
     """What the drafts that read hidden rows have in common as models of the engine."""
 
@@ -218,7 +245,7 @@ class DraftModel:
 
     def __init__(self) -> None:
         self._abort = AbortFlag()
-        self._with_caches: list[RowContext] = []  # its contexts that have a KV cache of their own
+        self.caches: list[DraftCache] = []  # one for each context that has a KV cache of its own
         self._latest: dict[int, HiddenRows] = {}  # of the latest evaluation, by the number of the sequence
 
     def hidden(self, number: int) -> HiddenRows | None:
@@ -227,17 +254,17 @@ class DraftModel:
 
     def release(self, number: int) -> None:
         """End a sequence. Its tokens in the KV caches may serve others."""
-        for context in self._with_caches:
-            context.cache.release(number)
+        for each in self.caches:
+            each.context.cache.release(number)
 
     def forget(self) -> None:
         """Empty the KV caches."""
-        for context in self._with_caches:
-            context.clear()
+        for each in self.caches:
+            each.context.clear()
 
     def recover(self) -> str | None:
         """Check the KV caches while no sequence runs. Empty those that contradict themselves; return how."""
-        faults = [context.recover() for context in self._with_caches]
+        faults = [each.context.recover() for each in self.caches]
         return next((fault for fault in faults if fault is not None), None)
 
     def attended(self, n_tokens: int) -> float:
