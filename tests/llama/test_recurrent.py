@@ -15,6 +15,7 @@ from model_store import OpenModel
 KINDS = ("mamba", "jamba", "lfm2", "qwen35")
 END = 1  # the token that ends messages
 SYSTEM = np.array([*text(60), END], dtype=np.int32)
+N_KEPT = len(SYSTEM) - 1  # the state before the token that ends it
 
 
 def prompt(i: int) -> ForwardRequest:
@@ -32,7 +33,7 @@ def test_conversations_share_the_state_after_their_first_message(
     for i in range(4):
         request = prompt(i)
         (n_cached,) = model.prepare([(i, request, 0)])
-        assert n_cached == (len(SYSTEM) if i else 0)
+        assert n_cached == (N_KEPT if i else 0)
         logits = model.evaluate([(i, request)])[0]
         fresh.forget()
         assert np.allclose(logits, fresh.forward(request), atol=2e-3)
@@ -53,12 +54,12 @@ def test_the_shared_state_outlives_the_conversations_that_begin_with_it(
     folder, other, reported = PrefixFolder(tmp_path / "saved", 1 << 40), opened("jamba"), list[str]()
     folder.save([model], reported.append)
     folder.load([other], reported.append)
-    assert other.n_cached(prompt(9).tokens) == len(SYSTEM)
+    assert other.n_cached(prompt(9).tokens) == N_KEPT
     other.forward(prompt(5), number=0)
     other.release(0)
     other.store_finished()
     for each in (model, other):
-        assert each.n_cached(prompt(9).tokens) == len(SYSTEM)
+        assert each.n_cached(prompt(9).tokens) == N_KEPT
 
 
 @pytest.mark.parametrize("kind", KINDS)
