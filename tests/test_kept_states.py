@@ -45,9 +45,9 @@ class Chat:
 
     pair: Pair
     evaluated: Count
-    system: TokenArray = field(default_factory=lambda: text(200, 60))
-    thinking: str = "dropped"
-    has_ends: bool = True  # of messages
+    system: TokenArray
+    thinking: str
+    has_ends: bool  # of messages
     turns: list[tuple[TokenArray, TokenArray]] = field(default_factory=list)  # questions and answers
 
     def message(self, content: TokenArray) -> TokenArray:
@@ -80,8 +80,8 @@ class Chat:
         return n_processed - (len(prompt) if is_new else n_last + n)
 
 
-def chat(pair: Pair, evaluated: Count, kind: str, thinking: str = "dropped") -> Chat:
-    return Chat(pair, evaluated, thinking=thinking, has_ends=kind != "nemotron_h")
+def chat(pair: Pair, evaluated: Count, kind: str, thinking: str = "dropped", n_system: int = 200) -> Chat:
+    return Chat(pair, evaluated, text(n_system, 60), thinking, has_ends=kind != "nemotron_h")
 
 
 @pytest.mark.parametrize(("kind", "draft"), PAIRS, ids=IDS)
@@ -100,10 +100,13 @@ def test_a_turn_processes_the_last_answer_and_the_new_message(
 def test_a_prefix_is_kept_wherever_a_conversation_goes_on(
     store: ModelStore, evaluated: Count, tmp_path: Path, kind: str, draft: str | None
 ) -> None:
-    """After an edit, beside another conversation with the same system prompt, and after a restart."""
+    """After an edit, beside another conversation with the same system prompt, and after a restart.
+
+    The system prompt is longer than the part of a prompt that is processed at once.
+    """
     folder, path = PrefixFolder(tmp_path / "saved", 1 << 30), store.path(kind, RECIPE)
     with open_pair(path, draft, target_options=OPTIONS) as pair:
-        first, second = (chat(pair, evaluated, kind) for _ in range(2))
+        first, second = (chat(pair, evaluated, kind, n_system=700) for _ in range(2))
         first.ask(150, 1)
         needless = {"another conversation": second.ask(150, 2)}
         for seed in (3, 4):
@@ -117,6 +120,6 @@ def test_a_prefix_is_kept_wherever_a_conversation_goes_on(
         first.pair = second.pair = pair
         needless["a restart"] = first.ask(90, 6)
         needless["a restart, the other"] = second.ask(90, 7)
-        third = chat(pair, evaluated, kind)
+        third = chat(pair, evaluated, kind, n_system=700)
         needless["a new conversation after a restart"] = third.ask(90, 8)
     assert max(needless.values()) <= SLACK, needless

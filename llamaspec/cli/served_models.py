@@ -101,7 +101,10 @@ class Served:
             with suppress(MemoryFullError):  # until others have been unloaded
                 ensure_tried(file.path, file.options.n_ctx)
         try:
-            return sum(needed_bytes(file.path, file.options, self.serving.parallel) for file in files)
+            return sum(
+                needed_bytes(file.path, file.options, self.serving.parallel, is_draft=file is plan.draft)
+                for file in files
+            )
         except OSError as error:
             raise ModelFileError(f"cannot read {error.filename}: {error.strerror}; check the path") from error
 

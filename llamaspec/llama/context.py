@@ -39,6 +39,7 @@ from llamaspec.llama.options import (
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.resources import ThreadGovernor, governors
 from llamaspec.llama.runtime import AbortFlag, Handle, Said
+from llamaspec.llama.state_sizes import STATES_BACK
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows
 
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
 CONTEXT_BYTES = 1 << 30  # and at most as much as the weights, or this if they are smaller
-STATES_BACK = 8  # earlier states for llama.cpp to keep: (1 + this) times the memory of one
 
 
 class Context:
@@ -312,7 +312,7 @@ def _free_context_size(weights: Weights, options: ModelOptions) -> int:
     elif leaves_main_memory(options):
         room = free_gpu_bytes()  # the weights are loaded already
     if weights.facts.keeps_states:
-        n_bytes, room = 0, room // 4  # each sequence gets its own context
+        n_bytes, room = 0, max(0, room - weights.states_bytes) // 4  # each sequence gets its own context
     per_token = weights.kv_bytes_per_token(options)
     return default_context_size(weights.trained_context_size, per_token, n_bytes, room)
 
@@ -335,7 +335,8 @@ def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
     """Raise MemoryFullError if main memory cannot hold the KV cache: the system would kill the process."""
     if leaves_main_memory(options, weights.devices):
         return
-    n_bytes, room = weights.kv_bytes_per_token(options) * n_cells, resources.available_bytes()
+    n_bytes = weights.kv_bytes_per_token(options) * n_cells + weights.states_bytes
+    room = resources.available_bytes()
     if n_bytes > room:
         raise MemoryFullError(
             f"a context of {n_cells} tokens needs {n_bytes / 2**30:.1f} GiB, but only "

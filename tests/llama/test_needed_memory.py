@@ -14,7 +14,7 @@ N_SEQUENCES = 3
 HEADER = 512  # bytes of a saved state that are not state, at most
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "jamba", "lfm2", "qwen35"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "mamba", "jamba", "lfm2", "nemotron_h", "qwen35"])
 @pytest.mark.parametrize("n_ctx", [None, 256])
 def test_the_estimate_is_what_is_allocated(
     store: ModelStore, opened: OpenModel, kind: str, n_ctx: int | None
@@ -24,12 +24,15 @@ def test_the_estimate_is_what_is_allocated(
     model = opened(kind, recipe, n_ctx=n_ctx)
     assert model.context_size == (n_ctx or 1024)
     n_contexts = N_SEQUENCES if model.keeps_states else 1
-    n_states = 1 + int(lib.llama_n_rs_seq(model._contexts[0].pointer))
+    n_back = int(lib.llama_n_rs_seq(model._contexts[0].pointer))
     cache = model.weights.kv_bytes_per_token(model.options) * model.context_size
     states = model.try_memory().fixed_bytes if model.keeps_states else 0
     found = needed_bytes(path, ModelOptions(n_ctx=n_ctx), N_SEQUENCES)
+    n_states = 1 + (n_back or 1)  # without earlier ones, one is copied before a draft is verified
     least = path.stat().st_size + n_contexts * (cache + n_states * (states - HEADER))
     assert least <= found <= path.stat().st_size + n_contexts * (cache + n_states * states)
+    as_draft = needed_bytes(path, ModelOptions(n_ctx=n_ctx), N_SEQUENCES, is_draft=True)
+    assert (as_draft > found) == model.keeps_states
 
 
 def test_all_sequences_of_a_model_without_states_share_one_cache(store: ModelStore) -> None:
