@@ -97,7 +97,10 @@ class Served:
             raise ModelFileError(f"{plan.target.path} {reason}")
         files = _files(_checked(plan, ignore_line))
         try:
-            return sum(needed_bytes(file.path, file.options, self.serving.parallel) for file in files)
+            return sum(
+                needed_bytes(file.path, file.options, self.serving.parallel, is_draft=file is plan.draft)
+                for file in files
+            )
         except OSError as error:
             raise ModelFileError(f"cannot read {error.filename}: {error.strerror}; check the path") from error
 
@@ -198,20 +201,18 @@ def _with_room(plan: DraftPlan, choice: ModelChoice, serving: Serving, n_usual: 
 
 @contextmanager
 def _stored(pair: Pair, *, leaves: bool) -> Iterator[None]:
-    """Begin with what the models have left in the store that all share, and leave it there again at the end.
+    """Begin with what the models have left in the store that all share.
 
-    What heads have stored is freed, and everything unless `leaves`.
+    At the end, leave it there again, or free it unless `leaves`.
     """
-    keys = [prefix_key(model) for model in (pair.target, *pair.models)]
-    stores = {f"{keys[0]} {key}": model.store for key, model in zip(keys[1:], pair.models, strict=True)}
+    target, keys = prefix_key(pair.target), [prefix_key(each) for each in pair.caches]
+    stores = {f"{target} {key}": each.store for key, each in zip(keys, pair.caches, strict=True)}
 
     def take() -> None:
         for key, store in stores.items():
             store.take(key)
 
     def end() -> None:
-        for store in () if pair.heads is None else pair.heads.stores:
-            store.close()
         for key, store in stores.items():
             if leaves:
                 store.leave(key)
@@ -222,8 +223,8 @@ def _stored(pair: Pair, *, leaves: bool) -> Iterator[None]:
     try:
         yield
         if leaves:
-            for model in pair.models:
-                store_finished(model, pair.call)
+            for each in pair.caches:
+                store_finished(each, pair.call)
     finally:
         pair.call(end)
 
@@ -234,10 +235,10 @@ def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
     if folder is None:
         yield
         return
-    with folder.keeping(pair.models, say, pair.call):
+    with folder.keeping(pair.caches, say, pair.call):
         yield
     with SlowProgress("saving prefixes"):
-        folder.save(pair.models, say, pair.call)
+        folder.save(pair.caches, say, pair.call)
 
 
 def _template(pair: Pair, source: str | None) -> ChatTemplate | None:
