@@ -94,7 +94,7 @@ def in_utf8(content: bytes) -> bytes:
 class _TextFile(click.ParamType):  # type: ignore[type-arg]
     """A text in a file, which becomes the value; it is read and checked before any model is loaded.
 
-    If `is_text` accepts the argument, that is the text itself.
+    If `is_text` accepts the argument, that is the text itself. A chat template may be one of llama.cpp's names.
     """
 
     name = "file"
@@ -104,24 +104,29 @@ class _TextFile(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the text; PromptError if the file cannot be read or the text is invalid."""
+        from llamaspec.chat.builtin_templates import builtin_template  # what only few commands need
+        from llamaspec.chat.template import check_template
+        from llamaspec.sampling.constraint import check_grammar, check_json_schema
+
         text: str = value
+        if self._kind == _TEMPLATE and (named := builtin_template(value)) is not None:
+            return named
         if self._is_text is None or not self._is_text(value):
             remedy = "name a readable file" + ("" if self._is_text is None else ", or give the text itself")
             text = decoded(read_input(Path(value), self._kind, remedy), f"the {self._kind} {value}")
-        from llamaspec.chat.template import check_template  # what only few commands need
-        from llamaspec.sampling.constraint import check_grammar, check_json_schema
-
-        checks = {"JSON schema": check_json_schema, "grammar": check_grammar, "chat template": check_template}
+        checks = {"JSON schema": check_json_schema, "grammar": check_grammar, _TEMPLATE: check_template}
         checks[self._kind](text)
         return text
 
 
 JSON_SCHEMA = _TextFile("JSON schema", lambda given: given.lstrip().startswith("{"))
 GRAMMAR = _TextFile("grammar", lambda given: any(mark in given for mark in ("\n", "::=", ": ")))
-CHAT_TEMPLATE = _TextFile("chat template")
+_TEMPLATE = "chat template"
+CHAT_TEMPLATE = _TextFile(_TEMPLATE)
 CHAT_TEMPLATE_OPTION = click.option(
-    "--chat-template", type=CHAT_TEMPLATE, metavar="FILE",
-    help="Jinja chat template to use instead of the target's own.",
+    "--chat-template", type=CHAT_TEMPLATE, metavar="FILE|NAME",
+    help="Jinja chat template to use instead of the target's own, or the name of one of llama.cpp's, such as "
+         "chatml.",
 )  # fmt: skip
 
 

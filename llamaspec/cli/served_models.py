@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from llamaspec.catalog import defaults_of, locate_model
+from llamaspec.chat.builtin_templates import FALLBACK, builtin_template
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli.model_options import (
     ModelChoice,
@@ -241,13 +242,14 @@ def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
         folder.save(pair.caches, say, pair.call)
 
 
-def _template(pair: Pair, source: str | None) -> ChatTemplate | None:
+def _template(pair: Pair, source: str | None) -> ChatTemplate:
+    """Return the chat template; of a model that has none chatml, as in llama-server."""
     try:
         return ChatTemplate.of(pair.target, source)
     except NoTemplateError:
         name = printable(pair.target.path.name)
-        say(f"{name} has no chat template, so it can only continue text; name one with --chat-template")
-        return None
+        say(f"{name} has no chat template, so chats have {FALLBACK}; choose another one with --chat-template")
+        return ChatTemplate.of(pair.target, builtin_template(FALLBACK))
 
 
 def refusal_of(path: Path) -> str | None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
 from command import invoke
+from llamaspec import open_pair
+from llamaspec.chat.builtin_templates import builtin_template
 from llamaspec.cli import habits
 from llamaspec.cli.habits import borrowed_settings, translated
 from llamaspec.cli.main import main
+from llamaspec.cli.options import CHAT_TEMPLATE
+from llamaspec.cli.served_models import _template
+from llamaspec.errors import PromptError
 
 
 def parameters(command: str) -> list[click.Parameter]:
@@ -86,3 +92,14 @@ def test_a_variable_with_a_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.code == 2
     assert "settings are taken from LLAMA_ARG_PORT" in answer.stderr
     assert "--port" in answer.stderr
+
+
+def test_chat_templates_by_name(target_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the server, a model without a template has chatml, as in llama-server."""
+    chatml = builtin_template("chatml")
+    assert CHAT_TEMPLATE.convert("chatml", None, None) == chatml
+    with pytest.raises(PromptError, match="cannot read the chat template no-such-name"):
+        CHAT_TEMPLATE.convert("no-such-name", None, None)
+    with open_pair(target_file) as pair:
+        assert _template(pair, None).source == chatml
+    assert "has no chat template, so chats have chatml" in capsys.readouterr().err
