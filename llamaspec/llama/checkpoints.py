@@ -7,7 +7,6 @@ goes first. Others are taken before draft tokens are evaluated, and only the lat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,4 +87,4 @@ def _least_useful(kept: Sequence[Checkpoint]) -> int:
         (after - before) / max(1, end - n)
         for before, n, after in zip(borders, borders[1:], borders[2:], strict=False)
     ]
-    return losses.index(min(losses, default=math.inf)) if losses else 0
+    return losses.index(min(losses))

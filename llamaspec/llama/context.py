@@ -80,6 +80,7 @@ class Context:
         is_head: bool = False,
     ) -> None:
         self.weights = weights  # only for facts about them: the caller may have closed them
+        self._states: RecurrentCache | None = None  # the cache, if layers keep states
         self.context_size = options.n_ctx or _free_context_size(weights, options)
         keeps_states = weights.facts.keeps_states and not is_head  # heads keep keys and values
         n_wanted = self.context_size if keeps_states else max(self.context_size, options.n_cells or 0)
@@ -103,7 +104,6 @@ class Context:
         self._governor = self._governors[is_sensitive] if self._governors else None
         self._n_threads = options.threads or resources.default_threads()
         self.cache: KVCache | RecurrentCache
-        self._states: RecurrentCache | None = None  # the cache, if layers keep states
         store = store or PrefixStore()
         if keeps_states:
             from llamaspec.llama.recurrent import RecurrentCache

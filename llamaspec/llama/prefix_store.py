@@ -215,7 +215,7 @@ class PrefixStore:
             n = n_common(node.tokens, tokens)
             if n == len(node.tokens) and (not node.is_shared or n == len(tokens)):
                 self._remove(node)
-            elif node.checkpoints and n >= node.checkpoints[-1].n:
+            elif not is_shared and node.checkpoints and n >= node.checkpoints[-1].n:
                 node.last_used = REPLACED
         node = Node(self.root, tokens.copy(), content, scope, is_whole=True, is_shared=is_shared)
         node.checkpoints = checkpoints

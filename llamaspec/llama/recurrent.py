@@ -56,7 +56,7 @@ class RecurrentCache:
         self._context, self._memory = context, lib.llama_get_memory(context)
         self.size = size
         self._store, self._can_restore, self._marks = store, can_restore, [list(each) for each in marks]
-        self._border = 0  # tokens of the first message of the sequence; 0 if its state is not kept
+        self._border = 0  # tokens of the first message of the sequence; 0 = short
         self._places: Sequence[int] = ()  # where the state of the sequence is kept, ascending
         self._checkpoints = Checkpoints(context, SEQUENCE, store)
         self._is_drafting = False  # the sequence is a draft model's
@@ -84,9 +84,8 @@ class RecurrentCache:
             return [n_shared]  # and keep the tokens after these: the next request may want them
         if n_shared > n_before and not self._can_cut(self._held.n, n_before):
             n_kept = min(n_shared, request.n_before)
-            if n_kept - self._checkpoints.nearest(n_before) > MAX_REPEATED and self._can_cut(
-                self._held.n, n_kept
-            ):
+            n_repeated = n_kept - self._checkpoints.nearest(n_before)
+            if n_repeated > MAX_REPEATED and self._can_cut(self._held.n, n_kept):
                 return [self._cut(n_kept)]  # rather have some hidden rows missing
         return [self._cut(min(n_shared, n_before))]
 
@@ -97,12 +96,9 @@ class RecurrentCache:
         evaluated again after the next rejection, with more of them every round.
         """
         n = self._held.n
-        place = next((each for each in self._places if n < each < request.n_before), None)
-        if place is not None:
-            return place
-        return (
-            request.n_before if request.n_before - n >= SPACING and self._verifies(request.n_scored) else None
-        )
+        is_long = request.n_before - n >= SPACING
+        pause = request.n_before if is_long and self._verifies(request.n_scored) else None
+        return next((place for place in self._places if n < place < request.n_before), pause)
 
     def known(self, tokens: TokenArray, scope: Scope) -> int:
         """Return how many of the first tokens the cache holds, can return to, and may give to a scope."""
@@ -121,11 +117,11 @@ class RecurrentCache:
         """Start an evaluation that scores some positions: take a checkpoint if it may be needed."""
         n, taken = self._held.n, self._checkpoints
         if self._can_restore and n:
-            if n == self._border:
-                self._put(is_shared=True)
-            n_since, is_place = n - taken.nearest(n), n in self._places
-            if (n_since and is_place) or n - taken.nearest(n, only_kept=True) >= FAR:
+            n_since = n - taken.nearest(n)
+            if n - taken.nearest(n, only_kept=True) >= (1 if n in self._places else FAR):
                 taken.keep(n)
+                if n == self._border:
+                    self._put(is_shared=True)
             elif n_since and self._verifies(n_scored):
                 taken.take(n, 1)
             elif n_since >= SPACING and self._is_drafting:
