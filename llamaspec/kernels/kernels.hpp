@@ -32,6 +32,8 @@ static_assert(sizeof(Activations) == 44, "loads of four bytes must not cross cac
 
 typedef int32_t __attribute__((may_alias)) Four;  // four activations that are multiplied at once
 
+struct Table { alignas(16) uint8_t values[16]; };  // what weights of four bits stand for
+
 // What a type of weights needs besides q and scale.
 struct Aux {
     int offset;    // stored weights are the true ones plus this
