@@ -384,20 +384,6 @@ EXPORTED void ggml_compute_forward_flash_attn_ext(const ggml_compute_params *par
 
 namespace {
 
-bool has(const char *name) {
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (!std::strcmp(name, "avx512"))
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512vnni");
-    if (!std::strcmp(name, "avx-vnni")) {
-        unsigned a = 7, b = 0, c = 1, d = 0;  // GCC 11 knows the flag, but not by name in __builtin_cpu_supports
-        __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-        return avx2 && (a >> 4 & 1);
-    }
-    return avx2;
-}
-
 // Multiply through ggml as llama.cpp does, and compare with the right numbers.
 std::string self_test(void *cpu, void *base) {
     void *(*init)(ggml_init_params);
@@ -478,15 +464,16 @@ EXPORTED void llamaspec_kernels_enable(int on) { is_on = on && is_attached; }
 
 // Choose an instruction set by name; returns 0 if this processor lacks it.
 EXPORTED int llamaspec_kernels_set_level(const char *name) {
-    for (const Level *each : {&AVX512, &AVX_VNNI, &AVX2})
-        if (!std::strcmp(each->name, name) && has(name)) return level = each, 1;
+    for (const Choice *each = choices; each->level; each++)
+        if (!std::strcmp(each->level->name, name) && each->is_here()) return level = each->level, 1;
     return 0;
 }
 
 namespace {
 bool choose_level() {
-    return level || llamaspec_kernels_set_level("avx512") || llamaspec_kernels_set_level("avx-vnni") ||
-           llamaspec_kernels_set_level("avx2");
+    for (const Choice *each = choices; each->level && !level; each++)
+        if (each->is_here()) level = each->level;
+    return level;
 }
 }  // namespace
 
@@ -504,7 +491,7 @@ EXPORTED const char *llamaspec_kernels_attach(void *cpu, void *base) {
     const char *(*version)();
     size_t (*overhead)();
     is_attached = false;
-    if (!choose_level()) return "the processor lacks AVX2";
+    if (!choose_level()) return too_old;
     if (!find(base, "ggml_version", version) || !find(base, "ggml_tensor_overhead", overhead))
         return "this llama.cpp is too old";
     if (std::strncmp(version(), GGML, sizeof GGML - 1)) {

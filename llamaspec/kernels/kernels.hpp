@@ -91,6 +91,14 @@ struct Level {
     void (*quantize)(const float *x, int64_t n_units, Aux aux, Activations *out, size_t stride);
 };
 
-extern const Level AVX512, AVX_VNNI, AVX2;
+extern const Level AVX512, AVX_VNNI, AVX2, NEON_DOTPROD;  // those of other processors are not in the library
+
+// The instruction sets that this processor may have, the best first; the last one has no level.
+struct Choice {
+    const Level *level;
+    bool (*is_here)();
+};
+extern const Choice *const choices;
+extern const char *const too_old;  // of a processor that has none of them
 
 }  // namespace llamaspec
