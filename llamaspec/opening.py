@@ -20,7 +20,7 @@ from llamaspec.length.prior import LearnedPrior
 from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.weights import LoadProgress
-from llamaspec.measure.store import Models, Notify, ignore_line, stored, update
+from llamaspec.measure.store import Notify, ignore_line, key_of, stored, update
 from llamaspec.pair import Pair, load_pair
 from llamaspec.plan import DraftPlan, make_plan
 from llamaspec.values import Copying, Source
@@ -121,24 +121,24 @@ def open_plan(
         if drafting.exact and (reason := pair.call(pair.target.why_inexact)) is not None:
             raise InexactError(f"--exact is impossible: {reason}")
         if drafting.draft_length is None:
-            start_learning(pair, plan, notify)
+            start_learning(pair, notify)
         else:
             pair.length = FixedLength(drafting.draft_length)
         opened.pop_all()
     return pair
 
 
-def start_learning(pair: Pair, models: Models, notify: Notify = ignore_line) -> AutoLength:
+def start_learning(pair: Pair, notify: Notify = ignore_line) -> AutoLength:
     """Let a pair start from what earlier runs have learnt, and keep what it learns.
 
-    `models` names the pair in the store. If the time of a draft step is not certain, it is measured now.
+    If the time of a draft step is not certain, it is measured now.
     """
-    prior = stored(models, LearnedPrior, notify)
+    prior = stored(pair, LearnedPrior, notify)
     policy = pair.auto_length(prior)
     if Source.MODEL in pair.sources and not policy.shared.costs.is_step_certain:
         with suppress(LlamaspecError):  # a draft that fails is reported when it is used
             policy.shared.costs.observe_first_step(time_draft_step(pair))
-    keeper = _Keeper(models, prior, policy, notify)
+    keeper = _Keeper(key_of(pair), prior, policy, notify)
     policy.shared.on_work = keeper.count
     pair.owned.callback(keeper.keep)
     pair.length = policy
@@ -155,10 +155,8 @@ def time_draft_step(pair: Pair) -> float:
 class _Keeper:
     """Keeps what a length policy learns."""
 
-    def __init__(
-        self, models: Models, prior: LearnedPrior | None, policy: AutoLength, notify: Notify
-    ) -> None:
-        self._models, self._policy, self._notify = models, policy, notify
+    def __init__(self, key: str, prior: LearnedPrior | None, policy: AutoLength, notify: Notify) -> None:
+        self._key, self._policy, self._notify = key, policy, notify
         self._own = prior  # the file's content, unless another process has written it
         self._latest = policy.experience()  # at the start, or kept last
         self._seconds = 0.0  # of generation since then
@@ -182,5 +180,5 @@ class _Keeper:
             self._own = learnt
             return learnt
 
-        update(self._models, LearnedPrior, merged, self._notify)
+        update(self._key, LearnedPrior, merged, self._notify)
         self._latest = learnt

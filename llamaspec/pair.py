@@ -51,6 +51,7 @@ from llamaspec.values import (
     ForwardRequest,
     Source,
     TokenArray,
+    scope_of,
 )
 
 if TYPE_CHECKING:
@@ -173,8 +174,9 @@ class Pair:
         is_interactive : bool
             A person is waiting: process the prompt and the first 128 tokens before the prompts of others.
         scope : str, optional
-            Draft tokens may be copied from earlier completions of the same scope, such as one user's. None:
-            from no other completion, and no other copies from this one.
+            Whose completion it is, such as a user's name. It finds cached tokens only of completions of the
+            same scope, and of the scope "*"; draft tokens may be copied from those of the same scope. None:
+            as "", but nothing is copied from other completions, nor from this one.
 
         Raises
         ------
@@ -207,7 +209,8 @@ class Pair:
             constraint=None if constraint is None else TimedConstraint(constraint.start_sequence()),
             max_scored=self.target.max_scored,
             n_logprobs=logprobs,
-            n_cached=self.target.n_cached,
+            scope=scope_of(scope),
+            n_cached=functools.partial(self.target.n_cached, scope=scope_of(scope)),
             on_end=None if earlier is None else earlier.add,
         )
         # All arguments are valid from here on, so whatever starts is closed with the stream.

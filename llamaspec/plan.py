@@ -39,6 +39,11 @@ class ModelFile:
     path: Path
     options: ModelOptions
 
+    @property
+    def identity(self) -> str:
+        """What identifies the file that lies there now; an open model keeps its own."""
+        return file_identity(self.path)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
@@ -140,7 +145,7 @@ def make_plan(
     file = find(draft)
     if needs_target(file):
         return _plan_hidden_draft(target_file, ModelFile(file, draft_options or options), copying)
-    small = ModelFile(file, draft_options or ModelOptions(max_scored=DRAFT_SCORED))
+    small = ModelFile(file, draft_options or ModelOptions(max_scored=DRAFT_SCORED, kernels=options.kernels))
     return DraftPlan(target_file, small, copying=copying)
 
 

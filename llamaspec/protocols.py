@@ -224,8 +224,8 @@ class SequenceLength(Protocol):
     def timed_width(self) -> int | None:
         """Return the width to pad a round of a sequence that is alone to, to time it; None = no padding."""
 
-    def observe(self, round_: Round) -> None:
-        """Learn from the costs and gains of a round of this sequence."""
+    def observe(self, round_: Round) -> Round:
+        """Learn from the costs and gains of a round of this sequence; return it with `stalled_seconds`."""
 
     def close(self) -> None:
         """End the sequence."""

@@ -7,6 +7,7 @@ tokens that its constraint forces. tests/test_oracles.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from llamaspec.drafters.fallback import FallbackDrafter, ForcedDrafter
@@ -102,6 +103,6 @@ class SequenceDrafters:
         draft = self.draft
         assert draft is not None
         tokens = self.common or SameTokens(draft.vocabulary_size, self.target.vocabulary_size)
-        deferred = DeferredPrompt.of(config.length.reading, draft.n_cached)
+        deferred = DeferredPrompt.of(config.length.reading, partial(draft.n_cached, scope=config.scope))
         chance = config.sampler, config.rule, config.streams
         return ModelDrafter(tokens, draft.context_size, *chance, deferred=deferred)

@@ -5,6 +5,7 @@ A token sequence is always an int32 array of shape [n]. `None` is the only "off"
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,6 +29,25 @@ def n_common(a: TokenArray, b: TokenArray) -> int:
     first = int(differs.argmax()) if n else 0
     return first if n and differs[first] else n
 
+
+Scope = bytes  # [16] whose sequence it is: cached tokens serve only requests of the same scope
+EVERYONE = "*"  # name of the scope whose cached tokens serve requests of all scopes
+
+
+def scope_of(name: str | None) -> Scope:
+    """Return the scope of a name: a hash, because the name may contain an API key."""
+    if not name:
+        return NO_SCOPE
+    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=len(NO_SCOPE)).digest()
+
+
+def serves(owner: Scope, scope: Scope) -> bool:
+    """Whether the cached tokens of the scope `owner` serve requests of another scope."""
+    return owner in (scope, _OF_EVERYONE)
+
+
+NO_SCOPE: Scope = bytes(16)  # the default
+_OF_EVERYONE = scope_of(EVERYONE)
 
 TARGET, DRAFT = "target", "draft"  # names of a pair's models in requests
 MTP = "mtp"  # name of the target's own prediction heads in requests
@@ -110,6 +130,7 @@ class ForwardRequest:
     draft: TokenArray = field(default_factory=lambda: NO_TOKENS)  # [K]
     rows_from: int | None = None  # the answer has the target's hidden rows from this position on; None = none
     hidden: HiddenInput | None = None  # for a draft model that reads hidden rows
+    scope: Scope = NO_SCOPE  # the scheduler replaces it by that of the sequence
     n_before: int = field(init=False)  # tokens before the first with logits
     n_reusable: int = field(init=False)  # of these, tokens that need not be evaluated if they are cached
     n_tokens: int = field(init=False)  # positions that the sequence and its draft fill in the KV cache
@@ -131,7 +152,9 @@ class ForwardRequest:
     def prefill(self, n: int) -> ForwardRequest:
         """Return a request for the first `n` tokens of the sequence, without logits."""
         hidden = None if self.hidden is None else self.hidden.prefill(len(self.tokens) - n)
-        return ForwardRequest(self.model, self.tokens[:n], 0, rows_from=self.rows_from, hidden=hidden)
+        return ForwardRequest(
+            self.model, self.tokens[:n], 0, rows_from=self.rows_from, hidden=hidden, scope=self.scope
+        )
 
 
 class Attention(NamedTuple):
@@ -276,6 +299,7 @@ class Round:
     draft_seconds: float = 0.0  # of these evaluations; the scheduler fills in all seconds
     verify_seconds: float = 0.0  # of the target's evaluation
     overhead_seconds: float = 0.0  # of everything else
+    stalled_seconds: float = 0.0  # of drafting and verifying, while the machine stood still, for the policy
     logprobs: tuple[Logprobs, ...] = ()  # of each of `tokens`, if requested
     n_dropped: int = 0  # tokens that were drafted but not verified
     counterfactual: tuple[float, float] | None = None  # confidence and acceptance of the first of them

@@ -32,12 +32,15 @@ def measure(path: Path, level: str, depth: int, *, scores: bool) -> dict[str, An
     from llamaspec import LlamaModel, ModelOptions
     from llamaspec.kernels import library
     from llamaspec.llama import runtime
+    from llamaspec.llama.resources import default_threads
     from llamaspec.values import TARGET, ForwardRequest
 
-    runtime.start()
+    runtime.kernels()
     if level != "off" and not library.use_level(level):
         return {}
-    with LlamaModel(path, ModelOptions(n_ctx=depth + PROMPT + 64)) as model:
+    options = ModelOptions(n_ctx=depth + PROMPT + 64, threads=default_threads())  # whatever else runs
+    with LlamaModel(path, options) as model:
+        model.weights.huge_pages.wait()
         tokens = np.resize(model.vocabulary.tokenize(TEXT), depth + PROMPT).astype(np.int32)
         best: dict[int, float] = {}
         for width in [w for _ in range(REPEATS) for w in WIDTHS] + 2 * [PROMPT]:

@@ -204,8 +204,7 @@ def rounds(
     config = Speculation(
         prompt, n_tokens, models[TARGET].context_size, rule, sampling, streams, constraint, drafter, row
     )
-    made: list[Round] = answer_alone(speculate(config), models)
-    return made
+    return answer_alone(speculate(config), models, row.observe)
 
 
 def text(made: list[Round]) -> tuple[int, ...]:

@@ -216,12 +216,14 @@ def answered(
         return end.value
 
 
-def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:
-    """Answer each request of a coroutine at once, without a scheduler; return everything else it yields.
+def answer_alone(
+    text: Any, models: Mapping[str, FakeModel], observe: Callable[[Round], Round]
+) -> list[Round]:
+    """Answer each request of the loop at once, without a scheduler; return its rounds, as they are observed.
 
     If a model fails, the error is raised in the coroutine.
     """
-    said: list[Any] = []
+    said: list[Round] = []
     try:
         wanted = next(text)
         while True:
@@ -234,8 +236,8 @@ def answer_alone(text: Any, models: Mapping[str, FakeModel]) -> list[Any]:
                 seen, rows = Evaluation(wanted.n_scored, 1, len(said)), models[wanted.model].rows(wanted)
                 wanted = text.send(Forward(logits, 0.0, 0, seen, rows))
             else:
-                said.append(wanted)
-                wanted = text.send(wanted)
+                said.append(observe(wanted))
+                wanted = text.send(said[-1])
     except StopIteration:
         return said
 
@@ -269,8 +271,9 @@ class Length:
     def timed_width(self) -> int | None:
         return self.timed()
 
-    def observe(self, round_: Round) -> None:
+    def observe(self, round_: Round) -> Round:
         self.rounds.append(round_)
+        return round_
 
     def close(self) -> None:
         self.n_closed += 1

@@ -15,7 +15,7 @@ import numpy as np
 from llamaspec import LlamaModel
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.batch import Segment
-from llamaspec.values import NO_TOKENS, TARGET, Forward, ForwardRequest, Logits, TokenArray
+from llamaspec.values import NO_TOKENS, TARGET, Forward, ForwardRequest, Logits, TokenArray, scope_of
 
 EXACT = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
 # Largest difference of a logit. Gemma's activation is a table of half precision, which amplifies the last
@@ -31,8 +31,10 @@ def text(n: int, seed: int = 0) -> TokenArray:
     return np.random.default_rng(seed).integers(2, 288, 4096).astype(np.int32)[:n]
 
 
-def request(n: int, seed: int = 0, n_logits: int = 1, draft: TokenArray = NO_TOKENS) -> ForwardRequest:
-    return ForwardRequest(TARGET, text(n, seed), n_logits, draft)
+def request(
+    n: int, seed: int = 0, n_logits: int = 1, draft: TokenArray = NO_TOKENS, scope: str = ""
+) -> ForwardRequest:
+    return ForwardRequest(TARGET, text(n, seed), n_logits, draft, scope=scope_of(scope))
 
 
 def scores(wanted: ForwardRequest) -> Generator[ForwardRequest, Forward, Logits]:

@@ -32,7 +32,7 @@ class Machine:
     rest_seconds: float = 0.0003  # overhead of a round
     draft_rest_seconds: float = 0.0  # more overhead, in a round with draft tokens
     attention: float = 0.0  # cost of a cached token, relative to an evaluation of width 1
-    share: float = 1.0  # of that, for each position of a sequence but the first
+    share: float = 0.3  # of that, for each position of a sequence but the first
     draft_attention: float = 0.0  # cost of a cached token in the draft, relative to its step
     jitter: float = 0.0  # standard deviation of the logarithm of a time
     spikes: float = 0.0  # share of evaluations that take three times as long

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llamaspec import AutoLength, FixedLength, ModelOptions, NoDrafter, Pair, open_pair
 from llamaspec.errors import ModelFileError
+from llamaspec.files import file_identity
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.prior import LearnedPrior
+from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.weights import Weights
 from llamaspec.measure.probe import Probe, WidthTiming
-from llamaspec.measure.store import keep, keep_probe, stored
+from llamaspec.measure.store import BenchGains, keep, keep_probe, stored
 from llamaspec.measure.turns import Spread
 from llamaspec.opening import WORTH_KEEPING, Drafting, open_plan
 from llamaspec.plan import DraftPlan, make_plan
@@ -55,6 +61,39 @@ def test_a_pair_keeps_what_it_learns_and_the_next_one_starts_from_it(
         assert length_of(pair).shared.costs.seconds(1) == pytest.approx(
             learnt.curve and learnt.curve.verify_seconds[0]
         )
+
+
+def test_what_is_learnt_belongs_to_the_file_that_was_opened(plan: DraftPlan, tmp_path: Path) -> None:
+    """A new version of a model replaced the file while it was served, and began with the costs of the old."""
+    path = tmp_path / "served.gguf"
+    shutil.copy(plan.target.path, path)
+    served = replace(plan, target=replace(plan.target, path=path))
+    with open_plan(served) as pair:
+        opened = pair.target.identity
+        shutil.copy(plan.models[1].path, tmp_path / "new.gguf")
+        (tmp_path / "new.gguf").replace(path)
+        run(pair)
+        keep(pair, BenchGains({"all": 2.0}))
+    assert file_identity(path) != opened
+    assert [stored(served, kind) for kind in (LearnedPrior, BenchGains)] == [None, None]
+    assert stored(plan, LearnedPrior) is not None, "the old file is elsewhere, too"
+    assert stored(plan, BenchGains) is not None
+
+
+def test_a_file_that_changes_while_it_is_opened_is_refused(
+    plan: DraftPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its key would be that of a file which was never loaded."""
+    path = Path(shutil.copy(plan.target.path, tmp_path / "served.gguf"))
+    load = Weights._load
+
+    def changing(self: Weights, *options: Any, **more: Any) -> Any:
+        os.utime(path, ns=(1, 1))
+        return load(self, *options, **more)
+
+    monkeypatch.setattr(Weights, "_load", changing)
+    with pytest.raises(ModelFileError, match="changed while it was opened; open it again"):
+        LlamaModel(path, ONE_THREAD)
 
 
 def test_a_few_tokens_teach_nothing(plan: DraftPlan) -> None:

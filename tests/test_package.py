@@ -276,7 +276,7 @@ def test_an_installation_has_kernels(
     code = "import llamaspec.kernels as k; k.library.load(); print(k.library.path, k.library.facts.reason)"
     path, _, reason = there.run("python", "-c", code).stdout.strip().partition(" ")
     assert Path(path).is_relative_to(small if "--editable" in how else there.packages)
-    assert reason == "llama.cpp has not been started"
+    assert reason == "no model has been opened"
 
 
 def test_the_source_distribution_has_the_sources_of_the_kernels_and_nothing_built(sdist: Path) -> None:

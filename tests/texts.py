@@ -18,7 +18,7 @@ from llamaspec.sampling.acceptance_rules import RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.random_streams import SeededStreams
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import DRAFT, TARGET, Logits, TokenArray
+from llamaspec.values import DRAFT, TARGET, Logits, TokenArray, scope_of
 from stepped import Stepped
 
 PLAIN = Sampling(temperature=1.0, top_k=None, top_p=None, min_p=None)
@@ -78,6 +78,7 @@ def stream(
     spelled: Mapping[int, bytes] | None = None,
     n_logprobs: int | None = None,
     n_cached: Callable[[TokenArray], int] = lambda tokens: 0,
+    scope: str = "",
     **settings: object,
 ) -> TextStream:
     """Return a stream; by default the draft model drafts, if there is one."""
@@ -87,7 +88,7 @@ def stream(
     speculation = Speculation(
         tokens(*prompt), max_tokens, model.context_size, RULES["coupled"], PLAIN, SeededStreams(seed),
         drafter=drafter, length=length or Length(2), max_scored=model.max_scored, n_logprobs=n_logprobs,
-        n_cached=n_cached,
+        n_cached=n_cached, scope=scope_of(scope),
     )  # fmt: skip
     text = Detokenizer(vocabulary or Letters(), stops, spelled)
     return TextStream(speculation, text, thread, **settings)  # type: ignore[arg-type]

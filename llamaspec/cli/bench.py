@@ -41,7 +41,7 @@ from llamaspec.measure.report import (
     tables,
 )
 from llamaspec.measure.served_arms import own_arms, peer_arms, program_version, serving
-from llamaspec.measure.store import keep_gains
+from llamaspec.measure.store import keep_gains, key_of
 from llamaspec.measure.tasks import TASKS, context_for, quick_tasks, read_tasks
 from llamaspec.opening import Drafting
 from llamaspec.plan import DraftPlan
@@ -139,7 +139,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
     settings = Settings(
         bench.max_tokens, bench.temperature, bench.repeats, bench.names, public_options(shown)
     )
-    samples: list[Sample] = []
+    key, samples = key_of(plan), list[Sample]()
     say(f"starting {len(arms)} servers, which take turns: {'; '.join(arm.name for arm in arms)}")
     fault, code, n_taken = None, 0, 0.0
     try:
@@ -164,7 +164,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
         is_usual &= bench.repeats == 1  # later runs copy from the answers of earlier ones
         is_calm = is_whole and not _warns_of_load(n_taken)
         if is_calm and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
-            keep_gains(plan, speed_ups(samples))
+            keep_gains(key, speed_ups(samples))
         _show(report, bench)
         if bench.share is not None and is_whole:
             write_file(bench.share, f"{json.dumps(report.as_json(), indent=1)}\n")

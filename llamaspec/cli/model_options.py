@@ -371,12 +371,12 @@ def reporting(
     """
     with open_models(plan, choice, drafting, store) as pair:
         drafts = isinstance(pair.length, AutoLength) and Source.MODEL in pair.sources
-        reports = drafts and not quiet and not choice.is_embedded and pair_verdict(plan) is None
-        is_first = stored(plan, LearnedPrior) is None
+        reports = drafts and not quiet and not choice.is_embedded and pair_verdict(pair) is None
+        is_first = stored(pair, LearnedPrior) is None
         yield pair
-    if reports and is_first and stored(plan, LearnedPrior) is not None:
+    if reports and is_first and stored(pair, LearnedPrior) is not None:
         say("first run with this pair: its speed was measured, and the next runs start from that")
-    if reports and (found := pair_verdict(plan)) is not None:
+    if reports and (found := pair_verdict(pair)) is not None:
         say(found)
 
 

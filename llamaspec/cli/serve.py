@@ -67,6 +67,9 @@ _OPTIONS: tuple[Decorator, ...] = (
                  help="Require this key; may be repeated. Prefer LLAMASPEC_API_KEY or a file, because other "
                       "users of the machine can see the command line."),
     click.option("--api-key-file", metavar="FILE", help="File with API keys, one per line."),
+    click.option("--shared-key", metavar="KEY", envvar="LLAMASPEC_SHARED_KEY",
+                 help="One more API key: all keys reuse prefixes that were sent with it, such as a system "
+                      "prompt. Otherwise each key reuses only its own."),
     click.option("--no-auth", is_flag=True, help="Allow other machines without a key."),
     click.option("--cors-origin", "cors_origins", multiple=True, metavar="ORIGIN",
                  help="Allow web pages from this origin (* = any); may be repeated."),
@@ -119,6 +122,7 @@ def serve(
     drafting: Drafting,
     api_keys: tuple[str, ...],
     api_key_file: str | None,
+    shared_key: str | None,
     ctx_per_request: int | None,
     chat_template: str | None,
     models_dir: str | None,
@@ -136,14 +140,19 @@ def serve(
     Without a target, all models at hand are served: those of `llamaspec models list` that are on this
     machine, and those in --models-dir. Each is loaded when a request names it.
     """
-    source = click.get_current_context().get_parameter_source("api_keys")
-    if source is ParameterSource.COMMANDLINE:
-        say("warning: other users of this machine can see the key of --api-key; use --api-key-file")
+    source_of = click.get_current_context().get_parameter_source
+    for name, option, better in (
+        ("api_keys", "--api-key", "--api-key-file"),
+        ("shared_key", "--shared-key", "LLAMASPEC_SHARED_KEY"),
+    ):
+        if source_of(name) is ParameterSource.COMMANDLINE:
+            say(f"warning: other users of this machine can see the key of {option}; use {better}")
     idle_seconds = KEEP_SECONDS if keep_alive is None else keep_alive
     with refusing_values():
-        keys = (*api_keys, *_keys_of(api_key_file))
+        keys = (*api_keys, *_keys_of(api_key_file), *([] if shared_key is None else [shared_key]))
         settings = ServeSettings(
-            keys=keys,
+            keys=tuple(dict.fromkeys(keys)),
+            shared_key=shared_key,
             request_timeout=request_timeout or None,
             idle_seconds=idle_seconds if isfinite(idle_seconds) else None,
             memory_bytes=None if memory_limit is None else int(memory_limit * 2**30),

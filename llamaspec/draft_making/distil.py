@@ -25,7 +25,7 @@ from torch import Tensor
 from llamaspec.draft_making.gguf_writing import copy_vocabulary
 from llamaspec.draft_making.student import Llama, Shape, loss_of, train, write_model
 from llamaspec.errors import LlamaspecError, PromptError
-from llamaspec.files import file_identity, write_file
+from llamaspec.files import write_file
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
 from llamaspec.plan import DRAFT_FOR
@@ -95,7 +95,7 @@ def distil_draft(
         shape = _shape(model, settings)
         tokens = _tokens(model, texts, settings.length)
         folder = output.with_name(f".{output.name}.distilling")
-        _claim(folder, target, tokens, settings, shape)
+        _claim(folder, model, tokens, settings, shape)
         _check_disk(folder, len(tokens), shape)
         seconds = _reading_seconds(model, tokens, settings.length)
         log(
@@ -108,7 +108,7 @@ def distil_draft(
 
     def describe(writer: GGUFWriter) -> None:
         writer.add_name(f"draft distilled for {target.stem}")
-        writer.add_string(DRAFT_FOR, file_identity(target))
+        writer.add_string(DRAFT_FOR, model.identity)
         copy_vocabulary(writer, target)
 
     write_model(output, draft, describe)
@@ -231,12 +231,12 @@ def _reading_seconds(target: LlamaModel, tokens: NDArray[np.int32], length: int)
 
 
 def _claim(
-    folder: Path, target: Path, tokens: NDArray[np.int32], settings: Distillation, shape: Shape
+    folder: Path, target: LlamaModel, tokens: NDArray[np.int32], settings: Distillation, shape: Shape
 ) -> None:
     """Create the folder, or check that it belongs to the same distillation."""
     text = hashlib.sha256(tokens.tobytes()).hexdigest()
     # The training time is not part of it, so it may change between runs.
-    owner = {"target": file_identity(target), "text": text, "shape": asdict(shape), "length": settings.length}
+    owner = {"target": target.identity, "text": text, "shape": asdict(shape), "length": settings.length}
     folder.mkdir(parents=True, exist_ok=True)
     plan, wanted = folder / "plan.json", json.dumps(owner)
     if not plan.exists():

@@ -92,7 +92,7 @@ class EarlierAnswers:
         self._starts[row], self._begins[row], self._ends[row] = start, begin, begin + len(text)
         self._n_prompts[row], self._scopes[row] = len(context), scope
         self._signatures[row] = _signature(prompt)
-        self._index(text[len(context) : -1], begin + len(context))
+        self._index(text[len(context) : -1], begin + len(context), scope)
         self._n_kept, self._next = self._n_kept + 1, start + len(text)
 
     def clear(self) -> None:
@@ -105,11 +105,11 @@ class EarlierAnswers:
         self._owners[self._begins[row] : self._ends[row]] = 0
         self._scopes[row], self._n_dropped = 0, self._n_dropped + 1
 
-    def _index(self, tokens: TokenArray, begin: int) -> None:
+    def _index(self, tokens: TokenArray, begin: int, scope: int) -> None:
         """Enter all runs of some tokens, which lie at `begin`, into the hash table."""
         if len(tokens) < MIN_MATCH:
             return
-        buckets = _hashes(tokens, MIN_MATCH) >> np.uint32(32 - _TABLE_BITS)
+        buckets = _buckets(tokens, scope)
         places = np.arange(begin + MIN_MATCH, begin + len(tokens) + 1, dtype=np.int32)
         order = buckets.argsort(kind="stable")
         buckets, places = buckets[order], places[order]
@@ -128,7 +128,7 @@ class EarlierAnswers:
         if not len(self) or not n_least <= min(len(tokens), LONGEST_MATCH):
             return None
         end = tokens[-LONGEST_MATCH:][::-1]  # the last token first
-        place = int(self._table[_hashes(tokens[-MIN_MATCH:], MIN_MATCH)[0] >> np.uint32(32 - _TABLE_BITS)])
+        place = int(self._table[_buckets(tokens[-MIN_MATCH:], scope)[0]])
         tried = list[int]()
         while place and len(tried) < N_TRIED:
             tried.append(place)
@@ -217,6 +217,14 @@ def _hashes(tokens: TokenArray, run: int) -> Hashes:
     made ^= made >> np.uint32(15)
     made *= np.uint32(0x85EBCA6B)
     return made ^ made >> np.uint32(13)
+
+
+def _buckets(tokens: TokenArray, scope: int) -> Hashes:
+    """Return the place in the hash table of each run of tokens: [n - MIN_MATCH + 1].
+
+    Each scope has others, so that many answers of one do not hide those of another.
+    """
+    return (_hashes(tokens, MIN_MATCH) ^ np.uint32(scope & 0xFFFFFFFF)) >> np.uint32(32 - _TABLE_BITS)
 
 
 def _signature(prompt: TokenArray) -> Hashes:

@@ -115,11 +115,12 @@ def _speed_up(rounds: Sequence[Round], plain_seconds: Mapping[int, float]) -> fl
     if one takes less than `MIN_PLAIN_SECONDS`. None, too, if the estimate is wrong for this completion's own
     plain rounds by more than drafts have changed.
 
-    Rounds that shared their evaluation with a prompt do not count, because their own share is unknown. A
-    round never costs less than a plain one, so tokens per round is an upper bound.
+    Seconds in which the machine seems to have stood still do not count, nor rounds that shared their
+    evaluation with a prompt, because their own share is unknown. A round never costs less than a plain one,
+    so tokens per round is an upper bound.
     """
     rounds = [round_ for round_ in rounds if not round_.verified_in.n_prefill]
-    seconds = sum(round_.seconds for round_ in rounds)
+    seconds = sum(round_.seconds - round_.stalled_seconds for round_ in rounds)
     is_known = all(round_.n_sequences in plain_seconds for round_ in rounds)
     n_tokens = sum(round_.n_accepted + 1 for round_ in rounds)
     if n_tokens < MIN_TIMED_TOKENS or not (

@@ -77,7 +77,9 @@ def _prefill(config: Speculation) -> Generating[TextEvent]:
     for begin in range(0, n_total, PREFILL_PART):
         end = min(begin + PREFILL_PART, n_total)
         rows_from = None if first >= end else max(begin, first)
-        forward: Forward = yield ForwardRequest(TARGET, prompt[:end], n_logits=0, rows_from=rows_from)
+        forward: Forward = yield ForwardRequest(
+            TARGET, prompt[:end], n_logits=0, rows_from=rows_from, scope=config.scope
+        )
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds
         n_new = end - max(forward.n_cached, begin)
@@ -121,9 +123,8 @@ def _decode(config: Speculation, text: Detokenizer, written: list[int]) -> Gener
             if isinstance(wanted, Round):
                 pieces = text.add(answer, config.constraint)
                 written += [piece.token for piece in pieces]
-                yield Written(answer, pieces)  # before a draft that may fail
+                yield Written(config.length.observe(answer), pieces)  # before a draft that may fail
                 if text.end is not None:
-                    config.length.observe(answer)  # as the loop would before its next draft
                     return text.end
             try:
                 wanted = loop.send(answer)

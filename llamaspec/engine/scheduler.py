@@ -291,7 +291,8 @@ def _needed(order: Sequence[Slot], n_cells: int | None) -> list[int]:
     if n_cells is None or sum(needed) + HEADROOM * len(needed) <= n_cells:
         return needed
     for i, each in enumerate(order):
-        needed[i] -= max([n_common(each.tokens, other.tokens) for other in order[:i]], default=0)
+        sharing = [other for other in order[:i] if other.sequence.scope == each.sequence.scope]
+        needed[i] -= max([n_common(each.tokens, other.tokens) for other in sharing], default=0)
     return needed
 
 

@@ -16,7 +16,17 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 
 from llamaspec.protocols import SequenceLength
-from llamaspec.values import NO_TOKENS, TARGET, Forward, ForwardRequest, HiddenRows, Round, TokenArray
+from llamaspec.values import (
+    NO_SCOPE,
+    NO_TOKENS,
+    TARGET,
+    Forward,
+    ForwardRequest,
+    HiddenRows,
+    Round,
+    Scope,
+    TokenArray,
+)
 
 Event = TypeVar("Event")
 Generating: TypeAlias = Generator[ForwardRequest | Round | Event, Any, Any]
@@ -35,6 +45,7 @@ class RunningSequence(Generic[Event]):
     n_prompt: int = 0  # tokens
     limit: int | None = None  # maximum length in tokens, prompt included
     is_interactive: bool = False  # a person waits for it
+    scope: Scope = NO_SCOPE  # of all its requests
     notify: Callable[[], object] | None = None  # called by the compute thread after each event
     events: SimpleQueue[Event | None] = field(default_factory=SimpleQueue)  # None = the end
     error: Exception | None = None  # the error that ended it, until the reader has received it
@@ -245,7 +256,8 @@ class Slot:
                     if not self.has_rounds:
                         stopwatch.restart()
                     wanted = coroutine.send(None)
-            self.request = wanted
+            scope = self.sequence.scope  # here, so that no drafter can leave it out
+            self.request = wanted if wanted.scope == scope else replace(wanted, scope=scope)
             if wanted.model == TARGET:
                 self.tokens = wanted.tokens
         finally:

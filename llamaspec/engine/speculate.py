@@ -29,7 +29,7 @@ from llamaspec.protocols import (
 from llamaspec.sampling.acceptance_rules import round_of
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.sampler import LogitsTarget, Sampler, round_logprobs
-from llamaspec.values import TARGET, Forward, ForwardRequest, Round, TokenArray
+from llamaspec.values import NO_SCOPE, TARGET, Forward, ForwardRequest, Round, Scope, TokenArray
 
 Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round
 NextRound: TypeAlias = Generator[ForwardRequest | Round, Any, Round]
@@ -53,6 +53,7 @@ class Speculation:
     length: SequenceLength = field(default_factory=lambda: FixedLength(0))  # how many tokens to draft
     max_scored: int | None = None  # positions that the target can score in one evaluation; None = any number
     n_logprobs: int | None = None  # most probable tokens reported with each token; None = no logprobs
+    scope: Scope = NO_SCOPE  # whose sequence it is
     n_cached: Callable[[TokenArray], int] = lambda tokens: 0  # how many of the first the target has cached
     on_end: Callable[[TokenArray, TokenArray], None] | None = None  # receives the prompt and the completion
 
@@ -91,7 +92,8 @@ def speculate(config: Speculation) -> Speculating:
     ForwardRequest
         Expects a `Forward` in return.
     Round
-        Expects the same round with its seconds in return. Each round adds at least one token.
+        Expects the same round with its seconds in return, once the length policy has observed it. Each round
+        adds at least one token.
     """
     tokens, sampler = config.prompt, config.sampler
     while len(tokens) < config.limit:
@@ -113,7 +115,9 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
 
     # Evaluate the draft at once: logits after `tokens` and after each draft token.
     rows_from = len(tokens) - 1 if reads_rows(config.drafter) else None
-    forward: Forward = yield ForwardRequest(TARGET, tokens, draft=draft.tokens, rows_from=rows_from)
+    forward: Forward = yield ForwardRequest(
+        TARGET, tokens, draft=draft.tokens, rows_from=rows_from, scope=config.scope
+    )
 
     # Accept draft tokens, and draw the next token.
     p = LogitsTarget(forward.logits, tokens, draft, sampler)
@@ -124,7 +128,6 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
         logprobs=() if n_top is None else round_logprobs(forward.logits, draft, verification, n_top),
         plain_seconds=None if reading is None else reading.plain_seconds(forward.evaluation),
     )
-    length.observe(round_)
     # The target has not evaluated its own token yet.
     report(config.drafter, np.concatenate((tokens, round_.tokens[:-1])), forward.hidden)
     return round_

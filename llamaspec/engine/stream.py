@@ -160,6 +160,7 @@ class TextStream:
                 n_prompt=len(speculation.prompt),
                 limit=speculation.limit,
                 is_interactive=self._is_interactive,
+                scope=speculation.scope,
                 notify=notify,  # from its first event on
             )
             self._thread.start(sequence)

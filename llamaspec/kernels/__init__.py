@@ -1,9 +1,10 @@
 """Kernels for products of few columns: a library in C++ that llama.cpp calls in place of its own functions.
 
 ggml-cpu calls exported functions of its own through the dynamic linker, which takes the first library that
-has them. So `load` comes before the first import of `llama_cpp`, and `attach` after it. If something does not
+has them. So `load` comes before the first import of `llama_cpp`, and `choose` after it. If something does not
 fit (no library, another llama.cpp, an old processor), the kernels stay off and `facts` says why. They are on
-or off for the whole process. This module knows nothing of models. tests/kernels/test_library.py.
+or off for the whole process, because a switch would break what other threads evaluate. This module knows
+nothing of models. tests/kernels/test_library.py.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
@@ -26,7 +29,8 @@ LLAMA_CPP = "llama.cpp's kernels"
 _NOT_BUILT = (
     "llamaspec's were not built; install a C++ compiler, then llamaspec again (pip install -v shows faults)"
 )
-_NOT_STARTED = "llama.cpp has not been started"
+_NOT_CHOSEN = "no model has been opened"
+_SWITCHED_OFF = "an option switched llamaspec's off"
 _TOO_LATE = (
     "llama_cpp was imported before llamaspec; write `from llamaspec import ...` above `import llama_cpp`"
 )
@@ -91,19 +95,15 @@ def parse_choice(text: str) -> str:
 
 
 class KernelLibrary:
-    """The library in this process, first not loaded, then loaded, then attached to llama.cpp.
-
-    Only an attached library computes. A model that llama.cpp has not repacked works with the kernels on or
-    off, with other costs and other rounding.
-    """
+    """The library in this process, first not loaded, then loaded, then attached to llama.cpp or left off."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._library: ctypes.CDLL | None = None
         self._fault: str | None = None  # of the environment variable
         self._reason: str | None = "llamaspec's are not loaded"  # why they are off; None = on
-        self._is_attached = False
         self._is_misfit = False
+        self._choosing = threading.Lock()
 
     @property
     def facts(self) -> Kernels:
@@ -147,50 +147,57 @@ class KernelLibrary:
         except (OSError, AttributeError) as error:  # AttributeError: it lacks a function
             self._reason = f"llamaspec's cannot be loaded ({error}); install llamaspec again"
         else:
-            self._reason = _NOT_STARTED
+            self._reason = _NOT_CHOSEN
 
-    def attach(self, ggml_cpu: ctypes.CDLL | None, ggml_base: ctypes.CDLL | None) -> None:
-        """Turn the kernels on if they suit the two libraries of llama.cpp; None = there is no such library.
+    def choose(self, choice: str | None, find: Callable[[str], ctypes.CDLL | None]) -> None:
+        """Choose "auto" or "off" for the process, before the first model is opened.
+
+        None = what was chosen before, or else "auto". `find` returns a library of llama.cpp, or None if its
+        build has no such library.
 
         Raises
         ------
         LlamaspecError
-            The environment variable has an impossible value.
+            The choice was made before and was another, or the environment variable has an impossible value.
         """
         if self._fault is not None:
             raise LlamaspecError(self._fault)
-        if self._library is None or self._is_attached:
-            return
+        with self._choosing:
+            if self._reason == _NOT_CHOSEN:
+                self._reason = _SWITCHED_OFF if choice == OFF else self._attach(find)
+                return
+        if choice is not None and self._reason == (None if choice == OFF else _SWITCHED_OFF):
+            other = AUTO if choice == OFF else OFF
+            raise LlamaspecError(
+                f"kernels={choice!r} comes too late, because this process has started with {other!r}; "
+                f"give all its models the same choice, or set {VARIABLE}=off"
+            )
+
+    def _attach(self, find: Callable[[str], ctypes.CDLL | None]) -> str | None:
+        """Let the kernels compute if they suit llama.cpp; return why they do not, if anything."""
+        assert self._library is not None
+        ggml_cpu, ggml_base = find("ggml-cpu"), find("ggml-base")
         if ggml_cpu is None or ggml_base is None:
-            self._reason, self._is_misfit = "this build of llama.cpp has no libggml-cpu", True
-            return
+            self._is_misfit = True
+            return "this build of llama.cpp has no libggml-cpu"
         refusal: bytes | None = self._library.llamaspec_kernels_attach(ggml_cpu._handle, ggml_base._handle)
-        self._is_attached = refusal is None
-        if refusal is not None:
-            self._reason = refusal.decode(errors="replace")
-            self._is_misfit = bool(
-                self._library.llamaspec_kernels_level()
-            )  # none if the processor is too old
-        elif self._reason == _NOT_STARTED:  # otherwise they were turned off before
-            self.turn_on()
-
-    def turn_off(self, reason: str) -> None:
-        """Let llama.cpp compute everything itself from now on."""
-        if self._library is not None:
-            self._library.llamaspec_kernels_enable(0)
-        if self._reason in (None, _NOT_STARTED):
-            self._reason = reason
-
-    def turn_on(self) -> None:
-        """Let the kernels compute, again or for the first time; nothing happens unless they are attached."""
-        if self._library is not None and self._is_attached:
-            self._library.llamaspec_kernels_enable(1)
-            self._reason = None
+        if refusal is None:
+            return None
+        self._is_misfit = bool(self._library.llamaspec_kernels_level())  # none if the processor is too old
+        return refusal.decode(errors="replace")
 
     def use_level(self, name: str) -> bool:
-        """Use another instruction set, to measure it; False if the processor lacks it, or kernels are off."""
+        """Use another instruction set, to measure it; False if the processor lacks it, or kernels are off.
+
+        Nothing may be evaluated meanwhile.
+        """
         active = self._active
         return active is not None and bool(active.llamaspec_kernels_set_level(name.encode()))
+
+    def bytes_per_cell(self, heads: int, n_threads: int) -> int:
+        """Return the memory that attention takes for each cell if `heads` heads share a key; 0 if off."""
+        active = self._active
+        return 0 if active is None else int(active.llamaspec_kernels_bytes_per_cell(heads, n_threads))
 
     def covers(self, ggml_type: int) -> bool:
         """Whether the kernels are on and take weights of a type of ggml."""
@@ -230,13 +237,12 @@ def _open(path: Path) -> ctypes.CDLL:
     for name, result, arguments in (
         ("version", number, []),
         ("attach", text, [pointer, pointer]),
-        ("enable", None, [number]),
-        ("is_on", number, []),
         ("level", text, []),
         ("set_level", number, [text]),
         ("covers", number, [number]),
         ("calls", ctypes.c_longlong, []),
         ("missed", ctypes.c_longlong, []),
+        ("bytes_per_cell", ctypes.c_size_t, [number, number]),
     ):
         function = opened[f"llamaspec_kernels_{name}"]
         function.restype, function.argtypes = result, arguments

@@ -1,19 +1,22 @@
 // Takes the place of functions that ggml-cpu calls for every matrix product, and computes those with few columns.
 //
 // ggml-cpu calls its "tiled" functions through the dynamic linker, so those of a library that was loaded before it
-// come first. They compute what they can; llama.cpp's own functions get the rest. No copy of the weights is made.
+// come first. They compute what they can; llama.cpp's own functions get the rest, and all calls of other libraries get
+// their own ones. No copy of the weights is made. Nothing here throws: the callers are in C.
 #include <dlfcn.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
-#include <string>
-#include <vector>
 
-#include "ggml.hpp"
+#include "callers.hpp"
 #include "kernels.hpp"
+#include "memory.hpp"
 
 using namespace llamaspec;
 
@@ -25,26 +28,18 @@ constexpr int VERSION = 2;         // changes with results and costs
 constexpr char GGML[] = "0.25.";  // the versions of ggml that have been read and tried
 
 // llama.cpp's functions
-bool (*mul_mat_tiled)(const ggml_compute_params *, ggml_tensor *);
-bool (*mul_mat_id_tiled)(const ggml_compute_params *, ggml_tensor *, int64_t, int64_t, const int32_t *, char *);
-size_t (*tiled_wdata_size)(int, const ggml_tensor *);
-void (*flash_attention)(const ggml_compute_params *, ggml_tensor *);
 void (*barrier)(void *);
 void (*chunk_set)(void *, int);
 int (*chunk_add)(void *, int);
 
-const Level *level;          // nullptr = none that this processor has
-bool is_attached;
-std::atomic<bool> is_on;     // changes only while nothing is evaluated
-std::atomic<long long> n_calls, n_missed;  // operations that were computed, and left to llama.cpp while on
+const Level *level;  // nullptr = compute nothing
+std::atomic<const Caller *> attached;  // the library for which we compute; changes only before it evaluates
+std::atomic<long long> n_calls, n_missed;  // of its operations, those that were computed, and left to itself
+
+bool is_ours(const Caller &caller) { return &caller == attached.load(std::memory_order_relaxed); }
 
 void count(std::atomic<long long> &n, const ggml_compute_params *params) {
     if (params->ith == 0) n.fetch_add(1, std::memory_order_relaxed);
-}
-
-template <class F> bool find(void *library, const char *name, F *&function) {
-    function = reinterpret_cast<F *>(dlsym(library, name));
-    return function != nullptr;
 }
 
 struct TypeSize { int length, bytes; };
@@ -219,82 +214,60 @@ size_t expert_bytes(const Matrix &m) { return m.quantized_bytes(MAX_COLUMNS) + m
 
 char *aligned(void *p) { return reinterpret_cast<char *>(padded(reinterpret_cast<size_t>(p))); }
 
-}  // namespace
-
-EXPORTED bool ggml_compute_forward_mul_mat_tiled(const ggml_compute_params *params, ggml_tensor *dst) {
-    if (is_on.load(std::memory_order_relaxed) && !params->use_ref && fits(dst) &&
-        covers_batches(dst->src[0], dst->src[1])) {
-        const Batch batch(dst);
-        const int ith = params->ith, nth = params->nth;
-        if (params->wsize >= batch.work_bytes(nth)) {
-            const int64_t n_rows = batch.matrix.n_rows, n = rows_of_chunk(n_rows, nth), n_chunks = (n_rows + n - 1) / n;
-            char *work = aligned(params->wdata);
-            const Chunks chunks{reinterpret_cast<Chunks::Next *>(work), n_chunks * batch.n_slices, nth};
-            work += Chunks::bytes(nth);
-            char *scratch = work + batch.quantized_bytes() + ith * batch.matrix.scratch_bytes();
-            chunks.start(ith);
-            batch.quantize(work, ith, nth);
-            count(n_calls, params);
-            barrier(params->threadpool);
-            chunks.take(ith, [&](int64_t i) {
-                const int64_t first = i % n_chunks * n;
-                batch.multiply_rows(work, scratch, i / n_chunks, first, std::min(n_rows, first + n));
-            });
-            return true;
-        }
-    }
-    count(n_missed, params);
-    return mul_mat_tiled && mul_mat_tiled(params, dst);
+// Compute a product; false if it is llama.cpp's.
+bool compute_product(const ggml_compute_params *params, const ggml_tensor *dst) {
+    if (params->use_ref || !fits(dst) || !covers_batches(dst->src[0], dst->src[1])) return false;
+    const Batch batch(dst);
+    const int ith = params->ith, nth = params->nth;
+    if (params->wsize < batch.work_bytes(nth)) return false;
+    const int64_t n_rows = batch.matrix.n_rows, n = rows_of_chunk(n_rows, nth), n_chunks = (n_rows + n - 1) / n;
+    char *work = aligned(params->wdata);
+    const Chunks chunks{reinterpret_cast<Chunks::Next *>(work), n_chunks * batch.n_slices, nth};
+    work += Chunks::bytes(nth);
+    char *scratch = work + batch.quantized_bytes() + ith * batch.matrix.scratch_bytes();
+    chunks.start(ith);
+    batch.quantize(work, ith, nth);
+    count(n_calls, params);
+    barrier(params->threadpool);
+    chunks.take(ith, [&](int64_t i) {
+        const int64_t first = i % n_chunks * n;
+        batch.multiply_rows(work, scratch, i / n_chunks, first, std::min(n_rows, first + n));
+    });
+    return true;
 }
 
-// One expert: `rows` has pairs (index of the expert in a token's list, token) for each of its n columns.
-EXPORTED bool ggml_compute_forward_mul_mat_id_tiled(const ggml_compute_params *params, ggml_tensor *dst, int64_t expert,
-                                                    int64_t n, const int32_t *rows, char *scratch) {
+// Compute the products of one expert; false if they are llama.cpp's. `rows` has pairs (index of the expert in a token's
+// list, token) for each of the expert's n columns.
+bool compute_expert(const ggml_compute_params *params, const ggml_tensor *dst, int64_t expert, int64_t n,
+                    const int32_t *rows, char *scratch) {
+    if (params->use_ref || !fits(dst)) return false;
     const ggml_tensor *w = dst->src[0], *x = dst->src[1];
-    if (is_on.load(std::memory_order_relaxed) && !params->use_ref && fits(dst)) {
-        Matrix m = matrix_of(w);
-        m.data += expert * w->nb[2];
-        const int64_t ith = params->ith, nth = params->nth, units = m.n_inputs / UNIT;
-        const char *end_of_work = static_cast<char *>(params->wdata) + params->wsize;
-        if (end_of_work - scratch >= static_cast<ptrdiff_t>(nth * expert_bytes(m))) {
-            scratch += ith * expert_bytes(m);
-            auto *quantized = reinterpret_cast<Activations *>(scratch);
-            const int64_t panels = (m.n_rows + MAX_LANES - 1) / MAX_LANES;
-            const int64_t first = panels * ith / nth * MAX_LANES;
-            const int64_t end = std::min(m.n_rows, panels * (ith + 1) / nth * MAX_LANES);
-            count(n_calls, params);
-            for (int64_t c = 0; c < n && first < end; c += MAX_COLUMNS) {
-                const int group = static_cast<int>(std::min<int64_t>(MAX_COLUMNS, n - c));
-                const float *columns[MAX_COLUMNS];
-                float *out[MAX_COLUMNS];
-                for (int i = 0; i < group; i++) {
-                    const int64_t i1 = rows[2 * (c + i)], i2 = rows[2 * (c + i) + 1];
-                    columns[i] = Batch::at<const float>(x, i1 % x->ne[1], i2, 0);
-                    out[i] = Batch::at<float>(dst, i1, i2, 0);
-                    // Every thread quantizes for itself: there is no barrier between experts.
-                    if (!is_float(m.type))
-                        level->quantize(columns[i], units, level->aux[m.type], quantized + i, group);
-                }
-                multiply(m, quantized, columns, group, out, scratch + m.quantized_bytes(MAX_COLUMNS), first, end);
-            }
-            return true;
+    Matrix m = matrix_of(w);
+    m.data += expert * w->nb[2];
+    const int64_t ith = params->ith, nth = params->nth, units = m.n_inputs / UNIT;
+    const char *end_of_work = static_cast<char *>(params->wdata) + params->wsize;
+    if (end_of_work - scratch < static_cast<ptrdiff_t>(nth * expert_bytes(m))) return false;
+    scratch += ith * expert_bytes(m);
+    auto *quantized = reinterpret_cast<Activations *>(scratch);
+    const int64_t panels = (m.n_rows + MAX_LANES - 1) / MAX_LANES;
+    const int64_t first = panels * ith / nth * MAX_LANES;
+    const int64_t end = std::min(m.n_rows, panels * (ith + 1) / nth * MAX_LANES);
+    count(n_calls, params);
+    for (int64_t c = 0; c < n && first < end; c += MAX_COLUMNS) {
+        const int group = static_cast<int>(std::min<int64_t>(MAX_COLUMNS, n - c));
+        const float *columns[MAX_COLUMNS];
+        float *out[MAX_COLUMNS];
+        for (int i = 0; i < group; i++) {
+            const int64_t i1 = rows[2 * (c + i)], i2 = rows[2 * (c + i) + 1];
+            columns[i] = Batch::at<const float>(x, i1 % x->ne[1], i2, 0);
+            out[i] = Batch::at<float>(dst, i1, i2, 0);
+            // Every thread quantizes for itself: there is no barrier between experts.
+            if (!is_float(m.type)) level->quantize(columns[i], units, level->aux[m.type], quantized + i, group);
         }
+        multiply(m, quantized, columns, group, out, scratch + m.quantized_bytes(MAX_COLUMNS), first, end);
     }
-    count(n_missed, params);
-    return mul_mat_id_tiled && mul_mat_id_tiled(params, dst, expert, n, rows, scratch);
+    return true;
 }
-
-// llama.cpp asks this for the size of wdata; what it needs for itself comes first.
-EXPORTED size_t ggml_tiled_wdata_size(int n_threads, const ggml_tensor *dst) {
-    size_t n = tiled_wdata_size ? tiled_wdata_size(n_threads, dst) : 0;
-    if (is_on.load(std::memory_order_relaxed) && fits(dst)) {
-        if (dst->src[2]) n = std::max(n, n_threads * expert_bytes(matrix_of(dst->src[0])));
-        else if (covers_batches(dst->src[0], dst->src[1])) n = std::max(n, Batch(dst).work_bytes(n_threads));
-    }
-    return n;
-}
-
-namespace {
 
 constexpr int ROWS_OF_ATTENTION = 24;  // that read keys and values together
 constexpr int MAX_HEADS = 1024;
@@ -310,12 +283,8 @@ bool fits_attention(const ggml_tensor *dst) {
            k->ne[1] < INT32_MAX && (!mask || (mask->type == F16 && mask->ne[2] == 1 && mask->ne[3] == 1));
 }
 
-// Memory of a thread that grows with the context; it is freed when the thread ends.
-char *attention_scratch(size_t n) {
-    thread_local std::vector<char> memory;
-    if (memory.size() < n + 64) memory.clear(), memory.resize(n + n / 2 + 64);
-    return aligned(memory.data());
-}
+// Of the thread that evaluates, for all threads of an attention. It grows with the context.
+thread_local Memory attention_memory;
 
 // Items of an attention: some heads that share keys and values, at some positions.
 struct Items {
@@ -327,6 +296,7 @@ struct Items {
     }
     int groups() const { return (heads_per_kv + heads - 1) / heads; }
     int count() const { return n_kv * groups() * ((n + positions - 1) / positions); }
+    size_t scratch_bytes(const Attention &a) const { return padded(a.scratch_bytes(heads, positions)); }  // of a thread
     void compute(const Attention &a, int i, char *scratch) const {
         const int group = i % groups(), kv = i / groups() % n_kv, position = i / (groups() * n_kv) * positions;
         level->attend(a, kv * heads_per_kv + group * heads, std::min(heads, heads_per_kv - group * heads), position,
@@ -334,7 +304,10 @@ struct Items {
     }
 };
 
-void attend(const ggml_compute_params *params, const ggml_tensor *dst) {
+// Compute an attention; false if it is llama.cpp's, or there is no memory.
+bool compute_attention(const ggml_compute_params *params, const ggml_tensor *dst) {
+    char *memory;
+    if (params->use_ref || !level || !fits_attention(dst) || params->wsize < sizeof memory) return false;
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *mask = dst->src[3], *sinks = dst->src[4];
     float numbers[3];  // scale, greatest bias, softcap
     std::memcpy(numbers, dst->op_params, sizeof numbers);
@@ -359,33 +332,91 @@ void attend(const ggml_compute_params *params, const ggml_tensor *dst) {
         a.slopes = slopes;
     }
     const Items items(a, static_cast<int>(q->ne[1]), params->nth);
-    char *scratch = attention_scratch(a.scratch_bytes(items.heads, items.positions));
-    if (params->ith == 0) chunk_set(params->threadpool, params->nth);
-    count(n_calls, params);
+    if (params->ith == 0) {  // the others learn the address from llama.cpp's work memory
+        memory = attention_memory.reserve(params->nth * items.scratch_bytes(a));
+        std::memcpy(params->wdata, &memory, sizeof memory);
+        chunk_set(params->threadpool, params->nth);
+    }
     barrier(params->threadpool);
+    std::memcpy(&memory, params->wdata, sizeof memory);
+    if (!memory) {
+        barrier(params->threadpool);  // llama.cpp's attention writes to the work memory
+        return false;
+    }
+    count(n_calls, params);
+    char *scratch = memory + params->ith * items.scratch_bytes(a);
     for (int i = params->ith; i < items.count(); i = chunk_add(params->threadpool, 1)) items.compute(a, i, scratch);
+    return true;
 }
 
 }  // namespace
 
-EXPORTED void ggml_compute_forward_flash_attn_ext(const ggml_compute_params *params, ggml_tensor *dst) {
-    if (is_on.load(std::memory_order_relaxed) && !params->use_ref && fits_attention(dst)) {
-        attend(params, dst);
-        return;
+EXPORTED bool ggml_compute_forward_mul_mat_tiled(const ggml_compute_params *params, ggml_tensor *dst, Word c, Word d,
+                                                 Word e, Word f) {
+    const Caller &caller = caller_at(__builtin_return_address(0));
+    if (is_ours(caller)) {
+        if (compute_product(params, dst)) return true;
+        count(n_missed, params);
     }
-    count(n_missed, params);
-    if (!flash_attention) {  // the caller is llama.cpp, and nobody has called `attach`
-        Dl_info caller;
-        if (dladdr(__builtin_return_address(0), &caller))
-            find(dlopen(caller.dli_fname, RTLD_LAZY | RTLD_NOLOAD), "ggml_compute_forward_flash_attn_ext", flash_attention);
+    return caller.mul_mat_tiled && caller.mul_mat_tiled(params, dst, c, d, e, f);
+}
+
+EXPORTED bool ggml_compute_forward_mul_mat_id_tiled(const ggml_compute_params *params, ggml_tensor *dst, int64_t expert,
+                                                    int64_t n, const int32_t *rows, char *scratch) {
+    const Caller &caller = caller_at(__builtin_return_address(0));
+    if (is_ours(caller)) {
+        if (compute_expert(params, dst, expert, n, rows, scratch)) return true;
+        count(n_missed, params);
     }
-    flash_attention(params, dst);
+    return caller.mul_mat_id_tiled && caller.mul_mat_id_tiled(params, dst, expert, n, rows, scratch);
+}
+
+// llama.cpp asks this for the size of wdata; what it needs for itself comes first.
+EXPORTED size_t ggml_tiled_wdata_size(Word threads, const ggml_tensor *dst, Word c, Word d, Word e, Word f) {
+    const Caller &caller = caller_at(__builtin_return_address(0));
+    size_t n = caller.tiled_wdata_size ? caller.tiled_wdata_size(threads, dst, c, d, e, f) : 0;
+    if (is_ours(caller) && fits(dst)) {
+        const int n_threads = static_cast<int>(threads);
+        if (dst->src[2]) n = std::max(n, n_threads * expert_bytes(matrix_of(dst->src[0])));
+        else if (covers_batches(dst->src[0], dst->src[1])) n = std::max(n, Batch(dst).work_bytes(n_threads));
+    }
+    return n;
+}
+
+EXPORTED void ggml_compute_forward_flash_attn_ext(const ggml_compute_params *params, ggml_tensor *dst, Word c, Word d,
+                                                  Word e, Word f) {
+    const Caller &caller = caller_at(__builtin_return_address(0));
+    if (is_ours(caller)) {
+        if (compute_attention(params, dst)) return;
+        count(n_missed, params);
+    }
+    if (!caller.flash_attention) std::abort();  // it could not have been loaded without us
+    caller.flash_attention(params, dst, c, d, e, f);
 }
 
 namespace {
 
-// Multiply through ggml as llama.cpp does, and compare with the right numbers.
-std::string self_test(void *cpu, void *base) {
+template <class F> bool find(void *library, const char *name, F *&function) {
+    function = reinterpret_cast<F *>(dlsym(library, name));
+    return function != nullptr;
+}
+
+bool set_level(const char *name) {
+    const Level *found = nullptr;
+    for (const Choice *each = choices; each->level; each++)
+        if (!std::strcmp(each->level->name, name) && each->is_here()) found = each->level;
+    if (found || !*name) level = found;
+    return found || !*name;
+}
+
+bool choose_level() {
+    for (const Choice *each = choices; each->level && !level; each++)
+        if (each->is_here()) level = each->level;
+    return level;
+}
+
+// Multiply through ggml as llama.cpp does, and compare with the right numbers; return what is wrong, if anything.
+const char *self_test(void *cpu, void *base) {
     void *(*init)(ggml_init_params);
     void (*free_context)(void *);
     ggml_tensor *(*new_3d)(void *, int, int64_t, int64_t, int64_t);
@@ -428,10 +459,8 @@ std::string self_test(void *cpu, void *base) {
     void *graph = new_graph(context, 8, false);
     expand(graph, dense), expand(graph, chosen);
     const long long before = n_calls;
-    const bool on = is_on.exchange(true);
     const int status = compute(context, graph, 1);
-    is_on = on;
-    std::string reason;
+    const char *reason = nullptr;
     if (status) reason = "llama.cpp cannot evaluate the self-test";
     else if (n_calls < before + 2) reason = "llama.cpp does not call the kernels (it was loaded before them, or is a static library)";
     else
@@ -459,56 +488,46 @@ EXPORTED const char *llamaspec_kernels_level() { return level ? level->name : ""
 EXPORTED int llamaspec_kernels_covers(int type) { return is_covered(type); }
 EXPORTED long long llamaspec_kernels_calls() { return n_calls; }
 EXPORTED long long llamaspec_kernels_missed() { return n_missed; }
-EXPORTED int llamaspec_kernels_is_on() { return is_on; }
-EXPORTED void llamaspec_kernels_enable(int on) { is_on = on && is_attached; }
 
-// Choose an instruction set by name; returns 0 if this processor lacks it.
-EXPORTED int llamaspec_kernels_set_level(const char *name) {
-    for (const Choice *each = choices; each->level; each++)
-        if (!std::strcmp(each->level->name, name) && each->is_here()) return level = each->level, 1;
-    return 0;
-}
+// Choose an instruction set by name, or "" to compute nothing, while nothing is evaluated; returns 0 if this processor
+// lacks it.
+EXPORTED int llamaspec_kernels_set_level(const char *name) { return set_level(name); }
 
-namespace {
-bool choose_level() {
-    for (const Choice *each = choices; each->level && !level; each++)
-        if (each->is_here()) level = each->level;
-    return level;
-}
-}  // namespace
-
-// Find the functions of the loaded libraries ggml-cpu and ggml-base, given by their handles, and test the kernels;
-// returns NULL, or why they cannot be used.
+// Compute from now on for the loaded library ggml-cpu, given by its handle and that of ggml-base, if the kernels suit it
+// and pass a test; returns NULL, or why not. Nothing may be evaluated meanwhile.
 EXPORTED const char *llamaspec_kernels_attach(void *cpu, void *base) {
-    static std::string reason;
-    // First llama.cpp's own functions: they compute everything if the kernels stay off.
-    const bool has_all = find(cpu, "ggml_compute_forward_mul_mat_tiled", mul_mat_tiled) &
-                         find(cpu, "ggml_compute_forward_mul_mat_id_tiled", mul_mat_id_tiled) &
-                         find(cpu, "ggml_tiled_wdata_size", tiled_wdata_size) &
-                         find(cpu, "ggml_compute_forward_flash_attn_ext", flash_attention) &
-                         find(cpu, "ggml_threadpool_chunk_set", chunk_set) &
-                         find(cpu, "ggml_threadpool_chunk_add", chunk_add) & find(cpu, "ggml_barrier", barrier);
+    static char reason[128];
     const char *(*version)();
     size_t (*overhead)();
-    is_attached = false;
     if (!choose_level()) return too_old;
     if (!find(base, "ggml_version", version) || !find(base, "ggml_tensor_overhead", overhead))
         return "this llama.cpp is too old";
     if (std::strncmp(version(), GGML, sizeof GGML - 1)) {
-        reason = std::string("they were written for ggml ") + GGML + "x, and this is " + version();
-        return reason.c_str();
+        std::snprintf(reason, sizeof reason, "they were written for ggml %sx, and this is %.40s", GGML, version());
+        return reason;
     }
     if (overhead() != GGML_OBJECT_BYTES + sizeof(ggml_tensor)) return "llama.cpp's tensors have another size";
-    if (!has_all) return "llama.cpp lacks functions that they take over";
-    reason = self_test(cpu, base);
-    if (!reason.empty()) return reason.c_str();
-    is_attached = true;
-    return nullptr;
+    const Caller &caller = caller_at(dlsym(cpu, "ggml_compute_forward_mul_mat_tiled"));
+    if (!caller.has_all() || !find(cpu, "ggml_threadpool_chunk_set", chunk_set) ||
+        !find(cpu, "ggml_threadpool_chunk_add", chunk_add) || !find(cpu, "ggml_barrier", barrier))
+        return "llama.cpp lacks functions that they take over";
+    attached = &caller;
+    const char *fault = self_test(cpu, base);
+    if (fault) attached = nullptr;
+    return fault;
+}
+
+// Bytes of memory that attention takes for each cell on so many threads; `heads` of a model share keys and values.
+EXPORTED size_t llamaspec_kernels_bytes_per_cell(int heads, int n_threads) {
+    Attention a{};
+    a.n_heads = a.heads_per_kv = heads, a.n_cells = 1 << 20;
+    const Items items(a, ROWS_OF_ATTENTION * n_threads, n_threads);
+    return with_reserve(n_threads * items.scratch_bytes(a)) / a.n_cells + 1;
 }
 
 // For tests: out[c * n_rows + r], computed in chunks of rows in the given order, with the current instruction set.
 // `quantized` receives the activations, [n_inputs / 32, columns] in groups of MAX_COLUMNS. Returns 0 if the type is
-// not covered.
+// not covered, or there is no memory.
 EXPORTED int llamaspec_kernels_multiply(int type, const void *weights, size_t row_bytes, int64_t n_rows, int64_t n_inputs,
                                         const float *x, int64_t n_columns, float *out, int n_threads, int64_t chunk_rows,
                                         void *quantized) {
@@ -521,8 +540,9 @@ EXPORTED int llamaspec_kernels_multiply(int type, const void *weights, size_t ro
     dst.data = out, dst.nb[0] = 4, dst.nb[1] = 4 * n_rows, dst.src[0] = &w, dst.src[1] = &a;
     if (!fits(&dst)) return 0;
     const Batch batch(&dst);
-    std::vector<char> memory(batch.work_bytes(n_threads));
-    char *work = aligned(memory.data());
+    const std::unique_ptr<char[]> memory(new (std::nothrow) char[batch.work_bytes(n_threads)]);
+    if (!memory) return 0;
+    char *work = aligned(memory.get());
     for (int i = n_threads - 1; i >= 0; i--) batch.quantize(work, i, n_threads);
     for (int64_t first = 0; first < n_rows; first += chunk_rows)
         batch.multiply_rows(work, work + batch.quantized_bytes(), 0, first, std::min(n_rows, first + chunk_rows));
@@ -531,7 +551,7 @@ EXPORTED int llamaspec_kernels_multiply(int type, const void *weights, size_t ro
 }
 
 // For tests: attention over f16 or bf16 keys [n_cells, n_kv, key_length] and values, with q [n, n_heads, key_length] and
-// mask [n, n_cells].
+// mask [n, n_cells]. Returns 0 if there is no memory.
 EXPORTED int llamaspec_kernels_attend(int type_k, int type_v, const float *q, const void *k, const void *v,
                                       const void *mask, const float *sinks, const float *slopes, float scale,
                                       float softcap, int n, int n_heads, int n_kv, int key_length, int value_length,
@@ -547,7 +567,8 @@ EXPORTED int llamaspec_kernels_attend(int type_k, int type_v, const float *q, co
     a.mask = static_cast<const char *>(mask), a.mask_bytes = 2 * n_cells, a.sinks = sinks, a.slopes = slopes;
     a.scale = scale, a.softcap = softcap, a.out = out;
     const Items items(a, n, n_threads);
-    char *scratch = attention_scratch(a.scratch_bytes(items.heads, items.positions));
-    for (int i = 0; i < items.count(); i++) items.compute(a, i, scratch);
+    const std::unique_ptr<char[]> memory(new (std::nothrow) char[items.scratch_bytes(a) + 64]);
+    if (!memory) return 0;
+    for (int i = 0; i < items.count(); i++) items.compute(a, i, aligned(memory.get()));
     return 1;
 }

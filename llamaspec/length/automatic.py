@@ -10,6 +10,7 @@ win but lose at the moment, they are explored now and then. tests/simulator.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -130,14 +131,15 @@ class AutoSequence:
         """The width to time in this round; None = no padding."""
         return self._begun().timed_width
 
-    def observe(self, round_: Round) -> None:
-        """Learn acceptance and costs."""
+    def observe(self, round_: Round) -> Round:
+        """Learn acceptance and costs; return the round with the seconds of a stall."""
         plan = self._begun()  # the drafter may not have asked
         found = [*verified_tokens(round_), *((round_.counterfactual,) if round_.counterfactual else ())]
         for confidence, outcome in found:
             self._acceptance[round_.source].learn(outcome, confidence)
         paid = any(outcome > 0.5 for _, outcome in found)
-        self._shared.learn(round_, plan, paid=paid, n_unread=self.reading.n_unread, depth=self.depth)
+        n_unread, depth = self.reading.n_unread, self.depth
+        credible = self._shared.learn(round_, plan, paid=paid, n_unread=n_unread, depth=depth)
         if round_.source in COPIES and len(round_.draft):
             n_right = self._longest_copy if round_.n_accepted == len(round_.draft) else round_.n_accepted
             self._longest_copy = min(max(FIRST, 2 * n_right), LONGEST_COPY)
@@ -145,6 +147,7 @@ class AutoSequence:
         self.is_drafting = round_.n_priced_steps > 0
         self.reading.observe(round_)
         self._plan = None
+        return replace(round_, stalled_seconds=round_.draft_seconds + round_.verify_seconds - credible)
 
     def close(self) -> None:
         """End the completion."""

@@ -43,6 +43,8 @@ AGED = 0.12  # what a kept timing gains until the next run
 DRIFT, WEAR = 0.01, 0.003  # what the scale, and each ratio, gains from one evaluation to the next
 STALE = 0.2  # a width that is less certain is timed again
 OUTLIER, LASTING = 0.25, 3  # larger surprises are clipped, unless as many of a width come in a row
+IMPLAUSIBLE = 3 * GUESS  # the same for what is only guessed, or beside other programs
+STEPPING = 0  # stands for draft steps among the widths of outliers
 
 
 class Costs:
@@ -155,18 +157,18 @@ class Costs:
 
     def observe_verify(
         self, width: int, seconds: float, attention: Attention = NO_ATTENTION, *, is_disturbed: bool = False
-    ) -> None:
-        """Learn from one evaluation of the target.
+    ) -> float:
+        """Learn from one evaluation of the target; return its seconds without a stall of the machine.
 
         If it was disturbed, because other programs took cores, the ratio of its width is only learnt as long
         as it is uncertain, and stays so.
         """
         if seconds <= 0:
-            return
+            return 0.0
         self.n_timed, self.is_disturbed = self.n_timed + 1, is_disturbed
         self._age()
         noise = NOISE if self._n[_knot(width)] else FIRST
-        self._learn_evaluation(width, seconds, attention, noise, is_disturbed=is_disturbed)
+        return self._learn_evaluation(width, seconds, attention, noise, is_disturbed=is_disturbed)
 
     def observe_prompt(self, width: int, seconds: float, attention: Attention = NO_ATTENTION) -> None:
         """Learn from a prompt chunk of the target. It computes no logits, so its time tells less."""
@@ -193,18 +195,27 @@ class Costs:
         surprise = log(seconds / n / self.reading_seconds)
         if not self._knows_reading:
             self._belief.means[self._reading] = log(READING) + self._belief.means[self._step]
-            self._knows_reading = True
+            self._knows_reading, limit = True, IMPLAUSIBLE
         else:
-            surprise = min(surprise, OUTLIER)
-        self._belief.learn(self._product(self._scale, self._reading), surprise, CHUNK)
+            limit = OUTLIER
+        self._belief.learn(self._product(self._scale, self._reading), min(surprise, limit), CHUNK)
 
-    def observe_draft(self, n_steps: float, n_unread: int, seconds: float, depth: float = 0.0) -> None:
-        """Learn from the draft steps of one round, unless most of the time was prompt processing."""
-        if not n_steps or seconds <= 0 or n_unread > LAG:
-            return
-        surprise = log(seconds / self.drafting_seconds(n_steps, n_unread, depth))
-        if self.knows_step:
-            surprise = min(surprise, OUTLIER)
+    def observe_draft(self, n_steps: float, n_unread: int, seconds: float, depth: float = 0.0) -> float:
+        """Learn from the draft model's time in one round; return it without a stall of the machine.
+
+        Nothing is learnt if most of it was prompt processing, nor from a first step that is too slow to be
+        believed: it may have waited for the disk, and a draft that seems so slow would never be tried again.
+        """
+        expected = self.drafting_seconds(max(n_steps, 1), n_unread, depth)
+        is_learnt = n_steps > 0 and n_unread <= LAG
+        limit = OUTLIER if is_learnt and self.knows_step else IMPLAUSIBLE
+        credible = min(seconds, expected * exp(limit))
+        if not is_learnt or seconds <= 0:
+            return credible
+        if not self.knows_step and credible < seconds and not self._n_outliers[STEPPING]:
+            self._n_outliers[STEPPING] = 1
+            return credible
+        surprise = log(credible / expected)
         if surprise < -OUTLIER:  # nothing makes a step faster by chance: the earlier ones were held up
             self._belief.doubt(self._step, -surprise)
 
@@ -218,6 +229,7 @@ class Costs:
         self._belief.doubt(self._step, WEAR)
         self._belief.learn(expect, surprise, 2 * NOISE if self.knows_step else FIRST)
         self.knows_step = True
+        return credible
 
     def learned(self) -> CostCurve:
         """Return what the next run should start with."""
@@ -263,7 +275,8 @@ class Costs:
 
     def _learn_evaluation(
         self, width: int, seconds: float, attention: Attention, noise: float, *, is_disturbed: bool = False
-    ) -> None:
+    ) -> float:
+        """Learn from an evaluation; return its seconds without a stall of the machine."""
         knot = _knot(width)
         if knot != 1 and knot not in self._ratios:
             self._ratios[knot] = self._belief.add(*self._guessed(knot))
@@ -277,7 +290,7 @@ class Costs:
             effects = {
                 self._scale: 1.0,
                 self._attention: 1.0 - of_weights / total,
-                self._share: of_others / total if means[self._share] < 0 else 0.0,
+                self._share: of_others / total,
             }
             if knot != 1:
                 effects[self._ratios[knot]] = of_weights / total
@@ -288,11 +301,18 @@ class Costs:
         self._n[knot] += 1
         self._timed[knot] += 1
         if is_disturbed:
+            limit = IMPLAUSIBLE
+            if surprise > limit:
+                limit = max(limit, 3 * self._belief.spread(effects))
+            credible = min(surprise, limit)
             uncertain = {self._ratios[knot]} if knot != 1 and self._deviation(knot) > STALE else set()
-            self._belief.learn(expect, surprise, BUSY if uncertain else noise, only={self._scale, *uncertain})
+            self._belief.learn(expect, credible, BUSY if uncertain else noise, only={self._scale, *uncertain})
         else:
-            self._learn_credible(knot, expect, surprise, noise, effects)
+            credible = self._learn_credible(knot, expect, surprise, noise, effects)
+        # Held at 1, not only read as 1: from there it must still follow evaluations that are faster.
+        self._belief.means[self._share] = min(self._belief.means[self._share], 0.0)
         self._every = np.empty(0)
+        return seconds * exp(min(credible - surprise, 0.0))  # nothing makes it faster by chance
 
     def _learn_credible(
         self,
@@ -301,8 +321,8 @@ class Costs:
         surprise: float,
         noise: float,
         effects: Mapping[int, float],
-    ) -> None:
-        """Learn from an evaluation, but little from an outlier.
+    ) -> float:
+        """Learn from an evaluation, but little from an outlier; return how much of the surprise is believed.
 
         A stall of the machine is clipped. Surprises of the same kind in a row show that something has
         changed, and nothing makes an evaluation faster by chance.
@@ -325,6 +345,7 @@ class Costs:
         self._belief.learn(expect, surprise, noise)
         if sign and not has_changed and knot != 1:
             self._belief.doubt(unsure, OUTLIER)  # so it is timed again soon
+        return surprise
 
     def _guessed(self, knot: int) -> tuple[float, float]:
         """Return a first guess of the logarithm of a ratio, and its standard deviation."""

@@ -53,8 +53,9 @@ class FixedLength:
     def timed_width(self) -> None:
         """None: nothing is timed."""
 
-    def observe(self, round_: Round) -> None:
-        """Do nothing: there is nothing to learn."""
+    def observe(self, round_: Round) -> Round:
+        """Return the round: there is nothing to learn."""
+        return round_
 
     def close(self) -> None:
         """Do nothing."""
@@ -92,9 +93,9 @@ class SequenceAtMost:
         """As the policy decides."""
         return self.sequence.timed_width()
 
-    def observe(self, round_: Round) -> None:
+    def observe(self, round_: Round) -> Round:
         """Let the policy learn."""
-        self.sequence.observe(round_)
+        return self.sequence.observe(round_)
 
     def close(self) -> None:
         """End the sequence."""

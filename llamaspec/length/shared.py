@@ -18,6 +18,7 @@ from llamaspec.values import COPIES, Round, Source
 
 FREE = COPIES | {Source.GRAMMAR}  # sources that need no draft step
 SHARE, CREDIT = 0.015, 2.0  # budget for timing and exploring: share of all time; plain tokens at first
+STALLED = 1.3  # relative to an evaluation, an estimate of a plain one that cannot be right
 CHANGED = 0.1  # relative change of plain decoding after which it is timed again soon
 USUAL = 256.0  # tokens of a completion, before any has ended
 CAUTION = 0.5  # share of the usual length to count on, because completions end by chance
@@ -85,6 +86,7 @@ class Shared:
         self.usual_length = USUAL  # tokens of a completion
         self.on_work: Callable[[float], object] = _ignore  # receives the seconds of each round
         self._latest = -1  # serial number of the latest evaluation
+        self._verify_seconds = 0.0  # of that, without a stall
 
     @property
     def counted_length(self) -> float:
@@ -118,41 +120,46 @@ class Shared:
             gain=self._earlier.plus(Gain(self._n_tokens, self._seconds, self._plain_seconds)),
         )
 
-    def learn(self, round_: Round, plan: RoundPlan, *, paid: bool, n_unread: int, depth: float) -> None:
+    def learn(self, round_: Round, plan: RoundPlan, *, paid: bool, n_unread: int, depth: float) -> float:
         """Learn from a round of a completion; an evaluation that several share is learnt once.
 
         `paid`: a draft token was accepted. `n_unread`: tokens that the draft model also had to process.
-        `depth`: cached tokens that a position attended to.
+        `depth`: cached tokens that a position attended to. Returns the seconds of drafting and verifying
+        without a stall of the machine, as the costs judge them. Only these count for budget and gain, and
+        without overhead, which plain rounds have, too.
         """
         n_made, n_steps = round_.n_accepted + 1, round_.n_priced_steps
-        if n_steps:
-            self.costs.observe_draft(n_steps, n_unread, round_.draft_seconds, depth)
-        seconds = round_.seconds / round_.n_sequences
-        self.credit += SHARE * seconds
+        drafting = self.costs.observe_draft(n_steps, n_unread, round_.draft_seconds, depth)
         if round_.evaluation != self._latest or round_.n_sequences == 1:
-            self._learn_costs(round_)
+            self._verify_seconds = self._learn_costs(round_)
+        spent = drafting + self._verify_seconds
+        seconds = spent / round_.n_sequences
+        self.credit += SHARE * (seconds + min(round_.overhead_seconds, seconds))
         if plan.times_plain:
             self.plain.n_since = 0
         if plan.explored is self.drafting or plan.timed_width is not None:
             self.credit -= max(seconds - n_made * plan.plain, 0.0)
         if n_steps and plan.explored is self.drafting:
             self.drafts.learn(paid=paid)
-        if round_.plain_seconds is not None and not round_.verified_in.n_prefill:
+        plain = round_.plain_seconds
+        # No round takes less than a plain one: a longer estimate is from a stall that nothing has corrected.
+        if plain is not None and not round_.verified_in.n_prefill and plain <= STALLED * self._verify_seconds:
             self._n_tokens += n_made
-            # Plain rounds have the overhead, too.
-            self._seconds += seconds - round_.overhead_seconds / round_.n_sequences
-            self._plain_seconds += n_made * round_.plain_seconds / round_.n_sequences
+            self._seconds += seconds
+            self._plain_seconds += n_made * plain / round_.n_sequences
         self.on_work(seconds)
+        return spent
 
-    def _learn_costs(self, round_: Round) -> None:
+    def _learn_costs(self, round_: Round) -> float:
+        """Learn from the evaluation of a round; return its seconds without a stall."""
         self._latest = round_.evaluation
         self.drafts.n_since += 1
         self.plain.n_since += 1
-        if round_.verified_in.n_prefill:  # the seconds without the prompt chunk are unknown
-            return
         seen = round_.verified_in
+        if seen.n_prefill:  # the seconds without the prompt chunk are unknown
+            return min(round_.verify_seconds, self.costs.seconds(seen.width - seen.n_prefill, seen.attention))
         before = self.costs.seconds(seen.width, seen.attention)
-        self.costs.observe_verify(
+        credible = self.costs.observe_verify(
             seen.width, round_.verify_seconds, seen.attention, is_disturbed=seen.is_disturbed
         )
         if self.costs.n_timed == TIMED:
@@ -163,6 +170,7 @@ class Shared:
             )
         elif self.costs.is_surprised:  # does plain decoding take longer, too?
             self.plain.n_since = FARTHEST
+        return credible
 
 
 def _ignore(_seconds: float) -> None: ...

@@ -67,6 +67,7 @@ class BlockDraft(DraftModel):
         )
         weights = draft_weights(file, target.weights, options, on_load)
         with closing(weights):  # the context keeps them alive
+            self.identity = weights.keys.identity
             self.stores = [PrefixStore(limit_of=target.store)]
             self.context = DraftContext(weights, options, file, target.context, self._abort, *self.stores)
         self._with_caches = [self.context]
@@ -171,7 +172,7 @@ def _named(request: ForwardRequest) -> ForwardRequest:
     assert request.hidden is not None
     keys = window_keys(request.tokens[: _n_known(request)], request.hidden.begin)
     block = ~np.concatenate((request.tokens[_n_known(request) :], request.draft))
-    return ForwardRequest(MTP, np.concatenate((keys, block)), request.n_scored)
+    return ForwardRequest(MTP, np.concatenate((keys, block)), request.n_scored, scope=request.scope)
 
 
 def _answer(request: ForwardRequest, n_cached: int) -> int | Unprepared:

@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.prefix_store import Bytes
-from llamaspec.values import NO_TOKENS, ForwardRequest, TokenArray, n_common
+from llamaspec.values import NO_SCOPE, NO_TOKENS, ForwardRequest, Scope, TokenArray, n_common, serves
 
 BLOCK = 256  # cells; llama.cpp's attention passes over whole blocks
 
@@ -29,6 +29,7 @@ class CachedSequence:
     """A sequence of cached tokens, and their cells."""
 
     seq_id: int  # llama.cpp's
+    scope: Scope = NO_SCOPE
     last_used: int = 0
     n_reserved: int = 0  # cells that the next evaluation fills
     n_padding: int = 0  # of these, cells for padding
@@ -50,6 +51,10 @@ class CachedSequence:
     def shared(self, tokens: TokenArray) -> int:
         """Return the length of the common beginning with `tokens`."""
         return n_common(self.tokens[: self.n], tokens)
+
+    def known(self, tokens: TokenArray, scope: Scope) -> int:
+        """Return how many of the first tokens of a sequence of some scope this one can supply."""
+        return self.shared(tokens) if serves(self.scope, scope) else 0
 
     def segment(self, request: ForwardRequest) -> Segment:
         """Return what to evaluate for a request that begins with this sequence."""

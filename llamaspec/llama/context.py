@@ -23,6 +23,7 @@ from llamaspec.errors import (
     ModelFileError,
     ScoresError,
 )
+from llamaspec.kernels import OFF, library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import BLOCK, Cells
@@ -45,6 +46,7 @@ from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows
 if TYPE_CHECKING:
     from llamaspec.llama.recurrent import RecurrentCache
 
+HALVES = {"f16", "bf16"}  # the cache types that our attention reads
 CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
 CONTEXT_BYTES = 1 << 30  # and at most as much as the weights, or this if they are smaller
 STATES_BACK = 8  # earlier states for llama.cpp to keep: (1 + this) times the memory of one
@@ -304,7 +306,7 @@ def _free_context_size(weights: Weights, options: ModelOptions) -> int:
         room = free_gpu_bytes()  # the weights are loaded already
     if weights.facts.keeps_states:
         n_bytes, room = 0, room // 4  # each sequence gets its own context
-    per_token = weights.kv_bytes_per_token(options)
+    per_token = weights.kv_bytes_per_token(options) + attention_bytes_per_token(weights, options)
     return default_context_size(weights.trained_context_size, per_token, n_bytes, room)
 
 
@@ -322,11 +324,26 @@ def default_context_size(trained: int, kv_bytes_per_token: float, weights_bytes:
     return n
 
 
+def attention_bytes_per_token(weights: Weights, options: ModelOptions) -> int:
+    """Return the main memory that our attention takes for each token of a context while it evaluates."""
+    is_here = weights.facts.keeps_positions and not leaves_main_memory(options, weights.devices)
+    return attention_bytes(options, weights.heads_per_key) if is_here else 0
+
+
+def attention_bytes(options: ModelOptions, heads_per_key: int) -> int:
+    """Return the same for a model in main memory whose weights are not loaded."""
+    is_ours = options.flash_attention != "off" and {options.cache_type_k, options.cache_type_v} <= HALVES
+    if not is_ours or options.kernels == OFF or runtime.kernels().level is None:
+        return 0
+    return library.bytes_per_cell(heads_per_key, options.threads or resources.default_threads())
+
+
 def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
-    """Raise MemoryFullError if main memory cannot hold the KV cache: the system would kill the process."""
+    """Raise MemoryFullError if a full KV cache does not fit: the system would kill the process."""
     if leaves_main_memory(options, weights.devices):
         return
-    n_bytes, room = weights.kv_bytes_per_token(options) * n_cells, resources.available_bytes()
+    per_token = weights.kv_bytes_per_token(options) + attention_bytes_per_token(weights, options)
+    n_bytes, room = per_token * n_cells, resources.available_bytes()
     if n_bytes > room:
         raise MemoryFullError(
             f"a context of {n_cells} tokens needs {n_bytes / 2**30:.1f} GiB, but only "

@@ -1,7 +1,8 @@
 """What a model file says about itself: its kind, and how much memory the model takes once it is loaded.
 
 Nothing is loaded. The sizes of weights, KV cache and states are those that llama.cpp will allocate, without
-buffers for computing. tests/llama/test_file_facts.py, tests/llama/test_needed_memory.py.
+its buffers for computing; that of our attention is included. tests/llama/test_file_facts.py,
+tests/llama/test_needed_memory.py.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
 
+from llamaspec.files import file_identity
 from llamaspec.llama import resources
-from llamaspec.llama.context import STATES_BACK, default_context_size
+from llamaspec.llama.context import STATES_BACK, attention_bytes, default_context_size
 from llamaspec.llama.devices import free_gpu_bytes, leaves_main_memory
 from llamaspec.llama.gguf_file import (
     PARTS,
     GgufFile,
     TensorFacts,
     file_parts,
+    heads_per_key,
     kv_row_sizes,
     metadata_fault,
     read_gguf,
@@ -88,6 +91,7 @@ class FileFacts:
     embedding_length: int = 0
     block_count: int = 0
     template: str = ""  # the source of its chat template
+    identity: str = ""  # see `file_identity`
 
     @property
     def refusal(self) -> str | None:
@@ -127,6 +131,7 @@ def _read_facts(paths: Sequence[Path], sizes: Sequence[int]) -> FileFacts:
         embedding_length=found.number("embedding_length"),
         block_count=found.number("block_count"),
         template=found.text("tokenizer.chat_template"),
+        identity=file_identity(paths[0]),
     )
 
 
@@ -191,12 +196,17 @@ def needed_bytes(path: Path, options: ModelOptions, n_sequences: int = 1) -> int
     per_token = sum(n_key * key_bytes + n_value * value_bytes for n_key, n_value in rows)
     per_layer = _state_numbers(found) * NUMBER_BYTES
     n_layers = sum(row == (0, 0) or found.architecture in _BOTH for row in rows) if per_layer else 0
-    n_ctx = options.n_ctx or _default_context(found, options, per_token, n_weights, keeps_states=n_layers > 0)
+    is_here = per_token > 0 and not leaves_main_memory(options)
+    shared = attention_bytes(options, heads_per_key(found)) if is_here else 0  # contexts evaluate in turn
+    n_ctx = options.n_ctx or _default_context(
+        found, options, per_token + shared, n_weights, keeps_states=n_layers > 0
+    )
     if not n_layers:
-        return n_weights + round(per_token * max(n_ctx, options.n_cells or 0))
+        return n_weights + round((per_token + shared) * max(n_ctx, options.n_cells or 0))
     has_window = found.number("attention.sliding_window") > 0
     n_states = 1 + STATES_BACK if found.architecture in _ROLLS_BACK and not has_window else 1
-    return n_weights + n_sequences * round(per_token * n_ctx + per_layer * n_layers * n_states)
+    per_sequence = round(per_token * n_ctx + per_layer * n_layers * n_states)
+    return n_weights + shared * n_ctx + n_sequences * per_sequence
 
 
 def _state_numbers(found: GgufFile) -> int:

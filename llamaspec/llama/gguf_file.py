@@ -258,6 +258,12 @@ def _head_sizes(found: GgufFile, kind: str, slides: list[int]) -> list[int]:
     return [window[i] if slides[i] else whole[i] for i in range(len(slides))]
 
 
+def heads_per_key(found: GgufFile) -> int:
+    """Return how many heads share a key; 1 if there are none, or layers differ."""
+    n_heads = found.number("attention.head_count")
+    return max(1, n_heads // max(1, found.number("attention.head_count_kv", n_heads)))
+
+
 def windowed_share(found: GgufFile) -> float:
     """Return the share of layers whose attention has a sliding window, in a model that has such layers."""
     pattern = found.metadata.get(f"{found.architecture}.attention.sliding_window_pattern")

@@ -43,6 +43,7 @@ from llamaspec.values import (
     HiddenRows,
     Logits,
     Rows,
+    Scope,
     Source,
     TokenArray,
 )
@@ -59,6 +60,7 @@ class HeadInput:
     tokens: TokenArray  # [n] text, then draft tokens
     n_scored: int  # 1 = logits and the hidden row of the last token are wanted; otherwise 0
     hidden: HiddenInput
+    scope: Scope
 
     @property
     def n_text(self) -> int:
@@ -99,7 +101,8 @@ class Head:
         """Make room; return for each input its number of cached tokens, or why it cannot be evaluated."""
         answers: list[int | Unprepared] = []
         prepared = self.context.cache.prepare_all([
-            (each.number, ForwardRequest(MTP, each.keys, each.n_scored), 0) for each in batch
+            (each.number, ForwardRequest(MTP, each.keys, each.n_scored, scope=each.scope), 0)
+            for each in batch
         ])  # fmt: skip
         for each, n_cached in zip(batch, prepared, strict=True):
             if isinstance(n_cached, ContextFullError):
@@ -204,7 +207,7 @@ class SharedHead:
 
     def _prepare(self, wanted: HeadInput) -> int | Unprepared:
         n_evaluated = wanted.n_text - 1
-        request = ForwardRequest(TARGET, wanted.tokens[: wanted.n_text])
+        request = ForwardRequest(TARGET, wanted.tokens[: wanted.n_text], scope=wanted.scope)
         if not n_evaluated or list(self._target.prepare([(wanted.number, request, 0)])) != [n_evaluated]:
             return ContextFullError("the target has not cached this sequence")
         last = len(wanted.tokens) - 1
@@ -246,7 +249,7 @@ class PredictionHeads(DraftModel):
             max_scored=DRAFT_SCORED,
             heads=True,
         )
-        self._target, self.path = target, path or target.path
+        self._target, self.path, self.identity = target, path or target.path, target.identity
         self.vocabulary_size, self.context_size = target.vocabulary_size, target.context_size
         self.source = Source.MTP if draft is None else Source.EAGLE3
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
@@ -262,10 +265,12 @@ class PredictionHeads(DraftModel):
                 local = replace(options, workers=(), devices=None, tensor_split=())
                 if draft is None:
                     with closing(Weights(path, local, on_load)) as weights:  # the context keeps them alive
+                        self.identity = weights.keys.identity
                         check_pair(target.vocabulary, weights.vocabulary)
                         self._heads.append(SharedHead(weights, target, self._abort))
                 else:
                     with closing(draft_weights(draft, target.weights, local, on_load)) as weights:
+                        self.identity = weights.keys.identity
                         self.stores.append(store := PrefixStore(limit_of=target.store))
                         own = DraftContext(weights, local, draft, target.context, self._abort, store)
                         self._heads.append(Eagle3Head(own))
@@ -323,7 +328,7 @@ class PredictionHeads(DraftModel):
             raise ValueError("a prediction head scores the last token only")
         if hidden is None or not LAG <= hidden.begin < len(request.tokens) - len(hidden.own):
             raise ValueError("a prediction head needs hidden rows, and a token after one of them")
-        return HeadInput(number, request.tokens, request.n_scored, hidden)
+        return HeadInput(number, request.tokens, request.n_scored, hidden, request.scope)
 
 
 def _combine(answers: Sequence[int | Unprepared]) -> int | Unprepared:

@@ -16,8 +16,8 @@ from typing import TypeAlias
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.cells import CachedSequence, Cells, CellTable
-from llamaspec.llama.prefix_store import Bytes, PrefixStore
-from llamaspec.values import ForwardRequest, TokenArray
+from llamaspec.llama.prefix_store import Bytes, KnownPrefix, PrefixStore
+from llamaspec.values import NO_SCOPE, ForwardRequest, Scope, TokenArray
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # number of a sequence, its request, padding positions
 MIN_SHARED = 32  # minimum number of tokens to share with another sequence once the prompt is processed
@@ -90,7 +90,7 @@ class KVCache:
     def _prepare(self, number: int, request: ForwardRequest, n_padding: int) -> int:
         """Cut the sequence to its request, add tokens known elsewhere, and reserve cells for the rest."""
         n_before = request.n_reusable  # the most that the cache can supply
-        sequence = self.running.get(number) or self._assign(number, request.tokens[:n_before])
+        sequence = self.running.get(number) or self._assign(number, request.tokens[:n_before], request.scope)
         n = min(sequence.shared(request.tokens), n_before)
         sequence.n_reserved = 0
         if n < request.n_tokens:  # otherwise keep the tokens after these: the next request may want them
@@ -108,7 +108,7 @@ class KVCache:
         sequence.last_used = next(self._clock)
         return n
 
-    def _assign(self, number: int, tokens: TokenArray) -> CachedSequence:
+    def _assign(self, number: int, tokens: TokenArray, scope: Scope) -> CachedSequence:
         """Start a sequence, with the beginning of `tokens` that a finished one holds."""
         unused = self._unused()
         if not unused:
@@ -120,13 +120,14 @@ class KVCache:
             self._move_to_store(oldest)
             finished.remove(oldest)
         sequence = self.running[number] = min(unused, key=lambda each: each.n)  # an empty one
+        sequence.scope = scope
         if finished and not self._keeps_finished:
-            best = max(finished, key=lambda each: each.shared(tokens))
-            n = best.shared(tokens)
-            if n > 0 and n >= self._store.find(tokens).n:
+            best = max(finished, key=lambda each: each.known(tokens, scope))
+            n = best.known(tokens, scope)
+            if n > 0 and n >= self._store.find(tokens, scope).n:
                 self._table.take_over(sequence, best, n)
-            for each in finished:
-                self._move_to_store(each, n if each is best else 0)
+            for each in finished:  # what is taken over belongs to the new sequence's scope from now on
+                self._move_to_store(each, n if each is best and each.scope == scope else 0)
         return sequence
 
     def _unused(self) -> list[CachedSequence]:
@@ -137,7 +138,7 @@ class KVCache:
     def _take_over(self, sequence: CachedSequence, tokens: TokenArray, least: int) -> None:
         """Share the longest beginning of `tokens` that another sequence holds, if it has `least` tokens."""
         others = [other for other in self._sequences if other is not sequence]
-        n_shared = [other.shared(tokens) for other in others]
+        n_shared = [other.known(tokens, sequence.scope) for other in others]
         n = max(n_shared, default=0)
         if n >= least:
             other = others[n_shared.index(n)]
@@ -146,7 +147,7 @@ class KVCache:
 
     def _restore(self, sequence: CachedSequence, tokens: TokenArray) -> None:
         """Copy the tokens that a sequence lacks back from the store."""
-        found, start = self._store.find(tokens), 0
+        found, start = self._store.find(tokens, sequence.scope), 0
         if found.n < sequence.n + MIN_COPIED:
             return
         self._store.touch(found)
@@ -160,9 +161,10 @@ class KVCache:
                 sequence.n_reserved -= end - n
             start = end
 
-    def n_known(self, tokens: TokenArray) -> int:
-        """Return how many of the first tokens need not be evaluated again."""
-        return max([self._store.find(tokens).n, *(sequence.shared(tokens) for sequence in self._sequences)])
+    def n_known(self, tokens: TokenArray, scope: Scope = NO_SCOPE) -> int:
+        """Return how many of the first tokens need not be evaluated again for a sequence of some scope."""
+        n_held = [sequence.known(tokens, scope) for sequence in self._sequences]
+        return max([self._store.find(tokens, scope).n, *n_held])
 
     def segment(self, number: int, request: ForwardRequest) -> Segment:
         """Return what to evaluate for a prepared request."""
@@ -196,7 +198,7 @@ class KVCache:
                 self._move_to_store(sequence)
                 self._has_left = True
             else:
-                self._store.touch(self._store.find(sequence.tokens[: sequence.n]))
+                self._store.touch(self._stored(sequence))
         self._is_changing = False
 
     def store_finished(self, n_most: int) -> int:
@@ -207,7 +209,7 @@ class KVCache:
         self._start_change()
         n_copied = 0
         for sequence in sorted(self._unused(), key=lambda each: each.last_used):  # the newest drop others
-            n_known = self._store.find(sequence.tokens[: sequence.n]).n
+            n_known = self._stored(sequence).n
             if sequence.n >= n_known + MIN_COPIED and n_known >= sequence.n_offered:
                 sequence.n_offered = min(sequence.n, n_known + n_most)
                 self._copy_to_store(sequence, sequence.n_offered)
@@ -266,7 +268,11 @@ class KVCache:
             return cells.copy_out(sequence.seq_id, start, end)
 
         if cells.block:
-            self._store.put(sequence.tokens[:n], cells.block, copy)
+            self._store.put(sequence.tokens[:n], cells.block, copy, sequence.scope)
+
+    def _stored(self, sequence: CachedSequence) -> KnownPrefix:
+        """Return what the store has of a sequence."""
+        return self._store.find(sequence.tokens[: sequence.n], sequence.scope)
 
     def _has_much_garbage(self) -> bool:
         """Whether a compaction saves time: never for less than a block, unless one sequence is left alone."""

@@ -17,7 +17,7 @@ from llamaspec.errors import ContextFullError, MemoryFullError, ModelFileError
 from llamaspec.kernels import library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.cells import CachedSequence
-from llamaspec.llama.context import Context
+from llamaspec.llama.context import Context, attention_bytes_per_token
 from llamaspec.llama.devices import leaves_main_memory
 from llamaspec.llama.gguf_file import PARTS
 from llamaspec.llama.kv_cache import Prepared
@@ -25,7 +25,7 @@ from llamaspec.llama.options import N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
-from llamaspec.values import TARGET, ForwardRequest, HiddenRows, Logits, TokenArray
+from llamaspec.values import NO_SCOPE, TARGET, ForwardRequest, HiddenRows, Logits, Scope, TokenArray
 
 TILE = 64  # positions
 STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # the store takes at most 1 / STORE_SHARE of the free memory
@@ -42,6 +42,7 @@ class MemoryFacts:
     fixed_bytes: int  # of states, at any length
     n_right: int  # tokens before the rejected ones
     n_kept: int  # of these, tokens that were still cached
+    attention_bytes_per_token: int = 0  # of memory that our attention takes while it evaluates
 
     @property
     def n_repeated(self) -> int:
@@ -49,8 +50,8 @@ class MemoryFacts:
         return self.n_right - self.n_kept
 
     def size(self, n_ctx: int) -> int:
-        """Return the bytes of a full context."""
-        return self.fixed_bytes + round(self.bytes_per_token * n_ctx)
+        """Return the bytes of a full context that is evaluated."""
+        return self.fixed_bytes + round((self.bytes_per_token + self.attention_bytes_per_token) * n_ctx)
 
 
 class LlamaModel:
@@ -103,6 +104,7 @@ class LlamaModel:
         self.max_chunked_prefill = (
             0 if self.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
         )
+        self.weights.huge_pages.start()
 
     @property
     def context(self) -> Context:
@@ -139,14 +141,19 @@ class LlamaModel:
         """Number of tokens that all sequences together can cache; None if each has its own context."""
         return None if self.keeps_states else self._contexts[0].cache.size
 
-    def n_cached(self, tokens: TokenArray) -> int:
-        """Return how many of the first tokens need not be evaluated again."""
-        return max(context.cache.n_known(tokens) for context in self._contexts)
+    def n_cached(self, tokens: TokenArray, scope: Scope = NO_SCOPE) -> int:
+        """Return how many of the first tokens need not be evaluated again for a sequence of some scope."""
+        return max(context.cache.n_known(tokens, scope) for context in self._contexts)
 
     @property
     def can_share(self) -> bool:
         """Whether an evaluation may include several sequences, and padding."""
         return not self.keeps_states
+
+    @property
+    def identity(self) -> str:
+        """What identifies the file that was opened; see `FileKeys`."""
+        return self.weights.keys.identity
 
     @property
     def description(self) -> str:
@@ -268,7 +275,8 @@ class LlamaModel:
             (n_kept,) = self.prepare([(-1, ForwardRequest(TARGET, tokens), 0)])
             n_kept = n_kept if isinstance(n_kept, int) else 0
             fixed_bytes = max(0, round(sizes[0] - per_token))
-            return MemoryFacts(per_token, fixed_bytes, n_right, n_kept)
+            attention = attention_bytes_per_token(self.weights, self.options)
+            return MemoryFacts(per_token, fixed_bytes, n_right, n_kept, attention)
         finally:
             self.forget()
             self.release(-1)
@@ -361,7 +369,7 @@ class LlamaModel:
                 except MemoryFullError as error:  # until another sequence ends and leaves its context
                     return ContextFullError(str(error))
                 self._contexts += free
-            context = max(free, key=lambda each: each.cache.n_known(request.tokens))
+            context = max(free, key=lambda each: each.cache.n_known(request.tokens, request.scope))
         return context.cache.prepare_all([entry])[0]
 
 

@@ -48,7 +48,7 @@ class ModelOptions:
     n_cells: int | None = None  # size of the KV cache that all sequences share, in tokens; None = n_ctx
     max_scored: int = BATCH  # maximum number of positions in one evaluation that have logits
     repack: bool = True  # let llama.cpp repack weights for faster kernels, if ours do not take them
-    kernels: str = AUTO  # our own; "off" turns them off for the process, also for open models
+    kernels: str = AUTO  # our own, or "off"; the same for all models of a process
     devices: tuple[str, ...] | None = None  # llama.cpp's names; None = workers and all GPUs, () = none
     tensor_split: tuple[float, ...] = ()  # shares of the layers for each device; () = by free memory
     workers: tuple[str, ...] = ()  # HOST:PORT of RPC workers, whose devices are RPC0, RPC1, ...

@@ -1,6 +1,7 @@
 """A node of a prefix store as a file.
 
-A file's name is a hash of all tokens up to the end of its node, so that all processes give it the same name.
+A file's name is a hash of all tokens up to the end of its node, and of the scope that may find them, so that
+all processes give it the same name.
 llama.cpp hardly checks the content that it restores, so another hash covers the file and its model's key:
 only content for the same model and settings reaches llama.cpp. tests/llama/test_prefix_file.py.
 """
@@ -20,11 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from llamaspec.llama.prefix_store import Node
+from llamaspec.values import NO_SCOPE
 
 SUFFIX = ".prefix"
 KEY_LENGTH = 32  # characters of the key of a model or of a node
-_MAGIC = b"llamaspec prefix 4\n"
-_HEAD = struct.Struct(f"<{len(_MAGIC)}s{KEY_LENGTH}siiq")  # magic, the parent's key, flags, tokens, bytes
+_MAGIC = b"llamaspec prefix 5\n"
+# Magic, the parent's key, the scope, flags, tokens, bytes.
+_HEAD = struct.Struct(f"<{len(_MAGIC)}s{KEY_LENGTH}s{len(NO_SCOPE)}siiq")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _WHOLE, _SHARED = 1, 2  # flags of a node
 
@@ -56,7 +59,8 @@ class NodeFile:
     def write(self, used: int) -> None:
         """Write the file in one step, as last used at a time in nanoseconds. May raise OSError."""
         node, path = self.node, self.path
-        head = _HEAD.pack(_MAGIC, self.parent.encode(), _flags(node), len(node.tokens), len(node.content))
+        sizes = len(node.tokens), len(node.content)
+        head = _HEAD.pack(_MAGIC, self.parent.encode(), node.scope, _flags(node), *sizes)
         parts = (head, node.tokens.data, node.content.data)
         new = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
         try:
@@ -93,7 +97,7 @@ def read_node(path: Path, parents: Mapping[str, Node]) -> tuple[str, Node]:
         head = file.read(_HEAD.size)
         if len(head) < _HEAD.size:
             raise DamagedError
-        magic, parent, flags, n, n_bytes = _HEAD.unpack(head)
+        magic, parent, scope, flags, n, n_bytes = _HEAD.unpack(head)
         n_all = _HEAD.size + 4 * n + n_bytes + _DIGEST_BYTES
         if magic != _MAGIC or min(n - 1, n_bytes) < 0 or n_all != os.fstat(file.fileno()).st_size:
             raise DamagedError
@@ -103,7 +107,7 @@ def read_node(path: Path, parents: Mapping[str, Node]) -> tuple[str, Node]:
         tokens, content = np.fromfile(file, np.uint8, 4 * n), np.fromfile(file, np.uint8, n_bytes)
         if file.read() != _digest(path.parent.name, head, tokens.data, content.data):
             raise DamagedError
-    node = Node(parents[before], tokens.view(np.int32), content)
+    node = Node(parents[before], tokens.view(np.int32), content, scope)
     node.is_whole, node.is_shared = bool(flags & _WHOLE), bool(flags & _SHARED)
     return _key(before, node), node
 
@@ -118,7 +122,7 @@ def _flags(node: Node) -> int:
 
 
 def _key(parent: str, node: Node) -> str:
-    return _digest(parent, bytes([_flags(node)]), node.tokens.data).hex()[:KEY_LENGTH]
+    return _digest(parent, node.scope, bytes([_flags(node)]), node.tokens.data).hex()[:KEY_LENGTH]
 
 
 def _digest(key: str, *parts: bytes | memoryview) -> bytes:

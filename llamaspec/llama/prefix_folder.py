@@ -34,7 +34,6 @@ from llamaspec.llama.prefix_file import (
     read_node,
 )
 from llamaspec.llama.prefix_store import Node, PrefixStore
-from llamaspec.llama.trial import release_key
 
 if TYPE_CHECKING:
     from llamaspec.llama.model import LlamaModel
@@ -88,7 +87,6 @@ class PrefixFolder:
     limit: int  # bytes of all files together
     # By the key of a model, and that of a node: the latest use that needs no record on disk any more.
     _recorded: dict[str, dict[str, int]] = field(default_factory=dict)
-    _folders: dict[LlamaModel, Path] = field(default_factory=dict)  # of open models
 
     def __post_init__(self) -> None:
         try:
@@ -107,8 +105,6 @@ class PrefixFolder:
     def keeping(self, models: Sequence[LlamaModel], report: Report, call: Call) -> Iterator[None]:
         """During the block, load the saved sequences of some models, and save new ones every now and then."""
         is_over, told = threading.Event(), set[str]()
-        for model in models:
-            self._kept_folder(model)  # now, because other files may take the place of these
 
         def tell(line: str) -> None:
             if line not in told:  # a full disk stays full for a while
@@ -145,7 +141,7 @@ class PrefixFolder:
 
         Damaged files are deleted. Stops when `is_over` is set.
         """
-        loaded = [_Loaded(self._kept_folder(model), model.store, call) for model in models]
+        loaded = [_Loaded(self.folder_of(model), model.store, call) for model in models]
         files = [(file, i) for i, each in enumerate(loaded) for file in _found(each.folder, f"*{SUFFIX}")]
         n_tokens, damaged = 0, list[Path]()
         for rank, (file, i) in enumerate(sorted(files)):
@@ -181,7 +177,7 @@ class PrefixFolder:
         try:
             for model in models:
                 store_finished(model, call, is_over)
-                folder, used = self._kept_folder(model), call(model.store.by_last_use)
+                folder, used = self.folder_of(model), call(model.store.by_last_use)
                 for file, stamp in self._missing(folder, used, now, stuck):
                     begin = time.perf_counter()
                     max_bytes -= file.n_bytes
@@ -220,12 +216,6 @@ class PrefixFolder:
                 yield file, stamp
             after[file.key] = last_uses[file.node]  # without room, it is not tried again before it is used
 
-    def _kept_folder(self, model: LlamaModel) -> Path:
-        """Return the folder of a model. It stays the same if another file takes the place of the model's."""
-        if model not in self._folders:
-            self._folders[model] = self.folder_of(model)
-        return self._folders[model]
-
     def folder_of(self, model: LlamaModel) -> Path:
         """Return the folder of a model."""
         return self.path / prefix_key(model)
@@ -241,7 +231,7 @@ def store_finished(model: LlamaModel, call: Call, is_over: threading.Event | Non
 def prefix_key(model: LlamaModel) -> str:
     """Return a key of a model's prefixes: other weights, settings or builds of llama.cpp have another."""
     how = [*model.options.computing, model.options.heads]
-    key = json.dumps([release_key(model.path), runtime.backend_description(), *how])
+    key = json.dumps([model.weights.keys.release, runtime.backend_description(), *how])
     return hashlib.sha256(key.encode()).hexdigest()[:KEY_LENGTH]
 
 

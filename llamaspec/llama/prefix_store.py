@@ -3,9 +3,10 @@
 The store is a tree, as in SGLang's RadixAttention (arXiv 2312.07104). A node holds some tokens that follow
 those of its parent, so a common beginning of several sequences is stored once, and a conversation that grows
 adds only its new tokens. If layers keep states, a node holds a whole sequence, because a state cannot be cut.
-At a limit in bytes, the least recently used leaves are dropped. What a closed model leaves stays until this
-room is needed, for the next time that it is opened. Only the compute thread calls this module, except
-`drop_left`. tests/llama/test_prefix_store.py.
+Each node belongs to a scope, and is found only by sequences that the scope serves. At a limit in bytes, the
+least recently used leaves are dropped. What a closed model leaves stays until this room is needed, for the
+next time that it is opened. Only the compute thread calls this module, except `drop_left`.
+tests/llama/test_prefix_store.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from llamaspec.values import NO_TOKENS, TokenArray, n_common
+from llamaspec.values import NO_SCOPE, NO_TOKENS, Scope, TokenArray, n_common, serves
 
 Bytes = npt.NDArray[np.uint8]
 P = ParamSpec("P")
@@ -41,6 +42,7 @@ class Node:
     parent: Node | None
     tokens: TokenArray  # [n]
     content: Bytes
+    scope: Scope = NO_SCOPE
     is_whole: bool = False  # the content is a state, which cannot be cut
     is_shared: bool = False  # several sequences may begin with it, so it stays if one of them is stored
     checkpoints: tuple[Checkpoint, ...] = ()  # earlier states
@@ -138,12 +140,14 @@ class PrefixStore:
         with room.lock:
             return sum(node.n_bytes for root in room.left.values() for node in root.below())
 
-    def find(self, tokens: TokenArray) -> KnownPrefix:
-        """Return the longest stored beginning of `tokens`."""
+    def find(self, tokens: TokenArray, scope: Scope = NO_SCOPE) -> KnownPrefix:
+        """Return the longest stored beginning of the tokens of a sequence of some scope."""
         best, waiting = KnownPrefix(), [(self.root, KnownPrefix())]
         while waiting:
             node, found = waiting.pop()
             for child in node.children:
+                if not serves(child.scope, scope):
+                    continue
                 n = child.n_usable(tokens[found.n :])
                 longer = KnownPrefix((*found.nodes, child), found.n + n)
                 if longer.n > best.n:
@@ -152,7 +156,13 @@ class PrefixStore:
                     waiting.append((child, longer))
         return best
 
-    def put(self, tokens: TokenArray, block: int, copy: Callable[[int, int], Bytes | None]) -> None:
+    def put(
+        self,
+        tokens: TokenArray,
+        block: int,
+        copy: Callable[[int, int], Bytes | None],
+        scope: Scope = NO_SCOPE,
+    ) -> None:
         """Store a sequence in nodes of at most `block` tokens.
 
         `copy(start, end)` returns the content of a range of positions. It is called only for positions that
@@ -160,7 +170,7 @@ class PrefixStore:
         """
         if not self.limit:
             return
-        found = self.find(tokens)
+        found = self.find(tokens, scope)
         self.touch(found)
         if found.n == len(tokens):
             return
@@ -171,7 +181,7 @@ class PrefixStore:
         for start in range(n, len(tokens), block):
             new = tokens[start : start + block].copy()
             content = copy(start, start + len(new))
-            if content is None or not self.add(node := Node(parent, new, content)):
+            if content is None or not self.add(node := Node(parent, new, content, scope)):
                 return
             parent = node
 
@@ -183,18 +193,19 @@ class PrefixStore:
         checkpoints: tuple[Checkpoint, ...] = (),
         *,
         is_shared: bool = False,
+        scope: Scope = NO_SCOPE,
     ) -> None:
-        """Store a sequence whose content cannot be cut, and drop the stored beginnings of it.
+        """Store a sequence whose content cannot be cut, and drop the beginnings of it in the same scope.
 
         A beginning `is_shared` is not dropped.
         """
         if not self.limit:
             return
-        for node in tuple(self.root.children):
+        for node in [each for each in self.root.children if each.scope == scope]:
             is_beginning = n_common(node.tokens, tokens) == len(node.tokens)
             if is_beginning and (not node.is_shared or len(node.tokens) == len(tokens)):
                 self._remove(node)
-        node = Node(self.root, tokens.copy(), content, is_whole=True, is_shared=is_shared)
+        node = Node(self.root, tokens.copy(), content, scope, is_whole=True, is_shared=is_shared)
         node.checkpoints = checkpoints
         self.add(node)
 
@@ -228,7 +239,8 @@ class PrefixStore:
         if parent is None or not self._holds(parent):
             return None
         for child in parent.children:
-            if child.is_shared == node.is_shared and np.array_equal(child.tokens, node.tokens):
+            alike = child.is_shared == node.is_shared and child.scope == node.scope
+            if alike and np.array_equal(child.tokens, node.tokens):
                 return child
         if not self.has_room(node.n_bytes):
             return None

@@ -25,7 +25,7 @@ from llamaspec.llama.batch import Segment
 from llamaspec.llama.cells import CachedSequence, copy_state, put_state
 from llamaspec.llama.kv_cache import MIN_COPIED, Prepared
 from llamaspec.llama.prefix_store import Checkpoint, Node, PrefixStore
-from llamaspec.values import ForwardRequest, TokenArray
+from llamaspec.values import NO_SCOPE, ForwardRequest, Scope, TokenArray, serves
 
 MAX_CHECKPOINTS = 4
 SPACING = 8  # minimum number of tokens between two checkpoints, unless a long draft is verified
@@ -65,7 +65,7 @@ class RecurrentCache:
         ((number, request, _),) = batch
         n_before = request.n_reusable
         if number not in self.running:
-            self._start(request.tokens[:n_before])
+            self._start(request.tokens[:n_before], request.scope)
             self.running = {number: self._held}
         n_shared = self._held.shared(request.tokens)
         if n_shared == n_before == request.n_tokens:
@@ -87,14 +87,14 @@ class RecurrentCache:
         is_long = request.n_before - self._held.n >= SPACING
         return request.n_before if self._can_restore and request.n_scored > 1 and is_long else None
 
-    def shared(self, tokens: TokenArray) -> int:
-        """Return how many of the first tokens the cache holds and can return to."""
-        n = self._held.shared(tokens)
+    def known(self, tokens: TokenArray, scope: Scope) -> int:
+        """Return how many of the first tokens the cache holds, can return to, and may give to a scope."""
+        n = self._held.known(tokens, scope)
         return n if self._can_cut(self._held.n, n) else self._nearest(n)
 
-    def n_known(self, tokens: TokenArray) -> int:
-        """Return how many of the first tokens need not be evaluated again."""
-        return max(self.shared(tokens), self._store.find(tokens).n)
+    def n_known(self, tokens: TokenArray, scope: Scope = NO_SCOPE) -> int:
+        """Return how many of the first tokens need not be evaluated again for a sequence of some scope."""
+        return max(self.known(tokens, scope), self._store.find(tokens, scope).n)
 
     def segment(self, number: int, request: ForwardRequest) -> Segment:
         """Return what to evaluate for a prepared request."""
@@ -145,7 +145,7 @@ class RecurrentCache:
     def store_finished(self, n_most: int) -> int:
         """Copy a finished sequence to the store, once and as a whole; return its number of new tokens."""
         held = self._held
-        n_new = held.n - self._store.find(held.tokens[: held.n]).n
+        n_new = held.n - self._store.find(held.tokens[: held.n], held.scope).n
         if self.running or held.n_offered or not n_new:
             return 0
         held.n_offered = held.n
@@ -160,17 +160,21 @@ class RecurrentCache:
         state = copy_state(self._context, SEQUENCE)
         if state is not None:
             checkpoints = () if is_shared else tuple(self._checkpoints)
-            self._store.put_whole(held.tokens[: held.n], state, checkpoints, is_shared=is_shared)
+            tokens = held.tokens[: held.n]
+            self._store.put_whole(tokens, state, checkpoints, is_shared=is_shared, scope=held.scope)
 
-    def _start(self, tokens: TokenArray) -> None:
+    def _start(self, tokens: TokenArray, scope: Scope) -> None:
         """Make room for another sequence: store the previous one, and restore the beginning of `tokens`."""
-        n, found = self.shared(tokens), self._store.find(tokens)
+        n, found, held = self.known(tokens, scope), self._store.find(tokens, scope), self._held
         is_better = found.n >= n + MIN_COPIED
-        if is_better or self._held.n >= n + MIN_COPIED:
+        if is_better or held.n >= n + MIN_COPIED or held.scope != scope:
             self._put()
         if is_better:
             self._store.touch(found)
             self._put_back(found.nodes[-1])
+        elif not serves(held.scope, scope):
+            self.forget()
+        held.scope = scope
         self._border = self._end_of_first_message(tokens)
 
     def _end_of_first_message(self, tokens: TokenArray) -> int:

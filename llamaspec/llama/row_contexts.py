@@ -179,17 +179,18 @@ def draft_weights(
         It cannot be loaded.
     """
     weights = Weights(draft.path, options, on_load)
+    n_target, n_own = target.vocabulary.size, weights.vocabulary.size
     try:
         check_pair(target.vocabulary, weights.vocabulary)
-        n_target, n_own = target.vocabulary.size, weights.vocabulary.size
         check_tokens(draft, n_own, target.path, n_target)
-        if n_own == n_target or draft.has_token_rows:
-            return weights
     except PairError:
         weights.close()
         raise
-    weights.close()  # the target's output gives as many scores as the target has tokens
-    return Weights(draft.path, options, on_load, n_tokens=n_target)
+    if n_own != n_target and not draft.has_token_rows:
+        weights.close()  # the target's output gives as many scores as the target has tokens
+        weights = Weights(draft.path, options, on_load, n_tokens=n_target)
+    weights.huge_pages.start()
+    return weights
 
 
 class DraftModel:

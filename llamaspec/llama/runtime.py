@@ -22,7 +22,7 @@ from llama_cpp import llama_cpp as lib
 from llama_cpp._ggml import libggml
 
 from llamaspec.errors import ClosedError, printable
-from llamaspec.kernels import OFF, Kernels, library
+from llamaspec.kernels import Kernels, library
 
 _LONGEST_REASON = 500  # characters; names in a damaged file may have any length
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
@@ -89,25 +89,21 @@ log = Log()
 
 @functools.cache
 def start() -> None:
-    """Start llama.cpp and attach our kernels; later calls do nothing.
-
-    LlamaspecError if the environment variable of the kernels has an impossible value.
-    """
+    """Start llama.cpp; later calls do nothing."""
     lib.llama_log_set(log.callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
-    library.attach(loaded("ggml-cpu"), loaded("ggml-base"))
 
 
 def kernels() -> Kernels:
-    """Return our own kernels in this process, or why they are off."""
-    start()
+    """Return our own kernels in this process, or why they are off; if nobody has chosen, choose "auto"."""
+    choose_kernels(None)
     return library.facts
 
 
-def choose_kernels(choice: str) -> None:
-    """Turn our own kernels off for the whole process if the choice is "off"."""
-    if choice == OFF:
-        library.turn_off("an option switched llamaspec's off")
+def choose_kernels(choice: str | None) -> None:
+    """Choose for the whole process, before the first model is opened; see `KernelLibrary.choose`."""
+    start()
+    library.choose(choice, loaded)
 
 
 def loaded(name: str) -> ctypes.CDLL | None:

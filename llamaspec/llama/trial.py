@@ -17,6 +17,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -48,8 +49,33 @@ _SUPPLIED = Path(__file__).resolve().parent.parent / "demo"  # models that come 
 OnWait = Callable[[float], None]  # called with 0.0 repeatedly
 
 
-def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = None) -> None:
-    """Try a file whose header has been checked, unless it is trusted or has passed before.
+@dataclass(frozen=True, slots=True)
+class FileKeys:
+    """The keys of a model file that is opened, made once: later, another file may lie at its path.
+
+    Raises
+    ------
+    ModelFileError
+        The file, or another part of the model, cannot be read.
+    """
+
+    identity: str  # of its first part, in any folder: for measurements, and drafts that are made for it
+    release: str  # with the latest change of each part and the release of llama.cpp: for trials and prefixes
+
+    @classmethod
+    def of(cls, path: Path) -> FileKeys:
+        """Return the keys of the file that lies at a path now."""
+        release = hashlib.sha256(version("llama-cpp-python").encode())
+        try:
+            for part in file_parts(path):
+                release.update(f"{part.stat().st_mtime_ns} {file_identity(part)}\n".encode())
+            return cls(file_identity(path), release.hexdigest()[:32])
+        except OSError as error:
+            raise ModelFileError(f"cannot read {path}: {error.strerror}; name a readable file") from error
+
+
+def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = None) -> FileKeys:
+    """Try a file whose header has been checked, unless it is trusted or has passed before; return its keys.
 
     The trial's context is not larger than `n_ctx`. `on_wait` is called while the trial runs; an exception
     there ends it.
@@ -61,12 +87,14 @@ def ensure_tried(path: Path, n_ctx: int | None = None, on_wait: OnWait | None = 
     MemoryFullError
         The machine has no room for the model.
     """
-    if _is_trusted(path) or (record := _record(path)) is None:
-        return
+    keys = FileKeys.of(path)
+    if _is_trusted(path) or _has_passed(record := _record(keys)):
+        return keys
     check_metadata(path)
     reads_weights = _n_bytes(path) <= min(LARGE_BYTES, available_bytes())
     check_outcome(path, _try([path], n_ctx, on_wait, reads_weights=reads_weights))
     _keep(record, path)
+    return keys
 
 
 def ensure_pair_tried(
@@ -83,11 +111,11 @@ def ensure_pair_tried(
     ModelFileError, MemoryFullError
         As for `ensure_tried`.
     """
-    ensure_tried(draft, n_ctx, on_wait)
+    keys = ensure_tried(draft, n_ctx, on_wait)
     n_bytes = _n_bytes(target) + _n_bytes(draft)
     if _is_trusted(draft) or n_bytes > min(LARGE_BYTES, available_bytes()):
         return
-    if (record := _record(target, draft)) is None:
+    if _has_passed(record := _record(FileKeys.of(target), keys)):
         return
     outcome = _try([target, draft], n_ctx, on_wait, reads_weights=True)
     try:
@@ -99,30 +127,21 @@ def ensure_pair_tried(
     _keep(record, target, draft)
 
 
-def release_key(*paths: Path) -> str:
-    """Return a cache key for model files: it depends on their latest change and the release of llama.cpp."""
-    key = hashlib.sha256(version("llama-cpp-python").encode())
-    for path in paths:
-        for part in file_parts(path):
-            key.update(f"{part.stat().st_mtime_ns} {file_identity(part)}\n".encode())
-    return key.hexdigest()[:32]
-
-
 def _is_trusted(path: Path) -> bool:
     return os.environ.get(TRUST, "0") not in ("", "0") or path.resolve().parent == _SUPPLIED
 
 
-def _record(*paths: Path) -> Path | None:
-    """Return the file that records a trial; None if there has been one."""
-    try:
-        # With the version, because its checks of the metadata may be new.
-        record = cache_folder() / "tried" / f"{release_key(*paths)}-{version('llamaspec')}"
-    except OSError as error:  # from another part of the model
-        raise ModelFileError(f"cannot read {paths[-1]}: {error.strerror}; name a readable file") from error
+def _record(*files: FileKeys) -> Path:
+    """Return the file that records that these files have passed a trial together."""
+    # With the version, because its checks of the metadata may be new.
+    names = [each.release for each in files]
+    return cache_folder() / "tried" / "-".join([*names, version("llamaspec")])
+
+
+def _has_passed(record: Path) -> bool:
     with suppress(OSError):  # the folder may not be searched
-        if record.is_file():
-            return None
-    return record
+        return record.is_file()
+    return False
 
 
 def _keep(record: Path, *paths: Path) -> None:

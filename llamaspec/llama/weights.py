@@ -18,7 +18,7 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.errors import ClosedError, MemoryFullError, ModelFileError
 from llamaspec.kernels import LLAMA_CPP, library
 from llamaspec.llama import runtime
-from llamaspec.llama.devices import chosen_devices
+from llamaspec.llama.devices import chosen_devices, leaves_main_memory
 from llamaspec.llama.gguf_file import (
     PARTS,
     GgufFile,
@@ -26,14 +26,16 @@ from llamaspec.llama.gguf_file import (
     check_gguf,
     check_parts,
     file_parts,
+    heads_per_key,
     kv_row_sizes,
     multiplied_types,
     read_gguf,
     windowed_share,
 )
+from llamaspec.llama.huge_pages import HugePages, NewMappings
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
-from llamaspec.llama.trial import ensure_tried
+from llamaspec.llama.trial import FileKeys, ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary
 
 LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
@@ -93,28 +95,35 @@ class Weights:
         n_tokens: int | None = None,
     ) -> None:
         self.path = path
-        runtime.start()
         runtime.choose_kernels(options.kernels)
         self.devices = chosen_devices(options)
         check_gguf(path)
         check_parts(path)
-        ensure_tried(path, options.n_ctx, on_load)
+        self.keys = ensure_tried(path, options.n_ctx, on_load)
         file = read_gguf(path)
         others = (read_gguf(part) for part in file_parts(path)[1:])
         self.suits_kernels = suits_kernels([file, *others])
         # Our kernels take weights as they are in the file. llama.cpp repacks all that it can, or none.
         self.may_be_repacked = options.repack and not self.suits_kernels and runtime.repacking_is_safe()
-        self._handle: Handle | None = Handle(
-            self._load(
+        is_mapped = self.suits_kernels and not (vocabulary_only or leaves_main_memory(options, self.devices))
+        with NewMappings(file_parts(path) if is_mapped else ()) as mappings:
+            model = self._load(
                 options,
                 on_load,
                 vocabulary_only=vocabulary_only,
                 overrides=None if n_tokens is None else _without_texts(file.architecture, n_tokens),
-            ),
-            lib.llama_model_free,
-        )
+            )
+        self.huge_pages = huge_pages = HugePages(mappings.found)  # whoever opens contexts starts it
+
+        def free(pointer: Any) -> None:
+            huge_pages.stop()
+            lib.llama_model_free(pointer)
+
+        self._handle: Handle | None = Handle(model, free)
         try:
             self._check_kind()
+            if FileKeys.of(path) != self.keys:
+                raise ModelFileError(f"{path} changed while it was opened; open it again")
         except ModelFileError:
             self.close()
             raise
@@ -134,6 +143,7 @@ class Weights:
             keeps_positions=not is_recurrent,
         )
         self._kv_row_sizes = [] if is_recurrent else kv_row_sizes(file)
+        self.heads_per_key = heads_per_key(file)
 
     @property
     def handle(self) -> Handle:

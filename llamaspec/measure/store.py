@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from filelock import FileLock
 
-from llamaspec.files import cache_folder, file_identity, parse_json, read_file, write_file
+from llamaspec.files import cache_folder, parse_json, read_file, write_file
 from llamaspec.length.prior import Gain, LearnedPrior
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.model import LlamaModel
@@ -57,18 +57,16 @@ def ignore_line(line: str) -> None:
 
 def stored(pair: Models, kind: type[T], notify: Notify = ignore_line) -> T | None:
     """Return a kept measurement of a pair, or None; `notify` receives a warning if the file is damaged."""
-    return _read(_path(pair, _SUFFIXES[kind.__name__]), kind, notify)
+    return _stored(key_of(pair), kind, notify)
 
 
 def keep(pair: Models, measured: Any, notify: Notify = ignore_line) -> None:
     """Keep a measurement; `notify` receives a warning if the cache folder is not writable."""
-    update(pair, type(measured), lambda _: measured, notify)
+    update(key_of(pair), type(measured), lambda _: measured, notify)
 
 
-def update(
-    pair: Models, kind: type[T], change: Callable[[T | None], T], notify: Notify = ignore_line
-) -> None:
-    """Replace a kept measurement by what `change` makes of it; it gets None if there is none.
+def update(key: str, kind: type[T], change: Callable[[T | None], T], notify: Notify = ignore_line) -> None:
+    """Replace the kept measurement of a key by what `change` makes of it; it gets None if there is none.
 
     Meanwhile no other process writes, so no update is lost.
     """
@@ -76,11 +74,22 @@ def update(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / LOCK, timeout=PATIENCE):
-            path = _path(pair, _SUFFIXES[kind.__name__])
+            path = _path(key, _SUFFIXES[kind.__name__])
             write_file(path, json.dumps(asdict(cast(Any, change(_read(path, kind, ignore_line))))))
     except OSError as error:  # a lock that is not given back in time is one, too
         reason = error.strerror or str(error)
         notify(f"cannot write into {folder}: {reason}; set LLAMASPEC_CACHE to another folder")
+
+
+def key_of(pair: Models) -> str:
+    """Return the key of a pair: it depends on everything that changes costs.
+
+    That of an open pair belongs to the files that were opened; that of a plan, to those that lie there now.
+    """
+    heads = None if pair.heads is None else pair.heads.identity
+    key: list[object] = [FORMAT, *map(_model_key, pair.models), heads]
+    key += [runtime.backend_description(), platform.node()]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
 
 
 def keep_probe(pair: Models, probe: Probe, notify: Notify = ignore_line) -> None:
@@ -91,29 +100,35 @@ def keep_probe(pair: Models, probe: Probe, notify: Notify = ignore_line) -> None
     def with_costs(earlier: LearnedPrior | None) -> LearnedPrior:
         return replace(earlier or usual, curve=usual.curve, distance=usual.distance)
 
-    update(pair, LearnedPrior, with_costs)
+    update(key_of(pair), LearnedPrior, with_costs)
 
 
-def keep_gains(pair: Models, speed_ups: Mapping[str, float]) -> None:
+def keep_gains(key: str, speed_ups: Mapping[str, float]) -> None:
     """Keep the results of a benchmark; other groups of tasks keep their earlier results.
 
-    They count until enough real requests have followed, so the gain of earlier requests is dropped.
+    `key` is that of the pair when the benchmark began. The results count until enough real requests have
+    followed, so the gain of earlier requests is dropped.
     """
 
     def with_groups(earlier: BenchGains | None) -> BenchGains:
         return BenchGains({**(earlier.speed_ups if earlier else {}), **speed_ups})
 
-    update(pair, BenchGains, with_groups)
-    if stored(pair, LearnedPrior) is not None:
-        update(pair, LearnedPrior, lambda earlier: replace(earlier or LearnedPrior(), gain=Gain()))
+    update(key, BenchGains, with_groups)
+    if _stored(key, LearnedPrior) is not None:
+        update(key, LearnedPrior, lambda earlier: replace(earlier or LearnedPrior(), gain=Gain()))
 
 
 def forget(pair: Models) -> bool:
     """Delete all measurements of a pair; return whether there were any."""
-    paths = [path for suffix in _SUFFIXES.values() if os.path.lexists(path := _path(pair, suffix))]
+    key = key_of(pair)
+    paths = [path for suffix in _SUFFIXES.values() if os.path.lexists(path := _path(key, suffix))]
     for path in paths:
         path.unlink()
     return bool(paths)
+
+
+def _stored(key: str, kind: type[T], notify: Notify = ignore_line) -> T | None:
+    return _read(_path(key, _SUFFIXES[kind.__name__]), kind, notify)
 
 
 def _read(path: Path, kind: type[T], notify: Notify) -> T | None:
@@ -133,16 +148,12 @@ def _folder() -> Path:
     return cache_folder() / "curves"
 
 
-def _path(pair: Models, suffix: str) -> Path:
-    """Return the file of a measurement. Its name depends on everything that changes costs."""
-    heads = None if pair.heads is None else file_identity(pair.heads.path)
-    key: list[object] = [FORMAT, *map(_model_key, pair.models), heads]
-    key += [runtime.backend_description(), platform.node()]
-    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
-    return _folder() / f"{name}{suffix}.json"
+def _path(key: str, suffix: str) -> Path:
+    """Return the file of a measurement."""
+    return _folder() / f"{key}{suffix}.json"
 
 
 def _model_key(model: ModelFile | LlamaModel) -> list[object]:
     """Return a key of a model file and of where and how it is computed."""
     threads = model.options.threads or resources.default_threads()
-    return [file_identity(model.path), threads, *model.options.computing]
+    return [model.identity, threads, *model.options.computing]

@@ -25,6 +25,7 @@ class ServeSettings:
     parallel: int = 4  # maximum number of sequences that run at once
     max_queue: int = 64  # maximum number of waiting sequences
     keys: tuple[str, ...] = field(default=(), repr=False)
+    shared_key: str | None = field(default=None, repr=False)  # one of them, whose prefixes serve all keys
     no_auth: bool = False
     cors_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # names of this server, besides its addresses

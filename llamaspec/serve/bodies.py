@@ -56,6 +56,7 @@ BiasPairs = Annotated[list[tuple[int | BiasedText, Bias]], Field(max_length=MAX_
 TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one error, not millions
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 CountOrAny = Count | Literal[-1]  # -1, as in llama-server: as many as fit
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]  # cached tokens serve only the same salt
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -303,6 +304,7 @@ class GenerationBody(SamplingFields, ModelBody, ABC):
     """A request to generate an answer."""
 
     stream: bool | None = None
+    cache_salt: CacheSalt | None = None
 
     @property
     def is_streamed(self) -> bool:

@@ -71,7 +71,7 @@ class Job:
     max_tokens: int
     options: AnswerOptions
     prediction: TokenArray | None = None  # [m] int32, that the answer is expected to mostly repeat
-    scope: str = field(default="", repr=False)  # whose earlier answers it may copy from
+    scope: str = field(default="", repr=False)  # whose prefixes and answers it may reuse
 
     def open(self, on_prefill: Progress) -> AnswerStream:
         """Return the stream of its answer; PromptError if the prompt does not fit."""
@@ -231,7 +231,7 @@ class RequestBuilder:
         return [Prompt(tokens, constraint=constraint) for tokens in texts]
 
     async def jobs(self, prompts: Sequence[Prompt], body: GenerationBody, scope: str = "") -> list[Job]:
-        """Return one job for each prompt and choice; they copy only from answers of the same scope."""
+        """Return one job for each prompt and choice, which reuse only what the scope may know."""
         options = body.chosen_options
         biases = await run_in_threadpool(body.biases, self.vocabulary)
         self.check_token_ids(list(biases), "logit_bias")

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from llamaspec.chat.messages import ArgumentsDelta, CallDelta, Delta, Message, ReasoningDelta
 from llamaspec.serve.bodies import (
     AnswerOptions,
+    CacheSalt,
     GenerationBody,
     JsonObject,
     ModelBody,
@@ -84,6 +85,7 @@ class OllamaBody(ModelBody, ABC):
     format: Literal["", "json"] | JsonObject | None = None
     think: bool | Literal["true", "false", "low", "medium", "high", "max"] | None = None
     keep_alive: float | str | None = None  # a duration
+    cache_salt: CacheSalt | None = None
 
     @property
     def is_streamed(self) -> bool:
@@ -219,8 +221,9 @@ def _tokenized(builder: RequestBuilder, text: str, suffix: str | None) -> TokenA
 async def _respond(
     service: Service, http: Request, body: OllamaBody, prompt: Prompt, form: OllamaForm
 ) -> Response:
-    options = (body.options or OllamaOptions()).model_copy(update={"stream": body.is_streamed})
-    return await service.respond(http, options, [prompt], form)
+    options = body.options or OllamaOptions()
+    update = {"stream": body.is_streamed, "cache_salt": body.cache_salt or options.cache_salt}
+    return await service.respond(http, options.model_copy(update=update), [prompt], form)
 
 
 def time_of(seconds: float | None = None) -> str:

@@ -7,20 +7,17 @@ with `--pull`, and never deleted. tests/serve/test_ollama.py, tests/serve/test_m
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from llamaspec.files import file_identity
 from llamaspec.llama.file_facts import FileFacts, file_facts
 from llamaspec.serve.bodies import Fields
 from llamaspec.serve.http_errors import RequestError, ollama_error
@@ -60,7 +57,7 @@ async def _version(*_: object) -> Response:
 async def _tags(models: Models, _: Request) -> Response:
     """List the models."""
     listed = [model for model in await models.listed() if model.source.path.is_file()]
-    await asyncio.to_thread(lambda: [_digest(model) for model in listed])  # reads each new file once
+    await asyncio.to_thread(lambda: [_facts(model) for model in listed])  # reads each new file once
     return JSONResponse({"models": [_about(model) for model in listed]})
 
 
@@ -127,7 +124,7 @@ def _about(model: ServedModel) -> Data:
     # Ollama's lists have names with a tag. Open WebUI adds the tag to a name before it looks it up.
     name = model.name if ":" in model.name else f"{model.name}:latest"
     return {"name": name, "model": name, "modified_at": time_of(model.created),
-            "size": facts.n_bytes, "digest": _digest(model), "details": details}  # fmt: skip
+            "size": facts.n_bytes, "digest": facts.identity, "details": details}  # fmt: skip
 
 
 def _facts(model: ServedModel) -> FileFacts:
@@ -135,20 +132,6 @@ def _facts(model: ServedModel) -> FileFacts:
     with suppress(OSError):
         return file_facts(model.source.path)
     return FileFacts()
-
-
-def _digest(model: ServedModel) -> str:
-    """Return the identity of a model's file; empty if it is gone."""
-    path = model.source.path
-    with suppress(OSError):
-        found = path.stat()
-        return _identity(path, found.st_mtime_ns, found.st_size)
-    return ""
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _identity(path: Path, _changed: int, _n_bytes: int) -> str:
-    return file_identity(path)
 
 
 async def _refuse_to_delete(*_: Any) -> Response:

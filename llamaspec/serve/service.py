@@ -6,6 +6,7 @@ If a client leaves, its sequences end. A slow client pauses only its own sequenc
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence, Set
@@ -33,7 +34,7 @@ from llamaspec.serve.log import WORK, ServerLog
 from llamaspec.serve.metrics import ModelMetrics
 from llamaspec.serve.request_queue import RequestQueue, too_late
 from llamaspec.serve.response_forms import Form, collected, sse
-from llamaspec.values import TokenArray, n_common
+from llamaspec.values import EVERYONE, TokenArray, n_common
 
 T = TypeVar("T")
 MAX_LOGGED = 64  # names in a line of the log
@@ -116,7 +117,8 @@ class Service:
         self, http: Request, body: GenerationBody, prompts: Sequence[Prompt], form: Form
     ) -> Response:
         """Generate the answers and return the response; an empty one if the client has left meanwhile."""
-        jobs = await self.builder.jobs(prompts, body, http.scope.get(OWNER, ""))
+        scope = _scope_name(self.settings, http.scope.get(OWNER, ""), body.cache_salt)
+        jobs = await self.builder.jobs(prompts, body, scope)
         if await http.is_disconnected():
             return Response(status_code=CLIENT_LEFT)
         deadline = http.scope.get(DEADLINE)
@@ -132,6 +134,19 @@ class Service:
         finally:
             submission.cancel()
         return Response(status_code=CLIENT_LEFT) if answers is None else JSONResponse(form.whole(answers))
+
+
+def _scope_name(settings: ServeSettings, key: str, salt: str | None) -> str:
+    """Return the scope of a request: whose prefixes and answers it may reuse.
+
+    With several keys, each key has its own; those of the shared key serve all. A salt divides a scope.
+    """
+    owner = key if len(settings.keys) > 1 else ""
+    if salt is not None:
+        return json.dumps([owner, salt])
+    if not owner:
+        return ""
+    return EVERYONE if key == settings.shared_key else json.dumps([owner])
 
 
 class EventStream(StreamingResponse):

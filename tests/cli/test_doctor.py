@@ -415,7 +415,7 @@ def test_the_figures_of_the_room() -> None:
     draft = examined(
         "draft",
         facts=replace(FACTS, weights_bytes=3 * 2**27),
-        memory=replace(MEMORY, bytes_per_token=2048.0, fixed_bytes=2**20),
+        memory=replace(MEMORY, bytes_per_token=1536.0, fixed_bytes=2**20, attention_bytes_per_token=512),
         context_size=512,
     )
     models = [examined(context_size=2**18), draft]

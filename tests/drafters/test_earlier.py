@@ -7,7 +7,7 @@ import pytest
 
 from fakes import tokens
 from llamaspec.drafters.alignment import LONGEST_MATCH
-from llamaspec.drafters.earlier import BEGINNING, MIN_MATCH, N_ANSWERS, N_TOKENS, EarlierAnswers
+from llamaspec.drafters.earlier import BEGINNING, MIN_MATCH, N_ANSWERS, N_TOKENS, N_TRIED, EarlierAnswers
 from llamaspec.drafters.ngram import SURE, NgramDrafter
 from llamaspec.length.fixed import FixedLength
 from llamaspec.values import Draft, Source, TokenArray
@@ -29,6 +29,14 @@ def n_matching(text: list[int], place: int, end: list[int]) -> int:
     while n < min(place, len(end), LONGEST_MATCH) and text[place - 1 - n] == end[-1 - n]:
         n += 1
     return n
+
+
+def test_answers_of_another_scope_do_not_hide_any() -> None:
+    """Only the latest places with a hash are compared: so one user learnt what others' answers contain."""
+    answers = answers_of((PROMPT, ANSWER), scope="one")
+    for _ in range(N_TRIED):
+        answers.of("two").add(PROMPT, ANSWER)
+    assert answers.of("one").longest_match(ANSWER[:20], 0) is not None
 
 
 @pytest.mark.parametrize("seed", range(8))

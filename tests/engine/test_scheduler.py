@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from llamaspec.engine.stream import TextStream
 from llamaspec.errors import ContextFullError
 from llamaspec.length.automatic import AutoLength
 from llamaspec.protocols import SequenceLength
-from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, TokenArray
+from llamaspec.values import DRAFT, TARGET, Draft, ForwardRequest, Round, TokenArray, scope_of
 from stepped import Stepped
 from texts import Letters, V, alone, draft, stream, target
 
@@ -129,6 +130,23 @@ def test_room_for_a_common_beginning_is_counted_once() -> None:
         assert not any(of.is_swapped_out for of in streams)
         for of in streams:
             of.ready()
+
+
+@pytest.mark.parametrize(("scopes", "n_running"), [("aaaa", 4), ("abcd", 2)])
+def test_only_sequences_of_one_scope_have_cells_in_common(scopes: str, n_running: int) -> None:
+    """All requests of a sequence have its scope, also those of drafters."""
+    models = both(n_cells=300, context_size=400)
+    scheduler = Stepped(models)
+    beginning = tuple(i % V for i in range(100))
+    streams = [stream(scheduler, models, beginning, scope=scope) for scope in scopes]
+    for of in streams:
+        of.begin()
+    scheduler.step()
+    assert sum(not of.is_swapped_out for of in streams) == n_running
+    run_together(streams)
+    for model in models.values():
+        asked = {request.scope for step in model.evaluated for request in step.requests}
+        assert asked == {scope_of(scope) for scope in scopes}
 
 
 def test_sequences_that_cannot_share_are_evaluated_one_by_one() -> None:
@@ -393,8 +411,9 @@ def test_the_seconds_of_a_round_are_complete(
     clock = Clock()
 
     class Learns(Length):
-        def observe(self, round_: object) -> None:
+        def observe(self, round_: Round) -> Round:
             clock.passes(0.5)
+            return replace(round_, stalled_seconds=7.0)
 
     models = {
         TARGET: target(clock=clock, seconds=100.0, context_size=99),
@@ -407,6 +426,7 @@ def test_the_seconds_of_a_round_are_complete(
     assert spent[0] == (expected[0], expected[1], expected[2] - 0.5)  # no learning before the first round
     assert set(spent[1:-2]) == {expected}
     assert [r.n_draft_steps for r in done.rounds[:-2]] == [0 if drafter else 2] * (len(done.rounds) - 2)
+    assert {r.stalled_seconds for r in done.rounds} == {7.0}, "as the policy judges them"
     assert done.prefill_seconds == (100.0 if drafter else 103.0)
     assert clock.now == sum(r.seconds for r in done.rounds) + done.prefill_seconds + 0.5
 

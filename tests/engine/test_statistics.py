@@ -66,6 +66,8 @@ def test_the_speed_up_over_plain_decoding() -> None:
     )  # beside a prompt: does not count
     assert gain(believing(seconds, [*made, beside])) == told
     assert gain(believing(seconds, [beside])) is None
+    paused = replace(ALONE, verify_seconds=ALONE.verify_seconds + 3_600, stalled_seconds=3_600)
+    assert gain(believing(seconds, [paused, SHARED, PLAIN])) == pytest.approx(told)
     assert gain(believing({1: 1.0}, made)) is None  # four sequences were never timed without drafts
     assert gain(believing(seconds, [a_round((1,), seconds=(0.0, 0.0, 0.0))])) is None
     assert gain([]) is None

@@ -5,7 +5,6 @@
 
 #define API extern "C" __attribute__((visibility("default")))
 
-static int is_on = 0;
 static const char *level = "avx512";
 static long long calls = 0;
 using Product = bool (*)(const void *, void *);
@@ -19,17 +18,16 @@ API const char *llamaspec_kernels_attach(void *cpu, void *base) {
     return std::getenv("STAND_IN_REFUSES") ? "llama.cpp is another one; install an older one" : nullptr;
 }
 
-API void llamaspec_kernels_enable(int value) { is_on = value; }
-API int llamaspec_kernels_is_on(void) { return is_on; }
 API const char *llamaspec_kernels_level(void) { return level; }
 API int llamaspec_kernels_set_level(const char *name) { return !std::strcmp(name, level); }
 API int llamaspec_kernels_covers(int type) { return type == 2; } // Q4_0
 API long long llamaspec_kernels_calls(void) { return calls; }
 API long long llamaspec_kernels_missed(void) { return 0; }
+API size_t llamaspec_kernels_bytes_per_cell(int heads, int n_threads) { return heads * n_threads; }
 
 #ifdef TAKES_PRODUCTS
 API bool ggml_compute_forward_mul_mat_tiled(const void *parameters, void *result) {
-    calls += is_on; // from several threads: only whether it is 0 matters
+    calls += product != nullptr; // from several threads: only whether it is 0 matters
     return product && product(parameters, result);
 }
 #endif

@@ -14,18 +14,22 @@ from packaging.requirements import Requirement
 
 from command import python
 from llamaspec.errors import LlamaspecError
-from llamaspec.kernels import OFF, VARIABLE, KernelLibrary, Kernels, parse_choice
+from llamaspec.kernels import AUTO, OFF, VARIABLE, KernelLibrary, Kernels, parse_choice
 from llamaspec.llama import runtime
 
 Q4_0, Q8_0 = 2, 8
 FACTS = """
 import sys
+from contextlib import suppress
 from pathlib import Path
 import llamaspec.kernels as kernels  # `from llamaspec import` would import everything
 kernels.library.path = Path(sys.argv[1])
 {first}
-from llamaspec import ModelOptions, open_pair, demo_target
-with open_pair(demo_target(), ngram=False, target_options=ModelOptions(threads=1, **{options})) as pair:
+from llamaspec import LlamaModel, LlamaspecError, ModelOptions, open_pair, demo_target
+options = ModelOptions(threads=1, **{options})
+with open_pair(demo_target(), demo_target(), ngram=False, target_options=options) as pair:
+    with suppress(LlamaspecError):  # it comes too late
+        LlamaModel(demo_target(), ModelOptions(threads=1, kernels="off"))
     completion = pair.stream("import os", seed=3, max_tokens=8).run()
 print(kernels.library.facts)
 print(kernels.library.n_products > 0)
@@ -52,12 +56,7 @@ def loaded(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> KernelLibrary:
     monkeypatch.delenv(VARIABLE, raising=False)
     library = KernelLibrary(stand_in)
     library.load()
-    ctypes.CDLL(str(stand_in)).llamaspec_kernels_enable(0)  # as in the beginning
     return library
-
-
-def attach(library: KernelLibrary) -> None:
-    library.attach(runtime.loaded("ggml-cpu"), runtime.loaded("ggml-base"))
 
 
 def test_llama_cpp_calls_a_library_that_was_loaded_first(called_stand_in: Path) -> None:
@@ -104,39 +103,39 @@ def test_who_does_not_want_them_is_not_warned(stand_in: Path, monkeypatch: pytes
     assert library.facts == Kernels(reason=f"{VARIABLE} is off")
 
 
-def test_they_are_on_only_after_they_were_attached(loaded: KernelLibrary) -> None:
-    assert loaded.facts == Kernels(reason="llama.cpp has not been started")
-    assert not loaded.covers(Q4_0)
-    loaded.turn_on()
-    assert loaded.facts.level is None
-    attach(loaded)
-    assert loaded.facts == Kernels("avx512", 7)
-    assert (loaded.covers(Q4_0), loaded.covers(Q8_0)) == (True, False)
-    is_on = ctypes.CDLL(str(loaded.path)).llamaspec_kernels_is_on
-    assert is_on() == 1
-    loaded.turn_off("of a test")
-    loaded.turn_off("of another test")
-    attach(loaded)
-    assert loaded.facts == Kernels(reason="of a test")
-    assert (is_on(), loaded.covers(Q4_0), loaded.facts.key) == (0, False, [])
-    loaded.turn_on()
-    assert (is_on(), loaded.covers(Q4_0), loaded.facts.key) == (1, True, ["avx512", 7])
+@pytest.mark.parametrize("first", [None, AUTO])
+def test_once_on_they_stay_on(loaded: KernelLibrary, first: str | None) -> None:
+    """A switch during an evaluation of another model made it hang, or gave logits that were not numbers."""
+    assert loaded.facts == Kernels(reason="no model has been opened")
+    assert (loaded.covers(Q4_0), loaded.bytes_per_cell(6, 4)) == (False, 0)
+    loaded.choose(first, runtime.loaded)
+    with pytest.raises(
+        LlamaspecError, match=r"^kernels='off' comes too late, .* started with 'auto'; .*=off$"
+    ):
+        loaded.choose(OFF, runtime.loaded)
+    loaded.choose(AUTO, runtime.loaded)
+    assert (loaded.facts, loaded.facts.key) == (Kernels("avx512", 7), ["avx512", 7])
+    assert (loaded.covers(Q4_0), loaded.covers(Q8_0), loaded.bytes_per_cell(6, 4)) == (True, False, 24)
 
 
-def test_they_may_be_turned_off_before_llama_cpp_starts(loaded: KernelLibrary) -> None:
-    """`doctor --kernels off` once showed them as on."""
-    loaded.turn_off("of a test")
-    attach(loaded)
-    assert loaded.facts == Kernels(reason="of a test")
-    loaded.turn_on()
-    assert loaded.facts == Kernels("avx512", 7)
+def test_once_off_they_stay_off(loaded: KernelLibrary) -> None:
+    loaded.choose(OFF, runtime.loaded)
+    with pytest.raises(LlamaspecError, match=r"^kernels='auto' comes too late, .* started with 'off'"):
+        loaded.choose(AUTO, runtime.loaded)
+    for same in (OFF, None):
+        loaded.choose(same, runtime.loaded)
+        assert loaded.facts == Kernels(reason="an option switched llamaspec's off")
+    assert (loaded.covers(Q4_0), loaded.facts.key) == (False, [])
 
 
-def test_another_llama_cpp(loaded: KernelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_choice_is_right_for_another_llama_cpp(
+    loaded: KernelLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STAND_IN_REFUSES", "1")
-    attach(loaded)
-    assert loaded.facts == Kernels(reason="llama.cpp is another one; install an older one", is_misfit=True)
-    assert ctypes.CDLL(str(loaded.path)).llamaspec_kernels_is_on() == 0
+    for choice in (AUTO, OFF, AUTO):
+        loaded.choose(choice, runtime.loaded)
+        reason = "llama.cpp is another one; install an older one"
+        assert loaded.facts == Kernels(reason=reason, is_misfit=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -153,7 +152,7 @@ def test_the_loaded_copy_of_a_library_is_found() -> None:
 def test_a_build_of_llama_cpp_without_such_libraries(loaded: KernelLibrary) -> None:
     assert runtime.loaded("ggml-cpu") is not None
     assert runtime.loaded("ggml-nothing") is None
-    loaded.attach(None, runtime.loaded("ggml-base"))
+    loaded.choose(AUTO, lambda name: None if name == "ggml-cpu" else runtime.loaded(name))
     (found,) = re.findall(
         r"^llama.cpp's kernels only: this build of llama.cpp has no libggml-cpu; pip install '(.*)'$",
         loaded.facts.describe(),
@@ -169,7 +168,7 @@ def test_a_library_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.Mon
         path.write_bytes(content)
         library = KernelLibrary(path)
         library.load()
-        attach(library)
+        library.choose(AUTO, runtime.loaded)
         assert "cannot be loaded" in library.facts.describe()
         assert library.facts.describe().endswith("; install llamaspec again")
 
@@ -179,7 +178,7 @@ def test_a_library_that_was_not_built(tmp_path: Path, monkeypatch: pytest.Monkey
     library = KernelLibrary(tmp_path / "missing.so")
     monkeypatch.setattr(sys, "platform", "linux")
     library.load()
-    attach(library)
+    library.choose(AUTO, runtime.loaded)
     is_possible = "not built; install a C++ compiler" in library.facts.describe()
     assert is_possible == (os.uname().machine in ("x86_64", "aarch64"))
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -196,12 +195,12 @@ def test_words_for_off(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["on", "1", "yes", "avx2", "\x1b"])
 def test_a_wrong_word_in_the_environment(stand_in: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """A program is told when it starts llama.cpp, and not when it imports llamaspec."""
+    """A program is told when it opens a model, and not when it imports llamaspec."""
     monkeypatch.setenv(VARIABLE, text)
     library = KernelLibrary(stand_in)
     library.load()
     with pytest.raises(LlamaspecError) as caught:
-        attach(library)
+        library.choose(AUTO, runtime.loaded)
     assert str(caught.value) == (
         f"the environment variable {VARIABLE} cannot be used: kernels must be auto or off, got {text!r}"
     )

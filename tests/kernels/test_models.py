@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from forward_requests import request, text
+from kernels.library import at_level, open_library
 from llamaspec import LlamaModel
 from llamaspec.kernels import library
 from llamaspec.llama import runtime
@@ -19,11 +18,9 @@ ONE_ORDER = ("llama", "mixtral", "gemma3")  # families whose logits do not depen
 
 
 @pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
+def _kernels() -> None:
     if runtime.kernels().level is None:
         pytest.skip(f"no kernels: {runtime.kernels().reason}")
-    yield
-    library.turn_on()
 
 
 def logits(model: LlamaModel, n_tokens: int, width: int) -> Logits:
@@ -43,8 +40,8 @@ def test_logits_are_those_of_llama_cpp(opened: OpenModel, kind: str, dtype: str)
     before = library.n_products
     ours = logits(model, 24, 4)
     assert library.n_products > before
-    library.turn_off("a test compares")
-    theirs = logits(model, 24, 4)
+    with at_level(open_library(), ""):
+        theirs = logits(model, 24, 4)
     difference = np.abs(ours - theirs).mean()  # logits have a standard deviation of 3
     assert difference < (0.01 if dtype in ("f32", "f16") else 0.25)
     assert difference > 0 or dtype == "f32"  # otherwise this compares nothing

@@ -257,6 +257,31 @@ def test_on_a_machine_that_is_always_busy_drafts_have_a_price_too() -> None:
     assert costs.next_untimed() is not None, "all are timed again as soon as the machine is calm"
 
 
+@pytest.mark.parametrize("is_disturbed", [False, True])
+def test_a_pause_is_told_apart_from_the_seconds_of_an_evaluation(is_disturbed: bool) -> None:
+    costs = timed({1: 10.0, 4: 15.0})
+    assert costs.observe_verify(4, 16.0, is_disturbed=is_disturbed) == pytest.approx(16.0)
+    assert costs.observe_verify(4, 3_600.0, is_disturbed=is_disturbed) < 130.0
+    assert costs.seconds(1) < 15.0
+    costs.observe_draft(1, 0, 1.0)
+    for n_unread in (0, 2, 20):
+        assert costs.observe_draft(1, n_unread, 3_600.0) < 30.0
+    assert costs.drafting_seconds(1) == pytest.approx(1.0, rel=0.5)
+
+
+def test_a_first_draft_step_that_waited_for_the_disk_is_timed_again() -> None:
+    """The draft was never tried again, in any run."""
+    costs = timed({1: 0.06})
+    costs.observe_draft(1, 0, 20.0)
+    assert not costs.knows_step
+    costs.observe_draft(1, 0, 0.015)
+    assert costs.drafting_seconds(1) == pytest.approx(0.015, rel=0.15)
+    slow = timed({1: 0.06})
+    for _ in range(4):
+        slow.observe_draft(1, 0, 0.3)
+    assert slow.drafting_seconds(1) > 0.06, "it is as slow as that"
+
+
 def test_a_draft_step_that_was_held_up_is_corrected_by_the_first_that_was_not() -> None:
     """The draft was hardly used in the first run, because its first step had waited for the disk."""
     costs = Costs()

@@ -7,7 +7,7 @@ before it has learnt. tests/simulator.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,16 @@ HISTORIES = {
 def test_from_the_third_normal_run_on_the_past_does_not_matter(history: str, depth: int) -> None:
     ratios = compared(after(HISTORIES[history]), machine(), depth)
     assert np.mean(ratios[2:]) >= 0.97
+
+
+def test_a_share_of_attention_that_has_reached_1_is_corrected() -> None:
+    """It stayed at 1 in all later runs, however fast their evaluations were."""
+    prior = after([NORMAL] * 5 + [DEEP])
+    assert prior.curve is not None
+    spoilt = replace(prior, curve=replace(prior.curve, attention_share=1.0))
+    corrected = after([DEEP] * 4, spoilt).curve
+    assert corrected is not None
+    assert corrected.attention_share == pytest.approx(machine().share, abs=0.1)
 
 
 def test_requests_of_different_depths_to_one_server() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from forward_requests import RandomRows, request, text
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.kv_cache import MIN_SHARED, KVCache
-from llamaspec.values import TARGET, ForwardRequest, n_common
+from llamaspec.values import EVERYONE, TARGET, ForwardRequest, n_common, scope_of
 from simulated_cells import Checked, SimulatedCells
 
 letters = st.lists(st.integers(0, 1), max_size=9)
@@ -147,6 +147,36 @@ def test_the_rest_of_a_finished_sequence_goes_to_the_store() -> None:
         n_cached = checked.run(number, ForwardRequest(TARGET, tokens))
         assert n_cached == (0, 60, 80, 85, 90, 95)[number]
         checked.cache.release(number)
+
+
+@pytest.mark.parametrize("where", ["running", "finished", "stored", "kept"])
+@pytest.mark.parametrize(
+    ("owner", "other", "n"),
+    [("a", "a", 50), ("a", "b", 0), ("", "a", 0), ("a", "", 0), (EVERYONE, "a", 50), ("a", EVERYONE, 0)],
+)
+def test_tokens_are_found_only_in_their_scope(owner: str, other: str, n: int, where: str) -> None:
+    checked = Checked(256, keeps_finished=where == "kept")
+    checked.run(0, request(50, scope=owner))
+    if where != "running":
+        checked.cache.release(0)
+    if where == "stored":
+        checked.run(1, request(20, 1, scope=other))
+    assert checked.cache.n_known(text(60), scope_of(other)) == n
+    assert checked.run(2, request(60, scope=other)) == n
+    checked.cache.release(2)
+    assert checked.run(3, request(52, scope=owner)) >= 50  # still there
+
+
+def test_a_beginning_for_everyone_is_stored_once() -> None:
+    checked = Checked(256)
+    checked.run(0, request(48, scope=EVERYONE))
+    checked.cache.release(0)
+    checked.run(1, request(9, 1))
+    n_bytes = checked.store.n_bytes
+    for number, scope in enumerate("abc", 2):
+        assert checked.run(number, request(64, scope=scope)) == 48
+        checked.cache.release(number)
+    assert checked.store.n_bytes == 2 * n_bytes  # 16 tokens of each
 
 
 @pytest.mark.parametrize("n_shared", [5, 20, 40])

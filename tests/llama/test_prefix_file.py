@@ -19,7 +19,7 @@ from llamaspec.llama import prefix_folder
 from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.prefix_file import SUFFIX, NodeFile, read_node
 from llamaspec.llama.prefix_folder import OLD_SUFFIX, PrefixFolder, call_here
-from llamaspec.values import TARGET, ForwardRequest
+from llamaspec.values import EVERYONE, TARGET, ForwardRequest, scope_of
 from model_store import ModelStore, OpenModel
 from patience import until
 from tiny_models import Recipe
@@ -158,6 +158,22 @@ def test_the_same_tokens_after_different_ones_have_a_file_each(opened: OpenModel
         after.release(0)
 
 
+def test_saved_prefixes_are_found_only_in_their_scope(opened: OpenModel, tmp_path: Path) -> None:
+    """The same tokens have a file for each scope, and one scope's may follow those for everyone."""
+    before, after, folder = opened(), opened(), PrefixFolder(tmp_path, LARGE)
+    for number, (n, seed, scope) in enumerate(((40, 0, EVERYONE), (90, 0, "a"), (50, 1, "a"), (50, 1, "b"))):
+        before.forward(request(n, seed, scope=scope), number)
+        before.release(number)
+    folder.save([before], pytest.fail)
+    assert len(files_of(folder)) == 4
+    folder.load([after], list[str]().append)
+    found = [
+        [after.n_cached(text(90, seed), scope_of(scope)) for scope in ("a", "b", "c", "", EVERYONE)]
+        for seed in (0, 1)
+    ]
+    assert found == [[90, 40, 40, 40, 40], [50, 50, 0, 0, 0]]
+
+
 def test_prefixes_of_other_models_or_settings_are_not_used(opened: OpenModel, tmp_path: Path) -> None:
     model, other, folder = opened(), opened(cache_type_v="q8_0"), PrefixFolder(tmp_path, LARGE)
     filled(model)
@@ -174,7 +190,6 @@ def test_a_file_that_takes_the_place_of_the_model_gets_no_prefixes(
     folder, path = PrefixFolder(tmp_path / "saved", LARGE), tmp_path / "model.gguf"
     shutil.copy(store.path("llama"), path)
     with LlamaModel(path, opened().options) as model:
-        folder.load([model], pytest.fail)
         shutil.copy(store.path("llama", Recipe(seed=9)), tmp_path / "new.gguf")
         (tmp_path / "new.gguf").replace(path)
         filled(model)

@@ -7,7 +7,7 @@ import pytest
 
 from forward_requests import text
 from llamaspec.llama.prefix_store import Bytes, Checkpoint, KnownPrefix, Node, PrefixStore
-from llamaspec.values import TokenArray, n_common
+from llamaspec.values import TokenArray, n_common, scope_of
 
 LARGE, BLOCK = 1 << 20, 16
 
@@ -159,6 +159,13 @@ def test_a_state_can_be_used_at_its_end_and_at_its_checkpoints() -> None:
     assert [store.find(text(n)).n for n in (11, 12, 30, 40, 50)] == [0, 12, 24, 40, 40]
     store.put_whole(text(50), state)  # replaces the sequence that it continues
     assert [store.find(text(n)).n for n in (40, 50)] == [0, 50]
+
+
+def test_a_state_replaces_only_beginnings_of_its_scope() -> None:
+    store, state, scopes = PrefixStore(LARGE), np.zeros(8, dtype=np.uint8), [scope_of(name) for name in "ab"]
+    for n, scope in zip((40, 50), scopes, strict=True):
+        store.put_whole(text(n), state, scope=scope)
+    assert [store.find(text(60), scope).n for scope in scopes] == [40, 50]
 
 
 @pytest.mark.parametrize("seed", range(5))

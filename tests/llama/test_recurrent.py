@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forward_requests import text
+from forward_requests import Count, request, text
 from llamaspec.llama.prefix_folder import PrefixFolder
-from llamaspec.values import TARGET, ForwardRequest
+from llamaspec.values import EVERYONE, TARGET, ForwardRequest, scope_of
 from model_store import OpenModel
 
 KINDS = ("mamba", "jamba", "lfm2", "qwen35")
@@ -74,3 +74,18 @@ def test_contexts_of_a_peak_are_closed(opened: OpenModel, kind: str) -> None:
     assert model.cache_use()[1] == size
     for i in range(5):  # what they held is in the store
         assert model.n_cached(prompt(i).tokens) >= len(SYSTEM) + 30
+
+
+@pytest.mark.parametrize("n", [5, 60])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_found_only_in_their_scope(opened: OpenModel, evaluated: Count, kind: str, n: int) -> None:
+    """Also if they have too few tokens to be stored."""
+    model = opened(kind)
+    for number, (scope, n_new) in enumerate((("a", n), ("b", n), ("b", 2), (EVERYONE, n), ("c", 2))):
+        assert model.n_cached(text(n), scope_of(scope)) == (n if n_new == 2 else 0)
+        evaluated.taken()
+        model.forward(request(n + 2 - (n_new == n) * 2, scope=scope), number)
+        assert evaluated.taken() == n_new
+        model.release(number)
+    if n == 60:  # what "c" has continued is still there for others
+        assert model.n_cached(text(n), scope_of("d")) == n

@@ -17,6 +17,7 @@ from llamaspec.llama.gguf_file import GgufFile, TensorFacts, multiplied_types
 from llamaspec.llama.prefix_folder import PrefixFolder
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.weights import Weights, suits_kernels
+from llamaspec.plan import make_plan
 from model_store import ModelStore, OpenModel
 from tiny_models import Recipe
 
@@ -30,23 +31,22 @@ class FakeLibrary:
 
     types: set[int] = field(default_factory=set)
     facts: Kernels = field(default_factory=lambda: Kernels("avx2", 3))
-    calls: list[str] = field(default_factory=list)
+    choices: list[str | None] = field(default_factory=list)
 
     def covers(self, ggml_type: int) -> bool:
         return ggml_type in self.types
 
-    def attach(self, *_: object) -> None:
-        self.calls.append("attach")
+    def choose(self, choice: str | None, _find: object) -> None:
+        self.choices.append(choice)
 
-    def turn_off(self, reason: str) -> None:
-        self.calls.append("off")
-        self.facts, self.types = Kernels(reason=reason), set()
+    def bytes_per_cell(self, _heads: int, _n_threads: int) -> int:
+        return 0
 
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     fake = FakeLibrary()
-    for module in ("runtime", "weights", "trial"):
+    for module in ("runtime", "weights", "trial", "context"):
         monkeypatch.setattr(f"llamaspec.llama.{module}.library", fake)
     return fake
 
@@ -133,17 +133,17 @@ def test_weights_that_our_kernels_take_stay_as_they_are(
         weights.close()
 
 
-def test_a_model_without_kernels_turns_them_off_for_the_process(
-    store: ModelStore, library: FakeLibrary, repacked: list[bool]
+@pytest.mark.parametrize("choice", [AUTO, OFF])
+def test_a_model_chooses_kernels_for_the_process(
+    store: ModelStore, library: FakeLibrary, choice: str
 ) -> None:
-    path, library.types = store.path("llama", Recipe(dtype="q4_0")), {Q4_0}
-    with LlamaModel(path, CPU):
-        assert library.facts.level is not None
-    with LlamaModel(path, ModelOptions(threads=1, gpu_layers=0, kernels=OFF)) as model:
-        assert draft_options(model).kernels == OFF
-    assert library.facts.reason == "an option switched llamaspec's off"
-    with LlamaModel(path, CPU):
-        assert repacked == [False, True, True]
+    path, options = store.path(), ModelOptions(threads=1, gpu_layers=0, kernels=choice)
+    with LlamaModel(path, options) as model:
+        assert {*library.choices} - {None} == {choice}
+        assert draft_options(model).kernels == choice
+    draft = make_plan(path, path, target_options=options).draft
+    assert draft is not None
+    assert draft.options.kernels == choice
 
 
 def test_what_is_kept_belongs_to_the_kernels(opened: OpenModel, library: FakeLibrary, tmp_path: Path) -> None:

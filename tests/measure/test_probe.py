@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from fakes import Clock
 from llamaspec import ModelOptions, Pair
+from llamaspec.llama import recurrent
+from llamaspec.llama.cells import put_state
 from llamaspec.measure.probe import (
     FULL,
     QUICK,
@@ -18,7 +21,9 @@ from llamaspec.measure.probe import (
     compare_widths,
     measure,
 )
+from llamaspec.measure.turns import Spread
 from llamaspec.values import NO_TOKENS, ForwardRequest, Logits, TokenArray
+from model_store import OpenModel
 
 KERNEL_CHANGE = 256  # cached tokens; beyond this, single positions are rounded differently
 
@@ -165,6 +170,35 @@ def test_the_draft_is_timed_by_its_own_steps() -> None:
     found = probe(model, QUICK, draft)
     assert found.draft_step is not None
     assert found.draft_step.median == pytest.approx(draft.seconds(1))
+
+
+@pytest.mark.parametrize("kind", ["llama", "jamba", "qwen35"])
+def test_an_evaluation_is_timed_as_in_decoding(
+    opened: OpenModel, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its own positions, and directly after another: a state was restored before, and 78 ms were 126."""
+    model, clock, restored = opened(kind), Clock(), list[int]()
+    evaluate = model.evaluate
+
+    def put(*state: Any) -> bool:
+        restored.append(1)
+        return put_state(*state)
+
+    def counted(batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
+        for number, request in batch:
+            cached = model.cached(number)
+            assert cached is not None
+            clock.passes(request.n_tokens - cached.n + 1_000 * len(restored))
+        restored.clear()
+        return evaluate(batch, n_padding)
+
+    monkeypatch.setattr(recurrent, "put_state", put)
+    monkeypatch.setattr(model, "evaluate", counted)
+    with Pair(model, clock=clock) as pair:
+        found = measure(pair, replace(QUICK, depths=(24, 60), most_turns=3, seconds=1e9))
+    assert {row.width: {*row.timings} for row in found.widths} == {
+        width: {Spread(width, width, width)} for width in QUICK.widths
+    }
 
 
 def test_small_contexts_shrink_widths_and_depths() -> None:

@@ -122,9 +122,10 @@ def test_processes_that_write_one_file_lose_no_update(pair: DraftPlan) -> None:
     n_processes, n_groups = 3, 5
     code = (
         "import sys; from pathlib import Path; from llamaspec import ModelOptions; "
-        "from llamaspec.measure.store import keep_gains; from llamaspec.plan import DraftPlan, ModelFile; "
+        "from llamaspec.measure.store import keep_gains, key_of; "
+        "from llamaspec.plan import DraftPlan, ModelFile; "
         "plan = DraftPlan(ModelFile(Path(sys.argv[1]), ModelOptions(threads=1))); "
-        f"[keep_gains(plan, {{f'{{sys.argv[2]}} {{i}}': 2.0}}) for i in range({n_groups})]"
+        f"[keep_gains(key_of(plan), {{f'{{sys.argv[2]}} {{i}}': 2.0}}) for i in range({n_groups})]"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [

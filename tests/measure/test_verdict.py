@@ -10,7 +10,7 @@ from llamaspec import ModelOptions
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.estimates import Acceptance
 from llamaspec.length.prior import Gain, LearnedPrior
-from llamaspec.measure.store import forget, keep, keep_gains
+from llamaspec.measure.store import forget, keep, keep_gains, key_of
 from llamaspec.measure.verdict import (
     BestFixedLength,
     best_length,
@@ -61,8 +61,8 @@ def test_costs_and_acceptance(pair: DraftPlan, prior: LearnedPrior, said: str | 
 
 def test_a_benchmark_decides_and_groups_are_kept(pair: DraftPlan) -> None:
     keep(pair, LearnedPrior(DEAR, KNOWN))
-    keep_gains(pair, {"chat": 1.58})
-    keep_gains(pair, {"edits": 2.5, "code": 0.9, "lists": 1.01})
+    keep_gains(key_of(pair), {"chat": 1.58})
+    keep_gains(key_of(pair), {"edits": 2.5, "code": 0.9, "lists": 1.01})
     assert pair_verdict(pair) == (
         "on this machine this pair is about 1.6 times as fast for chat, about 2.5 times as fast for edits, "
         "10% slower for code and as fast as without drafts for lists (measured by llamaspec bench at "
@@ -84,12 +84,12 @@ def test_a_benchmark_decides_and_groups_are_kept(pair: DraftPlan) -> None:
 )
 def test_real_requests_replace_a_benchmark(pair: DraftPlan, gain: Gain, said: str) -> None:
     """A benchmark on a busy machine said "0.31 times as fast for edits" for ever."""
-    keep_gains(pair, {"edits": 0.31})
+    keep_gains(key_of(pair), {"edits": 0.31})
     keep(pair, LearnedPrior(CHEAP, KNOWN, gain=gain))
     found = pair_verdict(pair)
     assert found is not None
     assert said in found
-    keep_gains(pair, {"edits": 1.4})
+    keep_gains(key_of(pair), {"edits": 1.4})
     assert "about 1.4 times as fast for edits" in str(pair_verdict(pair)), "the newest counts"
 
 

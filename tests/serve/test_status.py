@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llamaspec import Pair, Sampling
-from llamaspec.measure.store import keep_gains
+from llamaspec.measure.store import keep_gains, key_of
 from patience import until
 from serving import CONTEXT, Served, counters, process, said, served
 
@@ -73,7 +73,7 @@ def test_the_verdict_of_earlier_runs(demo: Pair, own_cache: None) -> None:
     """The page shows it."""
     for gains in (None, {"code": 1.58}):
         if gains is not None:
-            keep_gains(demo, gains)
+            keep_gains(key_of(demo), gains)
         with served(demo) as server:
             told = server.client.get("/props").json()["speculative"]["verdict"]
         wanted = (

@@ -132,15 +132,24 @@ def test_keys_of_the_command(demo_files: tuple[Path, Path], tmp_path: Path) -> N
     """Other users of the machine see those on the command line, so that it is warned about."""
     file = tmp_path / "keys"
     file.write_text("\ufefffrom-file\n\n", encoding="utf-8")  # as an editor on Windows saves it
-    with process("--api-key-file", str(file), env={"LLAMASPEC_API_KEY": "from-env"}) as server:
-        codes = [
-            httpx.get(f"{server.url}/v1/models", headers={"X-Api-Key": key}).status_code
-            for key in ("from-env", "from-file", "other")
+    env, body = (
+        {"LLAMASPEC_API_KEY": "from-env", "LLAMASPEC_SHARED_KEY": "shared"},
+        {"prompt": "def f(x):", "max_tokens": 1},
+    )
+    with process("--api-key-file", str(file), env=env) as server:
+        answers = [
+            httpx.post(
+                f"{server.url}/v1/completions", json=body, headers={"X-Api-Key": key}, timeout=PATIENCE
+            )
+            for key in ("other", "from-env", "shared", "from-file")
         ]
-        assert not any("--api-key-file" in line for line in server.lines)
-    assert codes == [200, 200, 401]
-    answer = invoke("serve", "--api-key", "k", "--host", "no.such.host.invalid")
+        assert not any("warning" in line for line in server.lines)
+    assert [answer.status_code for answer in answers] == [401, 200, 200, 200]
+    details = [answer.json()["usage"]["prompt_tokens_details"] for answer in answers[1:]]
+    assert [each["cached_tokens"] > 0 for each in details] == [False, False, True]
+    answer = invoke("serve", "--api-key", "k", "--shared-key", "s", "--host", "no.such.host.invalid")
     assert "--api-key-file" in answer.stderr
+    assert "LLAMASPEC_SHARED_KEY" in answer.stderr
 
 
 @needs_rpc
