@@ -40,7 +40,7 @@ template <int OFFSET, bool HALVES, bool HAS_MIN, int MOST> struct Weights {
 };
 
 inline void nibbles(const I *x, I *low, I *high) {
-    for (int g = 0; g < 4; g++) low[g] = band(x[g], ints(0x0f0f0f0f)), high[g] = band(right<4>(x[g]), ints(0x0f0f0f0f));
+    for (int g = 0; g < 4; g++) low[g] = band(x[g], ints(0x0f0f0f0f)), high[g] = high_nibbles(x[g]);
 }
 
 struct BlockQ4K : Weights<0, false, true, 15> {

@@ -41,6 +41,7 @@ inline I subtract(I x, I y) { return _mm256_sub_epi32(x, y); }
 template <int N> inline I right(I x) { return _mm256_srli_epi32(x, N); }
 template <int N> inline I left(I x) { return _mm256_slli_epi32(x, N); }
 template <int N> inline I right_signed(I x) { return _mm256_srai_epi32(x, N); }
+inline I high_nibbles(I x) { return band(right<4>(x), ints(0x0f0f0f0f)); }
 inline I look_up(const llamaspec::Table &table, I x) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_table(table)), x);
 }

@@ -53,6 +53,10 @@ template <int N> inline I right(I x) {
 }
 template <int N> inline I left(I x) { return {vshlq_n_s32(x.a, N), vshlq_n_s32(x.b, N)}; }
 template <int N> inline I right_signed(I x) { return {vshrq_n_s32(x.a, N), vshrq_n_s32(x.b, N)}; }
+inline I high_nibbles(I x) {
+    return {vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x.a), 4)),
+            vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(x.b), 4))};
+}
 inline I look_up(const llamaspec::Table &table, I x) {
     const int8x16_t values = vreinterpretq_s8_u8(vld1q_u8(table.values));
     return {vreinterpretq_s32_s8(vqtbl1q_s8(values, vreinterpretq_u8_s32(x.a))),
