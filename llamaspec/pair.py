@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
@@ -32,9 +33,10 @@ from llamaspec.errors import PromptError
 from llamaspec.length.automatic import AutoLength
 from llamaspec.length.fixed import FixedLength
 from llamaspec.length.prior import LearnedPrior
-from llamaspec.llama.model import LlamaModel
+from llamaspec.llama.model import LlamaModel, Longest
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.weights import LoadProgress
+from llamaspec.llama.vocabulary import difference
+from llamaspec.llama.weights import LoadProgress, Weights
 from llamaspec.plan import DraftPlan
 from llamaspec.protocols import Constraint, Drafter, LengthPolicy, Model
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
@@ -359,7 +361,7 @@ def load_pair(
     """Load the models of a plan; parameters and errors are those of `open_plan` in `opening.py`."""
     start, draft, heads = time.perf_counter(), None, None
     with ExitStack() as opened:  # if opening a model fails, this closes the others
-        target = LlamaModel(plan.target.path, plan.target.options, on_load, store=store)
+        target = LlamaModel(plan.target.path, plan.target.options, on_load, store, plan.longest)
         opened.callback(target.close)
         if plan.heads is not None:
             from llamaspec.hidden_drafts import open_hidden_draft
@@ -367,8 +369,15 @@ def load_pair(
             heads = open_hidden_draft(plan, plan.heads, target, on_load)
             opened.callback(heads.close)
         if plan.draft is not None:
-            draft = LlamaModel(plan.draft.path, plan.draft.options, on_load, store=target.store)
+            longest = None if plan.longest is None else partial(_longest, plan.longest, target)
+            draft = LlamaModel(plan.draft.path, plan.draft.options, on_load, target.store, longest)
             opened.callback(draft.close)
         pair = Pair(target, draft, time.perf_counter() - start, heads=heads, copying=plan.copying)
         pair.owned = opened.pop_all()
     return pair
+
+
+def _longest(longest: Longest, target: LlamaModel, draft: Weights) -> int | None:
+    """Return the tokens of a draft's longest sequence; of another vocabulary, it may need any number."""
+    is_same = difference(target.vocabulary, draft.vocabulary) is None
+    return longest(target.weights) if is_same else None

@@ -24,6 +24,7 @@ from llamaspec.values import MTP, Copying
 
 if TYPE_CHECKING:
     from llamaspec.llama.hidden_draft_file import HiddenDraftFile
+    from llamaspec.llama.model import Longest
 
 AUTO = "auto"  # given as a draft: the one that is known for the target
 NGRAM = "ngram"  # given as a draft: only copies of earlier text
@@ -55,6 +56,7 @@ class DraftPlan:
     copying: Copying = Copying.WEIGHED
     hidden_draft: HiddenDraftFile | None = None  # what heads in a file of their own are, if they read rows
     is_default: bool = False  # nobody asked for the draft: if it cannot be loaded, the target runs without
+    longest: Longest | None = None  # returns the tokens of the longest sequence, with the target's weights
 
     def __post_init__(self) -> None:
         if self.draft is not None and self.heads is not None:
@@ -69,7 +71,8 @@ class DraftPlan:
     def without_draft(self) -> DraftPlan:
         """The same target without a draft model or prediction heads."""
         options = replace(self.target.options, heads=False, hidden_layers=())
-        return DraftPlan(ModelFile(self.target.path, options), copying=self.copying)
+        target = ModelFile(self.target.path, options)
+        return DraftPlan(target, copying=self.copying, longest=self.longest)
 
     @property
     def has_room(self) -> bool:
@@ -195,9 +198,8 @@ def draft_here(target: str | Path, path: Path) -> str | None:
     """
     try:
         name = known_draft(target, lambda _: path)
-        if name not in (None, MTP):
-            locate_model(str(name))
-        return name
+        is_here = name in (None, MTP) or locate_model(str(name)).is_file()
+        return name if is_here else None
     except (ModelFileError, OSError):  # loading the model will say what is wrong
         return None
 

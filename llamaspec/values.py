@@ -131,6 +131,7 @@ class ForwardRequest:
     rows_from: int | None = None  # the answer has the target's hidden rows from this position on; None = none
     hidden: HiddenInput | None = None  # for a draft model that reads hidden rows
     scope: Scope = NO_SCOPE  # the scheduler replaces it by that of the sequence
+    likely_only: bool = False  # the logits of unlikely tokens may be -inf
     n_before: int = field(init=False)  # tokens before the first with logits
     n_reusable: int = field(init=False)  # of these, tokens that need not be evaluated if they are cached
     n_tokens: int = field(init=False)  # positions that the sequence and its draft fill in the KV cache

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader
-
+from gguf_copy import rewrite
 from llamaspec import FixedLength, Pair, Sampling
 from llamaspec.chat.session import ChatSettings, Session
 from llamaspec.chat.template import KEY, ChatTemplate
-from llamaspec.llama.quantize import rewrite
 from tiny_models import Recipe, write_llama
 from tiny_vocabulary import CONTROL, MERGES, NORMAL, Vocabulary, byte_letters, sentencepiece_vocabulary
 
@@ -52,7 +50,7 @@ def write_chat_model(path: Path, recipe: Recipe, template: str | None = TEMPLATE
 
 def with_template(path: Path, new: Path, template: str) -> Path:
     """Copy a model file and add a chat template."""
-    rewrite(GGUFReader(path), new, {KEY: template})
+    rewrite(path, new, {KEY: template})
     return new
 
 

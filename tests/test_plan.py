@@ -6,13 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from gguf import GGUFReader
 
+from gguf_copy import rewrite
 from llamaspec.catalog import Entry, add_own
 from llamaspec.errors import ModelFileError, PairError
 from llamaspec.files import file_identity
 from llamaspec.llama.options import ModelOptions
-from llamaspec.llama.quantize import rewrite
 from llamaspec.plan import DRAFT_FOR, DraftPlan, ModelFile, known_draft, make_plan
 from llamaspec.values import Copying
 from model_store import ModelStore
@@ -93,7 +92,7 @@ def test_a_draft_that_was_made_is_used_by_default(
     """If it is for this very target, and memory has room for both."""
     target, draft = tmp_path / "big.gguf", tmp_path / "big.draft-skip2.gguf"
     shutil.copy(files["big"], target)
-    rewrite(GGUFReader(files["small"]), draft, {DRAFT_FOR: file_identity(target)})
+    rewrite(files["small"], draft, {DRAFT_FOR: file_identity(target)})
     plan = make_plan(target, by_default=True)
     assert plan.draft is not None
     assert (plan.draft.path, plan.is_default) == (draft, True)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tiny_vocabulary import BYTES, Vocabulary
 
 Array = npt.NDArray[np.float32]
-Keys = dict[str, int | float | bool | list[int]]
+Keys = dict[str, int | float | bool | str | list[int]]
 
 CONV, STATE, RANK = 4, 16, 4  # sizes of a Mamba layer
 LATENT, ROPE = 32, 16  # sizes of latent attention
@@ -118,6 +118,20 @@ def write_llama(path: Path, recipe: Recipe | None = None) -> Path:
         _attention(weights, layer, recipe.n_kv_heads)
         feed_forward(weights, layer)
     return write_tensors(path, "llama", weights, attention_keys(recipe))
+
+
+def write_longrope(path: Path, recipe: Recipe, n_original: int) -> Path:
+    """A Llama with other rotary factors in contexts of more than `n_original` tokens."""
+    weights = TinyWeights(recipe)
+    _ends(weights)
+    for layer in range(recipe.n_layers):
+        _attention(weights, layer, recipe.n_kv_heads)
+        feed_forward(weights, layer)
+    for name, factor in (("short", 1.0), ("long", 4.0)):
+        weights.constant(f"rope_factors_{name}.weight", recipe.head_size // 2, factor)
+    scaling: Keys = {"type": "longrope", "original_context_length": n_original}
+    keys = attention_keys(recipe) | {f"rope.scaling.{key}": value for key, value in scaling.items()}
+    return write_tensors(path, "llama", weights, keys)
 
 
 def write_qwen3(path: Path, recipe: Recipe | None = None) -> Path:
@@ -617,13 +631,15 @@ def _type_of(name: str, tensor: Array, dtype: str) -> gguf.GGMLQuantizationType:
     return TYPES[dtype]
 
 
-def _add_key(writer: gguf.GGUFWriter, key: str, value: int | float | bool | list[int]) -> None:
+def _add_key(writer: gguf.GGUFWriter, key: str, value: int | float | bool | str | list[int]) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
     else:
         writer.add_array(key, value)
 

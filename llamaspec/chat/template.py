@@ -27,6 +27,7 @@ from llamaspec.chat.sandbox import PROCESS, RenderError, RenderTimeError
 from llamaspec.errors import NoTemplateError, SystemPromptError, TemplateError
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.llama.weights import Weights
 from llamaspec.values import NO_TOKENS, TokenArray
 
 KEY = "tokenizer.chat_template"
@@ -54,7 +55,7 @@ class ChatTemplate:
         check_template(source)
 
     @classmethod
-    def of(cls, model: LlamaModel, source: str | None = None) -> ChatTemplate:
+    def of(cls, model: LlamaModel | Weights, source: str | None = None) -> ChatTemplate:
         """Return the template in a model's file, or `source` instead; NoTemplateError if there is none."""
         if source is None:
             source = model.metadata(KEY)

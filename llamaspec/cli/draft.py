@@ -11,17 +11,14 @@ from typing import Any
 import click
 
 from llamaspec.cli.model_options import KERNELS_OPTION, fetched_model
-from llamaspec.cli.option_groups import Command, Group, Integer, option_group, refusing_values
+from llamaspec.cli.option_groups import Command, Group, option_group, refusing_values
 from llamaspec.cli.options import JSON_OPTION, read_input
 from llamaspec.cli.output import SlowProgress, say
 from llamaspec.draft_making.measuring import Trial, TrialSettings
-from llamaspec.draft_making.trim import KEEP, trim_draft
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.llama.gguf_file import check_gguf, file_parts
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import ModelOptions
-from llamaspec.llama.quantize import COPY, FILE_TYPES
-from llamaspec.measure.turns import Spread
 from llamaspec.plan import made_path
 from llamaspec.sampling.filters import Sampling
 
@@ -119,72 +116,8 @@ def distil(
         click.echo(json.dumps({"path": str(output), **found}))
         return
     click.echo(f"a draft token takes {cost:.3f} of a target token's time, acceptance {accepted:.2f}")
-    _print_written(output, measured)
-
-
-@draft.command(
-    epilog="""\b
-Examples:
-  llamaspec draft trim small.gguf --for big.gguf
-  llamaspec draft trim small.gguf --keep 65536 --text main.py --type Q4_0 --output trimmed.gguf
-""",
-)
-@click.argument("draft", metavar="DRAFT")
-@click.option(
-    "--keep", type=Integer(min=1), default=KEEP, show_default=True, help="Number of tokens to keep."
-)
-@click.option("--text", "-f", metavar="FILE", multiple=True,
-              help="File with text whose most frequent tokens are kept; may be repeated. Default: a short "
-                   "built-in text, then the lowest ids, which are mostly the most frequent tokens of "
-                   "English and code.")  # fmt: skip
-@click.option("--type", "file_type", type=click.Choice([COPY, *FILE_TYPES]), default=COPY,
-              show_default=True, help="Quantization of the trimmed draft; copy = unchanged.")  # fmt: skip
-@click.option(
-    "--for", "target", metavar="TARGET", help="The target it drafts for; --draft auto then finds it."
-)
-@click.option(
-    "--output", "-o", metavar="FILE", help="File of the trimmed draft; default: beside the target of --for."
-)
-@click.option("--force", is_flag=True, help="Replace a file of the same name.")
-@JSON_OPTION
-def trim(
-    draft: str,
-    keep: int,
-    text: tuple[str, ...],
-    file_type: str,
-    target: str | None,
-    output: str | None,
-    force: bool,
-    as_json: bool,
-) -> None:
-    """Make a draft faster: keep only the frequent tokens of its vocabulary.
-
-    Special tokens and single bytes are always kept. All other weights are copied unchanged, unless --type
-    quantizes them.
-    """
-    if output is None and target is None:
-        raise click.UsageError("name the target with --for, or the file to write with --output")
-    file, texts = _file(output, force, text), _texts(text)
-    path, owner = fetched_model(draft), None if target is None else fetched_model(target)
-    if owner is not None:
-        check_gguf(owner)
-        label = f"trim-{keep}" if file_type == COPY else f"trim-{keep}-{file_type}"
-        file = file or _new(made_path(owner, label), force)
-    assert file is not None
-    _refuse_input(file, [path, *([] if owner is None else file_parts(owner))])
-    if not texts:
-        say("no --text given, keeping the lowest ids; for other languages than English, use --text")
-    with SlowProgress("trimming"):
-        trimmed = trim_draft(path, file, texts, keep, file_type, owner)
-    if as_json:
-        click.echo(json.dumps({"path": str(file), **asdict(trimmed)}))
-        return
-    of_text = f", {trimmed.of_text:.1%} of the text" if texts else ""
-    click.echo(
-        f"kept {trimmed.n_tokens} of {trimmed.n_tokens_before} tokens{of_text}; "
-        f"{trimmed.n_bytes_before / 1e6:.0f} MB → {trimmed.n_bytes / 1e6:.0f} MB"
-    )
-    _print_written(file, None)
+    gain = f"{measured.median:.2f}x ± {measured.half:.2f}"
+    click.echo(f"wrote {printable(str(output))}, measured: {gain}")
 
 
 def _opened(path: Path, options: DraftOptions) -> LlamaModel:
@@ -220,8 +153,3 @@ def _refuse_input(output: Path | None, inputs: Iterable[Path]) -> None:
 
 def _texts(names: Sequence[str]) -> tuple[bytes, ...]:
     return tuple(read_input(Path(name), "text") for name in names)
-
-
-def _print_written(path: Path, measured: Spread | None) -> None:
-    speed = "" if measured is None else f", measured: {measured.median:.2f}x ± {measured.half:.2f}"
-    click.echo(f"wrote {printable(str(path))}{speed}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,10 @@ from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import TextStream
 from llamaspec.errors import LlamaspecError, printable
 from llamaspec.length.automatic import AutoLength
+from llamaspec.llama.weights import Weights
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
-from llamaspec.protocols import Vocabulary
+from llamaspec.protocols import Constraint, Vocabulary
 from llamaspec.values import COPIES, MTP, Round, TokenArray
 
 if TYPE_CHECKING:
@@ -110,15 +112,13 @@ def generate(
     text = prompt.read()
     seed = decoding.seed_or_random()
     quiet = output.stats is None or output.as_json or output.explain  # which says the same and more
-    with reporting(find_plan(models), models, decoding, quiet=quiet) as pair:
-        constraint = None
-        if output.json_schema is not None:
-            constraint = pair.json_schema(output.json_schema)
-        elif output.grammar is not None:
-            constraint = pair.grammar(output.grammar)
+    tokens = cache(partial(_prompt, text=text, conversation=conversation, output=output))
+    plan = replace(find_plan(models), longest=lambda target: len(tokens(target)) + decoding.max_tokens)
+    with reporting(plan, models, decoding, quiet=quiet) as pair:
+        constraint = _constraint(pair, output)
         with out.SlowProgress("processing the prompt") as progress:
             stream = pair.stream(
-                _prompt(pair, text, conversation, output),
+                tokens(pair.target.weights),
                 sampling=decoding.sampling,
                 seed=seed,
                 max_tokens=decoding.max_tokens,
@@ -151,11 +151,17 @@ def generate(
 
 
 def _prompt(
-    pair: Pair, text: bytes, conversation: shared.ChatOptions, output: GenerateOptions
-) -> TokenArray | bytes:
+    target: Weights, *, text: bytes, conversation: shared.ChatOptions, output: GenerateOptions
+) -> TokenArray:
     if conversation.chat:
-        return conversation.first_turn(pair, text, parse_special=output.special)
-    return pair.target.vocabulary.tokenize(text, parse_special=True) if output.special else text
+        return conversation.first_turn(target, text, parse_special=output.special)
+    return target.vocabulary.tokenize(text, parse_special=output.special)
+
+
+def _constraint(pair: Pair, output: GenerateOptions) -> Constraint | None:
+    if output.json_schema is not None:
+        return pair.json_schema(output.json_schema)
+    return None if output.grammar is None else pair.grammar(output.grammar)
 
 
 def _consume(stream: TextStream, output: GenerateOptions, progress: out.SlowProgress) -> bool:

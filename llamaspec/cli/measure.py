@@ -131,7 +131,7 @@ def _ordinary_tasks(pair: Pair, decoding: shared.DecodingOptions, seed: int) -> 
     tasks = [task_of(pair, prompt, decoding, seed) for prompt in prompts]
     with suppress(NoTemplateError):
         chat = shared.ChatOptions()
-        turns = [chat.first_turn(pair, each, parse_special=False) for each in prompts]
+        turns = [chat.first_turn(pair.target.weights, each, parse_special=False) for each in prompts]
         tasks = [replace(task, prompt=turn) for task, turn in zip(tasks, turns, strict=True)]
     fitting = [task for task in tasks if len(task.prompt) + task.max_tokens < pair.target.context_size]
     return fitting or tasks[:1]

@@ -107,8 +107,8 @@ _NGRAM = click.option("--ngram/--no-ngram", default=None,
                       help="Copy draft tokens from earlier text if the text repeats itself. Default: on, but "
                            "off beside a draft model with a fixed draft length.")  # fmt: skip
 _COMPUTING: tuple[Decorator, ...] = (
-    click.option("--n-ctx", "--ctx-size", "-c", type=int,
-                 help="Context size in tokens; default: the model's training context, limited by memory."),
+    click.option("--n-ctx", "--ctx-size", "-c", type=int, help="Context size in tokens; default: the model's "
+                 "training context, limited by memory; for generate no more than the text can need."),
     click.option("--draft-ctx", "--ctx-size-draft", "-cd", type=int,
                  help="Context size of the draft; default: the same as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all that fit."),

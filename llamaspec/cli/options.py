@@ -16,8 +16,8 @@ from llamaspec.cli.option_groups import Command, Decorator, Integer, Number, opt
 from llamaspec.cli.output import Detail, say
 from llamaspec.errors import PromptError
 from llamaspec.llama.options import MAX_DRAFT
+from llamaspec.llama.weights import Weights
 from llamaspec.opening import Drafting
-from llamaspec.pair import Pair
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE, RULES
 from llamaspec.sampling.filters import Sampling
 from llamaspec.values import TokenArray
@@ -297,17 +297,19 @@ class ChatOptions:
         except UnicodeEncodeError as error:
             raise ValueError("the system prompt is not UTF-8; convert it first") from error
 
-    def first_turn(self, pair: Pair, prompt: bytes, *, parse_special: bool) -> TokenArray:
+    def first_turn(self, target: Weights, prompt: bytes, *, parse_special: bool) -> TokenArray:
         """Return the tokens of a conversation whose first user message is the prompt.
 
         NoTemplateError if neither the options nor the target's file have a template.
         """
         from llamaspec.chat.messages import Message
-        from llamaspec.chat.prompt import chat_prompt
+        from llamaspec.chat.prompt import render_prompt
+        from llamaspec.chat.template import ChatTemplate
 
         message = Message("user", decoded(prompt, "the prompt"))
         messages = [Message("system", self.system), message] if self.system else [message]
-        return chat_prompt(pair, messages, template=self.chat_template, parse_special=parse_special)
+        template = ChatTemplate.of(target, self.chat_template)
+        return render_prompt(template, messages, parse_special=parse_special).tokenize(target.vocabulary)
 
 
 def _optional_chat(*, chat: bool, chat_template: str | None, **given: Any) -> ChatOptions:

@@ -198,7 +198,7 @@ class ModelDrafter:
         return (yield from self._evaluated(self.window(path), 1))
 
     def _evaluated(self, tokens: TokenArray, n_logits: int) -> Asking:
-        return (yield ForwardRequest(self.model, tokens, n_logits))
+        return (yield ForwardRequest(self.model, tokens, n_logits, likely_only=True))
 
     def _process(self, prefix: TokenArray) -> Preparing:
         """Have the model process some tokens without logits; a failure only ends the use of the model."""

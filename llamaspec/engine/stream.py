@@ -5,7 +5,6 @@ A reader may stop at any time and keeps what it has read. tests/engine/test_stre
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -72,6 +71,8 @@ class TextStream:
         return self
 
     async def __anext__(self) -> Piece:
+        import asyncio  # takes longer to import than the rest of this package
+
         news, loop = asyncio.Event(), asyncio.get_running_loop()
         self.begin(lambda: loop.call_soon_threadsafe(news.set))
         try:

@@ -14,13 +14,18 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from llamaspec.errors import LlamaspecError
 
+PANEL = 16  # rows of a matrix that are computed together
 VARIABLE = "LLAMASPEC_KERNELS"  # environment variable
 AUTO, OFF = "auto", "off"
 _OFF_WORDS = (OFF, "0", "no", "false")
@@ -194,6 +199,23 @@ class KernelLibrary:
         active = self._active
         return active is not None and bool(active.llamaspec_kernels_set_level(name.encode()))
 
+    @contextmanager
+    def only_panels(self, panels: npt.NDArray[np.int32], n_rows: int) -> Iterator[None]:
+        """Compute only some panels of matrices with `n_rows` rows, in evaluations of this thread.
+
+        `panels` has at least one index, ascending. The results of other rows are -inf. Nothing changes where
+        the kernels do not compute.
+        """
+        active = self._active
+        if active is None:
+            yield
+            return
+        active.llamaspec_kernels_want(panels.ctypes.data, len(panels), n_rows)
+        try:
+            yield
+        finally:
+            active.llamaspec_kernels_want(0, 0, 0)
+
     def bytes_per_cell(self, heads: int, n_threads: int) -> int:
         """Return the memory that attention takes for each cell if `heads` heads share a key; 0 if off."""
         active = self._active
@@ -242,6 +264,7 @@ def _open(path: Path) -> ctypes.CDLL:
         ("covers", number, [number]),
         ("calls", ctypes.c_longlong, []),
         ("missed", ctypes.c_longlong, []),
+        ("want", None, [ctypes.c_size_t] * 3),
         ("bytes_per_cell", ctypes.c_size_t, [number, number]),
     ):
         function = opened[f"llamaspec_kernels_{name}"]

@@ -24,7 +24,7 @@ using namespace llamaspec;
 
 namespace {
 
-constexpr int VERSION = 2;         // changes with results and costs
+constexpr int VERSION = 3;         // changes with results and costs
 constexpr char GGML[] = "0.25.";  // the versions of ggml that have been read and tried
 
 // llama.cpp's functions
@@ -90,8 +90,8 @@ Matrix matrix_of(const ggml_tensor *t) {
 
 // Multiply rows of a matrix with up to MAX_COLUMNS columns.
 void multiply(const Matrix &m, const Activations *quantized, const float *const *columns, int n, float *const *out,
-              char *scratch, int64_t first, int64_t end) {
-    Product product{m.data, m.row_bytes, m.n_rows, m.n_inputs, n, quantized, columns, out};
+              char *scratch, int64_t first, int64_t end, const uint8_t *next = nullptr) {
+    Product product{m.data, m.row_bytes, m.n_rows, m.n_inputs, n, quantized, columns, out, next};
     float rest[MAX_COLUMNS][MAX_LANES], *rows[MAX_COLUMNS];
     if (m.is_small()) {  // repeat the last row
         for (int r = 0; r < level->lanes; r++)
@@ -112,17 +112,46 @@ struct Chunks {
     struct alignas(64) Next { std::atomic<int64_t> i; };
     static constexpr size_t bytes(int n_threads) { return n_threads * sizeof(Next); }
 
-    Next *next;  // of each thread's part; the first of all of them is set before the barrier
-    int64_t n;
+    Next *next;  // of each thread's part; one thread sets them before the barrier
     int n_threads;
 
-    int64_t begin(int part) const { return n * part / n_threads; }
-    void start(int thread) const { new (next + thread) Next{{begin(thread)}}; }
-    template <class F> void take(int thread, F &&compute) const {
+    int64_t begin(int part, int64_t n) const { return n * part / n_threads; }
+    void start(int64_t n) const {
+        for (int i = 0; i < n_threads; i++) new (next + i) Next{{begin(i, n)}};
+    }
+    template <class F> void take(int thread, int64_t n, F &&compute) const {
         for (int k = 0; k < n_threads; k++) {
             const int part = (thread + k) % n_threads;
-            for (int64_t i; (i = next[part].i.fetch_add(1, std::memory_order_relaxed)) < begin(part + 1);) compute(i);
+            const int64_t end = begin(part + 1, n);
+            for (int64_t i; (i = next[part].i.fetch_add(1, std::memory_order_relaxed)) < end;) compute(i);
         }
+    }
+};
+
+// Panels of MAX_LANES rows, ascending: all that an evaluation needs of products with so many rows. Other rows are -inf.
+struct Panels {
+    const int32_t *indices;
+    int64_t n, n_rows;
+
+    int64_t begin(int64_t i) const { return int64_t{indices[i]} * MAX_LANES; }
+    int64_t end(int64_t i) const { return i < 0 ? 0 : std::min(n_rows, begin(i) + MAX_LANES); }
+};
+thread_local Panels wanted;  // by the thread that evaluates; n_rows 0 = all rows of all products
+
+// Rows of a chunk: enough chunks that a thread on a busy core leaves its work to others.
+int64_t chunk_of(int64_t n_rows, int n_threads) {
+    const int64_t n = n_rows / (8 * n_threads);
+    return std::max<int64_t>(MAX_LANES, (n + MAX_LANES - 1) / MAX_LANES * MAX_LANES);
+}
+
+// What the threads compute of a product. Rows are counted within the panels, if only these are wanted.
+struct Plan {
+    Panels panels{};
+    int64_t n_rows, rows_of_chunk, n_chunks;
+
+    Plan(int64_t n, int n_threads) : n_rows(n) {
+        if (n == wanted.n_rows) panels = wanted, n_rows = wanted.n * MAX_LANES;
+        rows_of_chunk = chunk_of(n_rows, n_threads), n_chunks = (n_rows + rows_of_chunk - 1) / rows_of_chunk;
     }
 };
 
@@ -148,7 +177,7 @@ struct Batch {
     }
     size_t quantized_bytes() const { return matrix.quantized_bytes(n_columns * n_slices); }
     size_t work_bytes(int n_threads) const {
-        return 64 + Chunks::bytes(n_threads) + quantized_bytes() + n_threads * matrix.scratch_bytes();
+        return 64 + padded(sizeof(Plan)) + Chunks::bytes(n_threads) + quantized_bytes() + n_threads * matrix.scratch_bytes();
     }
 
     // The activations of up to MAX_COLUMNS columns lie together.
@@ -172,27 +201,36 @@ struct Batch {
         }
     }
 
-    void multiply_rows(char *work, char *scratch, int64_t s, int64_t first, int64_t end) const {
+    void multiply_rows(char *work, char *scratch, int64_t s, int64_t first, int64_t end, int64_t next = -1) const {
         const Matrix m = slice(s);
         const float *columns[MAX_COLUMNS];
         float *outputs[MAX_COLUMNS];
         for (int64_t c = 0; c < n_columns; c += MAX_COLUMNS) {
             const int n = group(c);
             for (int i = 0; i < n; i++) columns[i] = column(s, c + i), outputs[i] = out(s, c + i);
-            multiply(m, quantized(work, s, c), columns, n, outputs, scratch, first, end);
+            multiply(m, quantized(work, s, c), columns, n, outputs, scratch, first, end,
+                     next < 0 ? nullptr : m.data + next * m.row_bytes);
         }
+    }
+
+    // Compute some panels, and leave out the rows before each of them, after the last one of all the rest.
+    void multiply_panels(char *work, char *scratch, int64_t s, const Panels &panels, int64_t first, int64_t last) const {
+        const int64_t ahead = 1 + BYTES_AHEAD / (MAX_LANES * matrix.row_bytes);
+        for (int64_t i = first; i < last; i++) {
+            leave_out(s, panels.end(i - 1), panels.begin(i));
+            const int64_t next = panels.begin(std::min(i + ahead, panels.n - 1));
+            multiply_rows(work, scratch, s, panels.begin(i), panels.end(i), next);
+        }
+        if (last == panels.n) leave_out(s, panels.end(last - 1), panels.n_rows);
+    }
+    void leave_out(int64_t s, int64_t first, int64_t end) const {
+        for (int64_t c = 0; c < n_columns; c++) std::fill(out(s, c) + first, out(s, c) + end, -INFINITY);
     }
 
     template <class T> static T *at(const ggml_tensor *t, int64_t i1, int64_t i2, int64_t i3) {
         return reinterpret_cast<T *>(static_cast<char *>(t->data) + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3]);
     }
 };
-
-// Rows of a chunk: enough chunks that a thread on a busy core leaves its work to others.
-int64_t rows_of_chunk(int64_t n_rows, int n_threads) {
-    const int64_t n = n_rows / (8 * n_threads);
-    return std::max<int64_t>(MAX_LANES, (n + MAX_LANES - 1) / MAX_LANES * MAX_LANES);
-}
 
 // Whether the kernels can compute this product; anything unusual is llama.cpp's.
 bool fits(const ggml_tensor *dst) {
@@ -220,18 +258,23 @@ bool compute_product(const ggml_compute_params *params, const ggml_tensor *dst) 
     const Batch batch(dst);
     const int ith = params->ith, nth = params->nth;
     if (params->wsize < batch.work_bytes(nth)) return false;
-    const int64_t n_rows = batch.matrix.n_rows, n = rows_of_chunk(n_rows, nth), n_chunks = (n_rows + n - 1) / n;
     char *work = aligned(params->wdata);
-    const Chunks chunks{reinterpret_cast<Chunks::Next *>(work), n_chunks * batch.n_slices, nth};
-    work += Chunks::bytes(nth);
+    auto *plan = reinterpret_cast<Plan *>(work);  // only the first thread knows what is wanted
+    const Chunks chunks{reinterpret_cast<Chunks::Next *>(work + padded(sizeof(Plan))), nth};
+    if (ith == 0) {
+        new (plan) Plan(batch.matrix.n_rows, nth);
+        chunks.start(plan->n_chunks * batch.n_slices);
+    }
+    work += padded(sizeof(Plan)) + Chunks::bytes(nth);
     char *scratch = work + batch.quantized_bytes() + ith * batch.matrix.scratch_bytes();
-    chunks.start(ith);
     batch.quantize(work, ith, nth);
     count(n_calls, params);
     barrier(params->threadpool);
-    chunks.take(ith, [&](int64_t i) {
-        const int64_t first = i % n_chunks * n;
-        batch.multiply_rows(work, scratch, i / n_chunks, first, std::min(n_rows, first + n));
+    const int64_t n_chunks = plan->n_chunks, n = plan->rows_of_chunk;
+    chunks.take(ith, n_chunks * batch.n_slices, [&](int64_t i) {
+        const int64_t first = i % n_chunks * n, end = std::min(plan->n_rows, first + n);
+        if (!plan->panels.n) return batch.multiply_rows(work, scratch, i / n_chunks, first, end);
+        batch.multiply_panels(work, scratch, i / n_chunks, plan->panels, first / MAX_LANES, end / MAX_LANES);
     });
     return true;
 }
@@ -488,6 +531,9 @@ EXPORTED const char *llamaspec_kernels_level() { return level ? level->name : ""
 EXPORTED int llamaspec_kernels_covers(int type) { return is_covered(type); }
 EXPORTED long long llamaspec_kernels_calls() { return n_calls; }
 EXPORTED long long llamaspec_kernels_missed() { return n_missed; }
+
+// Of products with n_rows rows, compute only n > 0 panels for this thread from now on, and -inf for other rows; 0 rows: all.
+EXPORTED void llamaspec_kernels_want(const int32_t *panels, int64_t n, int64_t n_rows) { wanted = {panels, n, n_rows}; }
 
 // Choose an instruction set by name, or "" to compute nothing, while nothing is evaluated; returns 0 if this processor
 // lacks it.

@@ -18,6 +18,7 @@ enum Type : int {
 constexpr int UNIT = 32;         // activations that have a scale of their own
 constexpr int MAX_COLUMNS = 64;  // of a product; wider ones are computed in parts
 constexpr int MAX_LANES = 16;    // rows that are computed together
+constexpr size_t BYTES_AHEAD = 24576;  // weights are read ahead at least this far, and at least a panel of rows
 
 // 32 activations of a column: x[i] = scale * q[i]. What follows depends on the type of the weights (`Aux`).
 struct Activations {
@@ -50,6 +51,7 @@ struct Product {
     const Activations *quantized;   // [n_inputs / UNIT, n_columns], for quantized weights
     const float *const *columns;    // [n_columns][n_inputs], for others
     float *const *out;              // [n_columns][n_rows]
+    const uint8_t *next;            // the rows to read ahead; nullptr = in the order of memory
 };
 
 // softmax(scale * q K + mask) V for each row: a head at a position. Strides are in bytes.

@@ -347,10 +347,8 @@ inline void add_step(Block &block, const uint8_t *p, size_t row_bytes, const Act
         }
 }
 
-// Weights are read ahead in the order of memory, at least this far and at least a panel of rows, into the second
-// cache: the first one has no room for them. A thread computes panels that lie one after the other.
-constexpr size_t BYTES_AHEAD = 24576;
-
+// Weights are read ahead into the second cache: the first one has no room for them. Usually a thread computes panels
+// that lie one after the other.
 template <class Block, int STEP>
 inline void read_ahead(const uint8_t *p, size_t row_bytes, const uint8_t *next) {
     constexpr int BYTES = LANES * Block::BYTES / Block::STEPS, ROWS = LANES / Block::STEPS;
@@ -378,7 +376,7 @@ template <class Block> void quantized_product(const Product &t, int64_t first, i
     for (int64_t r = first; r < end; r += LANES) {
         // The last panel begins early enough to be whole; only its new rows are stored.
         const int64_t at = r + LANES <= t.n_rows ? r : t.n_rows - LANES;
-        const uint8_t *p = t.weights + at * t.row_bytes, *next = p + ahead;
+        const uint8_t *p = t.weights + at * t.row_bytes, *next = t.next ? t.next + (at - first) * t.row_bytes : p + ahead;
         const Activations *a = t.quantized;
         F sums[MAX_COLUMNS];
         for (int c = 0; c < n; c++) sums[c] = zeros();

@@ -9,6 +9,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +32,7 @@ from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.devices import device_of, free_gpu_bytes, leaves_main_memory
 from llamaspec.llama.kv_cache import KVCache
+from llamaspec.llama.likely_tokens import LikelyTokens
 from llamaspec.llama.options import (
     BATCH,
     CACHE_TYPES,
@@ -151,7 +155,8 @@ class Context:
             n_scored += segments[-1].n_scored
         if n_positions > self.batch_size or n_scored > max(self.max_scored, len(batch)):
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
-        self.decode(segments)
+        with self._scoring([request for _, request in batch]):
+            self.decode(segments)
         self.cache.commit(new, n_padding)
         self._note_rows(batch, segments)
         return parts(self.logits(n_scored), [request.n_scored for _, request in batch])
@@ -186,6 +191,17 @@ class Context:
         if status == 1:
             raise MemoryFullError("the KV cache is full; use a larger context")
         raise EvaluationError(f"llama.cpp could not evaluate (code {status}): {said.reason}")
+
+    def _scoring(self, requests: Sequence[ForwardRequest]) -> AbstractContextManager[None]:
+        """Compute only the rows of the output matrix that the requests need."""
+        if not all(request.likely_only for request in requests):
+            return nullcontext()
+        panels = self._likely.panels([request.tokens for request in requests])
+        return nullcontext() if panels is None else library.only_panels(panels, self._likely.n_rows)
+
+    @cached_property
+    def _likely(self) -> LikelyTokens:
+        return LikelyTokens.of(self.weights.vocabulary.size, self.weights.vocabulary.eos)
 
     def _choose_threads(self, pointer: Any) -> None:
         if self._governor is not None and self._governor.n_threads != self._n_threads:
@@ -336,6 +352,18 @@ def attention_bytes(options: ModelOptions, heads_per_key: int) -> int:
     if not is_ours or options.kernels == OFF or runtime.kernels().level is None:
         return 0
     return library.bytes_per_cell(heads_per_key, options.threads or resources.default_threads())
+
+
+def with_room(weights: Weights, options: ModelOptions, n_tokens: int) -> ModelOptions:
+    """Return options for a context with room for a sequence of `n_tokens`, if the default is much larger.
+
+    One or two blocks are left for draft tokens, padding, and what measurements have cached.
+    """
+    n_ctx = (n_tokens // BLOCK + 2) * BLOCK
+    # Of two kinds of rotary factors, llama.cpp chooses by the size of the context, not of the text.
+    n_ctx = max(n_ctx, weights.original_context_size + 1)
+    is_smaller = options.n_ctx is None and n_ctx < _free_context_size(weights, options)
+    return replace(options, n_ctx=n_ctx) if is_smaller else options
 
 
 def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:

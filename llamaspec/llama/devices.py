@@ -151,6 +151,7 @@ def serve_worker(
     the address is known to be free. Raises WorkerError if it is in use, or if this build of llama.cpp has no
     workers.
     """
+    runtime.choose_kernels(None)  # no model is opened here that would choose them
     pointers, size = ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t
     start = _rpc_function(
         "ggml_backend_rpc_start_server", None, ctypes.c_char_p, ctypes.c_char_p, size, size, pointers

@@ -20,6 +20,7 @@ from typing import Any
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.files import part_names, read_beginning, regular_file
 
+ARCHITECTURE = "general.architecture"
 TOKENS = "tokenizer.ggml.tokens"
 SHARED_HEAD = "gemma4-assistant"  # a prediction head with its own weights, over the target's KV cache
 EAGLE3, DFLASH = "eagle3", "dflash"  # drafts that read hidden rows of several layers
@@ -28,6 +29,7 @@ PARTS = frozenset(
 )  # architectures that cannot be evaluated without their target
 _HEAD = struct.Struct("<4sIqq")  # magic, version, tensors, metadata entries
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_ARRAY_HEAD = struct.Struct("<IQ")  # the type and the number of its values
 _STRING, _ARRAY = 8, 9
 _SCALARS = {  # by gguf_type
     kind: struct.Struct(f"<{code}") for kind, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
@@ -78,12 +80,13 @@ class GgufFile:
     metadata: dict[str, Any] = field(default_factory=dict)  # strings, numbers, and lists of numbers by layer
     tensors: dict[str, TensorFacts] = field(default_factory=dict)  # by name
     has_all_metadata: bool = False
+    tokens_at: tuple[int, int] = (0, 0)  # [start, end) of the vocabulary's strings, in bytes
     data_start: int = 0  # where the tensors begin, in bytes
 
     @property
     def architecture(self) -> str:
         """llama.cpp's name of the architecture; empty if the file has none."""
-        return self.text("general.architecture")
+        return self.text(ARCHITECTURE)
 
     def text(self, key: str) -> str:
         """Return a string from the metadata; empty if there is none."""
@@ -138,8 +141,11 @@ def check_metadata(path: Path) -> None:
         raise ModelFileError(f"{path} is damaged: {fault}; download or convert it again")
 
 
-def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
-    """Read the metadata, without the vocabulary unless `with_tokens`; OSError if the file cannot be read."""
+def read_gguf(path: Path, *, with_tokens: bool = False, until: str | None = None) -> GgufFile:
+    """Read the metadata up to an entry, or all; OSError if the file cannot be read.
+
+    The strings of the vocabulary are left out unless `with_tokens`.
+    """
     found = GgufFile()
     with (
         regular_file(path) as file,
@@ -149,10 +155,14 @@ def read_gguf(path: Path, *, with_tokens: bool = False) -> GgufFile:
         reader = _Reader(content)
         _, _, n_tensors, n_entries = reader.unpack(_HEAD)
         for _ in range(n_entries):
-            key, (kind,) = reader.text(), reader.unpack(_U32)
+            key, (kind,), start = reader.text(), reader.unpack(_U32), reader.at
             value = reader.value(kind, keeps_strings=with_tokens and key == TOKENS)
+            if key == TOKENS:
+                found.tokens_at = start + _ARRAY_HEAD.size, reader.at
             if value is not None:
                 found.metadata[key] = value
+            if key == until:
+                return found
         found.has_all_metadata = True
         for _ in range(n_tensors):
             name, (n_dimensions,) = reader.text(), reader.unpack(_U32)
@@ -179,7 +189,7 @@ def read_numbers(path: Path, found: GgufFile, name: str) -> list[int]:
 def needs_target(path: Path) -> bool:
     """Whether a file cannot be evaluated without its target; False if it cannot be read."""
     with suppress(OSError):  # loading the file will raise an error that says why
-        return read_gguf(path).architecture in PARTS
+        return read_gguf(path, until=ARCHITECTURE).architecture in PARTS
     return False
 
 
@@ -347,7 +357,7 @@ class _Reader:
             return self.text()
         if kind != _ARRAY:
             return self.unpack(_SCALARS[kind])[0]
-        (kind,), (n,) = self.unpack(_U32), self.unpack(_U64)
+        kind, n = self.unpack(_ARRAY_HEAD)
         if kind != _STRING:
             scalar, start = _SCALARS[kind], self._at
             self.skip(n * scalar.size)

@@ -6,9 +6,10 @@ sequence has its own context, because llama.cpp cannot roll them back independen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -17,7 +18,7 @@ from llamaspec.errors import ContextFullError, MemoryFullError, ModelFileError
 from llamaspec.kernels import library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.cells import CachedSequence
-from llamaspec.llama.context import Context, attention_bytes_per_token
+from llamaspec.llama.context import Context, attention_bytes_per_token, with_room
 from llamaspec.llama.devices import leaves_main_memory
 from llamaspec.llama.gguf_file import PARTS
 from llamaspec.llama.kv_cache import Prepared
@@ -32,6 +33,8 @@ STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # the store takes at most 1 / STORE_S
 N_TEXT, N_DRAFT, N_REJECTED = 16, 4, 2  # tokens of `try_memory`
 NO_LIMIT = 1 << 31  # tokens
 N_WIDE = 64  # positions of `why_inexact`: from 32 on, llama.cpp may give products to BLAS or a GPU
+
+Longest: TypeAlias = Callable[[Weights], int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,9 @@ class LlamaModel:
         Called with the loaded fraction.
     store : PrefixStore, optional
         Another model's store, whose limit this model's store shares; default: a limit of its own.
+    longest : callable, optional
+        Returns the tokens of the longest sequence that will be evaluated, so that the default context is no
+        larger than it needs to be; None = any number.
 
     Raises
     ------
@@ -81,6 +87,7 @@ class LlamaModel:
         options: ModelOptions | None = None,
         on_load: LoadProgress | None = None,
         store: PrefixStore | None = None,
+        longest: Longest | None = None,
     ) -> None:
         self.path = path
         self.options = options or ModelOptions()
@@ -96,7 +103,8 @@ class LlamaModel:
                     f"{path} is only a part of a model ({self.weights.facts.architecture}); "
                     "give the whole model"
                 )
-            context = self._open(self.options)
+            options, n_tokens = self.options, None if longest is None else longest(self.weights)
+            context = self._open(options if n_tokens is None else with_room(self.weights, options, n_tokens))
         except BaseException:
             self.weights.close()
             raise

@@ -12,17 +12,13 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import LlamaspecError, ModelFileError, printable
 from llamaspec.llama import runtime
 from llamaspec.llama.child import end_with_answer, end_with_parent, run_child
-from llamaspec.values import TokenArray
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader
 
 COPY = "copy"  # instead of a file type: tensors keep their types
 FILE_TYPES = {
@@ -95,41 +91,6 @@ def _copy(source: str, destination: str, file_type: str, entries: dict[str, Any]
     with runtime.log.of_call() as said:
         status = lib.llama_model_quantize(*paths, ctypes.byref(parameters))
     return said.reason if status else ""
-
-
-def rewrite(
-    reader: GGUFReader, path: Path, entries: Mapping[str, Any], rows: Mapping[str, TokenArray] | None = None
-) -> None:
-    """Write the file of a reader to another path with some changes, one tensor after another.
-
-    `entries` are new values of metadata; None removes an entry. Entries that the file lacks must be strings.
-    `rows` are the rows to keep of some tensors; the others keep all.
-    """
-    import gguf
-
-    rows = rows or {}
-    writer = gguf.GGUFWriter(path, str(reader.fields[gguf.Keys.General.ARCHITECTURE].contents()))
-    writer.data_alignment = int(reader.alignment)
-    for entry in reader.fields.values():
-        if entry.name.startswith("GGUF.") or entry.name == gguf.Keys.General.ARCHITECTURE:
-            continue  # the writer adds these itself
-        value = entries[entry.name] if entry.name in entries else entry.contents()
-        part = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
-        if value is not None:
-            writer.add_key_value(entry.name, value, entry.types[0], sub_type=part)
-    for key in entries.keys() - reader.fields.keys():
-        writer.add_string(key, entries[key])
-    for tensor in reader.tensors:
-        data = tensor.data
-        shape = (len(rows[tensor.name]), *data.shape[1:]) if tensor.name in rows else data.shape
-        n_bytes = data.nbytes // data.shape[0] * shape[0]
-        writer.add_tensor_info(tensor.name, shape, data.dtype, n_bytes, tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor in reader.tensors:
-        writer.write_tensor_data(tensor.data[rows[tensor.name]] if tensor.name in rows else tensor.data)
-    writer.close()
 
 
 def _overrides(given: Mapping[str, str | int]) -> ctypes.Array[lib.llama_model_kv_override]:

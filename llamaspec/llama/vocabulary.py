@@ -8,12 +8,14 @@ import re
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import ClosedError, PairError, PromptError
+from llamaspec.llama.gguf_file import GgufFile
 from llamaspec.llama.runtime import Handle
 from llamaspec.values import TokenArray
 
@@ -38,9 +40,13 @@ class FimTokens(NamedTuple):
 
 
 class LlamaVocabulary:
-    """The vocabulary of a loaded model, which it keeps alive until it is closed."""
+    """The vocabulary of a loaded model, which it keeps alive until it is closed.
 
-    def __init__(self, model: Handle) -> None:
+    `spellings` are the texts of all tokens as `read_spellings` returns them.
+    """
+
+    def __init__(self, model: Handle, spellings: bytes) -> None:
+        self.spellings = spellings
         self._model: Handle | None = model
         self._opened = lib.llama_model_get_vocab(model.pointer)
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
@@ -190,6 +196,17 @@ def parts_of(text: bytes) -> Iterator[bytes]:
     yield text[start:]
 
 
+def read_spellings(path: Path, found: GgufFile) -> bytes:
+    """Return the strings of the vocabulary with their lengths, as they are in the file; may raise OSError.
+
+    If those of one file are the beginning of another's, its tokens are the first tokens of the other.
+    """
+    start, end = found.tokens_at
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(end - start)
+
+
 def check_pair(target: LlamaVocabulary, draft: LlamaVocabulary) -> None:
     """Raise PairError if a token id has different meanings; the message gives the first such id."""
     found = difference(target, draft)
@@ -202,7 +219,9 @@ def difference(target: LlamaVocabulary, draft: LlamaVocabulary) -> str | None:
     """Describe the first difference of two vocabularies; None if there is none."""
     if target is draft:
         return None
-    for token in range(min(target.size, draft.size)):
+    fewer, more = sorted((target.spellings, draft.spellings), key=len)
+    # Only if these bytes differ are the tokens asked for one by one, which takes .2 s for 150,000.
+    for token in () if fewer and more.startswith(fewer) else range(min(target.size, draft.size)):
         if target.text(token) != draft.text(token):
             shown = _shown(target, token), _shown(draft, token)
             return f"token {token} is {shown[0]} in the target and {shown[1]} in the draft"

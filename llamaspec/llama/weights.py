@@ -36,7 +36,7 @@ from llamaspec.llama.huge_pages import HugePages, NewMappings
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
 from llamaspec.llama.trial import FileKeys, ensure_tried
-from llamaspec.llama.vocabulary import LlamaVocabulary
+from llamaspec.llama.vocabulary import LlamaVocabulary, read_spellings
 
 LoadProgress = Callable[[float], None]  # fraction loaded, 0 to 1
 
@@ -101,6 +101,7 @@ class Weights:
         check_parts(path)
         self.keys = ensure_tried(path, options.n_ctx, on_load)
         file = read_gguf(path)
+        spellings = read_spellings(path, file)
         others = (read_gguf(part) for part in file_parts(path)[1:])
         self.suits_kernels = suits_kernels([file, *others])
         # Our kernels take weights as they are in the file. llama.cpp repacks all that it can, or none.
@@ -127,8 +128,10 @@ class Weights:
         except ModelFileError:
             self.close()
             raise
-        self.vocabulary = LlamaVocabulary(self.handle)
+        self.vocabulary = LlamaVocabulary(self.handle, spellings)
         self.trained_context_size: int = lib.llama_model_n_ctx_train(self.pointer)
+        # Tokens that the model was trained on before its context was extended; 0 if it was not.
+        self.original_context_size = file.number("rope.scaling.original_context_length")
         self.hidden_size: int = lib.llama_model_n_embd_out(self.pointer)  # E
         n_parameters = int(lib.llama_model_n_params(self.pointer))
         is_recurrent = bool(lib.llama_model_is_recurrent(self.pointer))  # all layers keep a state

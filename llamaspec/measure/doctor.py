@@ -172,12 +172,14 @@ def model_findings(machine: MachineFacts, examined: Examined) -> Iterator[Findin
     if facts.n_active_parameters is not None:
         text += f", about {facts.n_active_parameters / 1e9:.2f}B parameters used for each token"
     yield Finding(OK, role, text)
-    if machine.kernels.level is not None and not model.weights.suits_kernels:
-        text = f"{model.weights.kernels}: llamaspec's do not take all types of its weights"
-        yield Finding(OK, f"{role} kernels", text)
-    model.weights.huge_pages.wait()
-    if (pages := model.weights.huge_pages.describe()) is not None:
-        yield Finding(OK, f"{role} memory", pages)
+    if machine.kernels.level is not None:
+        weights = model.weights
+        weights.huge_pages.wait()
+        if not weights.suits_kernels:
+            text = f"{weights.kernels}: llamaspec's do not take all types of its weights"
+            yield Finding(OK, f"{role} kernels", text)
+        elif (pages := weights.huge_pages.describe()) is not None:
+            yield Finding(OK, f"{role} memory", pages)
     yield from option_findings(role, model)
     yield _rollback_finding(examined)
     yield _flash_finding(examined, on_gpu=machine.offloads(options) or options.workers != ())

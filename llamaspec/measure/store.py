@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from filelock import FileLock
-
 from llamaspec.files import cache_folder, parse_json, read_file, write_file
 from llamaspec.length.prior import Gain, LearnedPrior
 from llamaspec.llama import resources, runtime
@@ -70,6 +68,8 @@ def update(key: str, kind: type[T], change: Callable[[T | None], T], notify: Not
 
     Meanwhile no other process writes, so no update is lost.
     """
+    from filelock import FileLock  # with it comes asyncio, and most runs keep nothing
+
     folder = _folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

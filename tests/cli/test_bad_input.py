@@ -206,7 +206,7 @@ def test_contents_are_checked_before_models(
     [
         (["genrate", "x"], "No such command 'genrate'. Did you mean 'generate'?; see `llamaspec -h`"),
         (["other"], "No such command 'other'; see `llamaspec -h`"),
-        (["draft", "trim", "x", "--keep", "0", "-o", "y"], "'--keep': must be an integer ≥ 1; see"),
+        (["bench", "--repeats", "0"], "'-r': must be an integer ≥ 1; see"),
         (["generate", "-k", "few"], "'-k': must be auto or an integer from 0 to 64; see"),
         (["serve", "--grace", "nan"], "'--grace': must be a number ≥ 0; see"),
         (["serve", "-c"], "Option '-c' requires an argument; see `llamaspec serve -h`"),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from command import PROMPT, expected, generate, invoke, naming, run
 from llamaspec import Sampling
+from llamaspec.llama.context import Context
+from model_store import ModelStore
+from tiny_models import Recipe
+from tiny_vocabulary import BYTES
 
 # What comes out
 
@@ -145,6 +151,56 @@ def test_a_full_context(models: list[Path]) -> None:
     assert text.code == 0
     assert text.stdout == found["text"] + "\n"
     assert "llamaspec: the context is full; raise --n-ctx to continue\n" in text.stderr
+
+
+LONG = Recipe(dtype="q8_0", n_context=6000)
+SAYS = "{% for message in messages %}{{ message.content }}{% endfor %}"
+OTHER = replace(LONG.draft(), vocabulary=BYTES.renamed(70, "other"))
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "sizes"),
+    [
+        (LONG.draft(), ["-n", "9"], [512, 512]),
+        (LONG.draft(), ["-n", "900"], [1280, 1280]),
+        (LONG.draft(), ["-n", "9", "--chat", "--system", 500 * "b ", "--chat-template", SAYS], [1280, 1280]),
+        (LONG.draft(), ["-n", "-1"], [6000, 6000]),
+        (LONG.draft(), ["-n", "9", "--n-ctx", "1000"], [1000, 1000]),
+        (LONG.draft(), ["-n", "9", "--draft-ctx", "300"], [512, 300]),
+        (OTHER, ["-n", "9"], [512, 6000]),  # a text may have more tokens of the draft
+    ],
+)
+def test_contexts_are_as_large_as_the_text_can_need(
+    store: ModelStore,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    draft: Recipe,
+    options: list[str],
+    sizes: list[int],
+) -> None:
+    """Touching the memory of the whole training context took longer than a short text."""
+    opened, open_context = [], Context.__init__
+
+    def noted(self: Context, *given: Any, **named: Any) -> None:
+        open_context(self, *given, **named)
+        opened.append(self.context_size)
+
+    monkeypatch.setattr(Context, "__init__", noted)
+    (tmp_path / "template").write_text(SAYS)
+    named = [str(tmp_path / "template") if each == SAYS else each for each in options]
+    models = [store.path("llama", recipe) for recipe in (LONG, draft)]
+    found = generate("the end", *named, "-k", "3", "--stop", "e", "--seed", "5", models=models)
+    assert (found.code, opened) == (0, sizes)
+
+
+def test_the_size_of_the_context_changes_no_text(store: ModelStore) -> None:
+    models = [store.path("llama", recipe) for recipe in (LONG, LONG.draft())]
+    arguments = [PROMPT, "-n", "480", "--seed", "1", "-k", "4", "--json"]
+    small, whole = (generate(*arguments, *more, models=models).json for more in ([], ["--n-ctx", "6000"]))
+    for each in (small, whole):
+        del each["statistics"]["seconds"], each["statistics"]["tokens_per_second"]
+    assert small == whole
+    assert (len(small["tokens"]), small["stop_reason"]) == (480, "limit")
 
 
 def test_a_small_draft_context_costs_draft_tokens_only(models: list[Path]) -> None:

@@ -52,6 +52,7 @@ def test_one_evaluation_for_each_draft_token() -> None:
     requests, made = asked(drafter().propose(tokens(1, 2), Length(4)), model)
     assert [len(request.tokens) for request in requests] == [2, 3, 4, 5]
     assert [request.n_scored for request in requests] == [1, 1, 1, 1]
+    assert all(request.likely_only for request in requests)
     path = [1, 2]
     for token in made.tokens.tolist():
         assert token == int(np.argmax(model.after(tokens(*path))))

@@ -23,6 +23,7 @@ API int llamaspec_kernels_set_level(const char *name) { return !std::strcmp(name
 API int llamaspec_kernels_covers(int type) { return type == 2; } // Q4_0
 API long long llamaspec_kernels_calls(void) { return calls; }
 API long long llamaspec_kernels_missed(void) { return 0; }
+API void llamaspec_kernels_want(const int *, long long, long long) {}
 API size_t llamaspec_kernels_bytes_per_cell(int heads, int n_threads) { return heads * n_threads; }
 
 #ifdef TAKES_PRODUCTS

@@ -26,7 +26,7 @@ from llamaspec.llama import resources, runtime
 from llamaspec.llama.context import Context, default_context_size
 from llamaspec.values import TARGET, ForwardRequest
 from model_store import ModelStore, OpenModel
-from tiny_models import Recipe
+from tiny_models import Recipe, write_longrope
 
 
 def test_more_requests_than_sequences(opened: OpenModel) -> None:
@@ -155,6 +155,31 @@ GIB = 1 << 30
 )
 def test_the_default_context(trained: int, per_token: float, weights: int, room: int, size: int) -> None:
     assert default_context_size(trained, per_token, weights, room) == size
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_ctx", "size"),
+    [(100, None, 512), (255, None, 512), (256, None, 768), (5700, None, 6000), (1 << 31, None, 6000),
+     (100, 300, 300)],
+)  # fmt: skip
+def test_a_context_for_sequences_of_a_known_length(
+    store: ModelStore, n_tokens: int, n_ctx: int | None, size: int
+) -> None:
+    """At least a block remains for drafts; it is never larger than the default."""
+    path, options = store.path("llama", Recipe(n_context=6000)), ModelOptions(n_ctx=n_ctx, threads=1)
+    with LlamaModel(path, options, longest=lambda _: n_tokens) as model:
+        assert model.context_size == size
+        assert model.options == options
+
+
+def test_a_smaller_context_has_the_same_rotary_factors(tmp_path: Path) -> None:
+    """llama.cpp chooses them by the size of the context, so that the text would depend on it."""
+    path, scores = write_longrope(tmp_path / "model.gguf", Recipe(n_context=6000), 1000), []
+    for longest, size in ((None, 6000), (lambda _: 100, 1001)):
+        with LlamaModel(path, ModelOptions(threads=1), longest=longest) as model:
+            assert model.context_size == size
+            scores.append(model.forward(request(40))[0].copy())
+    assert (scores[0] == scores[1]).all()
 
 
 def test_the_contexts_of_all_sequences_have_the_same_size(

@@ -109,7 +109,7 @@ def test_a_model_that_leaves_while_a_request_begins_to_use_it(shelf: Shelf) -> N
                 return model in await server.models.listed()
 
         assert asyncio.run_coroutine_threadsafe(leave(), server.loop).result(PATIENCE)
-        assert "beta" not in statuses(server)
+        until(lambda: "beta" not in statuses(server))
 
 
 # Loading and unloading
