@@ -1,4 +1,4 @@
-"""Predict the cycles of the kernels on Arm processors, from their instructions and LLVM's models of processors.
+"""Predict the cycles of the kernels on Arm processors, from LLVM's models of them.
 
 Nothing runs on Arm: `llvm-mca` simulates the inner loop of a product with data in the fastest cache. Needs
 `aarch64-linux-gnu-g++` and LLVM 19.
@@ -65,13 +65,7 @@ def straight(lines: list[str], n_columns: int) -> str:
 
 def cycles(code: str, processor: str) -> float:
     """Return the predicted cycles of one pass through the code, in a long run."""
-    command = [
-        LLVM_MCA,
-        "-mtriple=aarch64-linux-gnu",
-        f"-mcpu={processor}",
-        "-mattr=+dotprod",
-        "-iterations=100",
-    ]
+    command = [LLVM_MCA, "-mtriple=aarch64-linux-gnu", f"-mcpu={processor}", "-iterations=100"]
     done = subprocess.run(command, input=code, capture_output=True, text=True, check=True)
     match = re.search(r"Total Cycles:\s+(\d+)", done.stdout)
     assert match
