@@ -26,7 +26,7 @@ LLAMA_CPP_READY := $(VENV)/.llama-cpp-ready
 PROJECT_READY := $(VENV)/.project-ready
 KERNELS_READY := $(VENV)/.kernels-ready
 
-.PHONY: help run test test-fresh test-kernels test-oldest test-newest coverage check bench demo docs format clean rebuild
+.PHONY: help run test test-fresh test-kernels test-arm test-oldest test-newest coverage check bench demo docs format clean rebuild
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test    run the tests                      (ARGS='-k name')"
 	@echo "make test-fresh  the same in another order, with other examples  (SEED=7 repeats one)"
 	@echo "make test-kernels  the kernels with sanitizers, and the oracles without kernels"
+	@echo "make test-arm    the kernels for arm64, emulated by qemu: the same bits"
 	@echo "make test-oldest  templates and the server with the oldest dependencies that are allowed"
 	@echo "make test-newest  the kernels and the oracles with the newest llama-cpp-python, allowed or not"
 	@echo "make coverage   the tests, and the lines and branches that they miss"
@@ -63,6 +64,19 @@ test-kernels: $(KERNELS_READY)
 	    ASAN_OPTIONS=detect_leaks=0 KERNELS=$(SANITIZED) \
 	    $(BIN)/python -m pytest -q tests/kernels/test_products.py tests/kernels/test_attention.py
 	LLAMASPEC_KERNELS=off $(BIN)/python -m pytest -n 2 -q tests/test_oracles.py tests/test_several_sequences.py $(ARGS)
+
+# The kernels for arm64 Linux, beside those of this processor, to the bit. Needs a cross-compiler and qemu's emulation of
+# user programs; part of .ci/run where they can be installed.
+ARM := build/arm64
+ARM_CXX := aarch64-linux-gnu-g++
+QEMU := qemu-aarch64-static
+test-arm: $(KERNELS_READY)
+	mkdir -p $(ARM)
+	CXX=$(ARM_CXX) $(BIN)/python hatch_build.py $(ARM)/libllamaspec_kernels.so
+	$(ARM_CXX) -O1 -Wall -Wextra tests/kernels/emulated.cpp -o $(ARM)/emulated -ldl
+	EMULATED="$(QEMU) -L /usr/aarch64-linux-gnu -cpu {cpu} $(ARM)/emulated $(ARM)/libllamaspec_kernels.so" \
+	    $(BIN)/python -m pytest -q tests/kernels/test_products.py tests/kernels/test_attention.py \
+	    tests/kernels/test_levels.py $(ARGS)
 
 # Templates and the server with the oldest dependencies that pyproject.toml allows. A job of CI, not part of .ci/run.
 OLDEST := build/oldest

@@ -24,7 +24,9 @@ import numpy as np
 WIDTHS = (1, 2, 4, 8, 16, 64)
 PROMPT, REPEATS, SCORED = 512, 5, 48
 TEXT = Path(__file__).read_bytes()  # what the accuracy is measured on
-ROWS = {"off": "llama.cpp", "avx512": "AVX-512", "avx-vnni": "AVX-VNNI", "avx2": "AVX2"}
+ROWS = {
+    "off": "llama.cpp", "avx512": "AVX-512", "avx-vnni": "AVX-VNNI", "avx2": "AVX2", "neon-dotprod": "NEON",
+}  # fmt: skip
 
 
 def measure(path: Path, level: str, depth: int, *, scores: bool) -> dict[str, Any]:
@@ -102,7 +104,8 @@ def main() -> None:
             ratios = " | ".join(f"{seconds[width] / seconds[1]:.2f}" for width in WIDTHS[1:])
             print(f"| {ROWS[level]} | {seconds[1] * 1e3:.1f} | {ratios} | {PROMPT / seconds[PROMPT]:.0f} |")
     if arguments.truth is not None:
-        right = log_probabilities(in_process(arguments.truth, "avx512", arguments)["logits"])
+        best = next((level for level in found if level != "off" and found[level]), "off")
+        right = log_probabilities(in_process(arguments.truth, best, arguments)["logits"])
         for level, row in found.items():
             if row:
                 logs = log_probabilities(row["logits"])

@@ -29,7 +29,7 @@ PANEL = 16  # rows of a matrix that are computed together
 VARIABLE = "LLAMASPEC_KERNELS"  # environment variable
 AUTO, OFF = "auto", "off"
 _OFF_WORDS = (OFF, "0", "no", "false")
-_LEVELS = {"avx512": "AVX-512", "avx-vnni": "AVX-VNNI", "avx2": "AVX2"}  # for people
+_LEVELS = {"avx512": "AVX-512", "avx-vnni": "AVX-VNNI", "avx2": "AVX2", "neon-dotprod": "NEON"}  # for people
 LLAMA_CPP = "llama.cpp's kernels"
 _NOT_BUILT = (
     "llamaspec's were not built; install a C++ compiler, then llamaspec again (pip install -v shows faults)"
@@ -45,7 +45,7 @@ _TOO_LATE = (
 class Kernels:
     """The kernels of a process."""
 
-    level: str | None = None  # "avx512", "avx-vnni" or "avx2"; None = they are off
+    level: str | None = None  # "avx512" or another of `_LEVELS`; None = they are off
     version: int = 0  # changes with every change of results or costs
     reason: str | None = None  # why they are off; a remedy follows the last semicolon
     is_misfit: bool = False  # whether the reason is another version or build of llama.cpp
@@ -242,8 +242,8 @@ class KernelLibrary:
             return f"{VARIABLE} is off"
         if self.path.is_file():
             return None
-        is_served = sys.platform == "linux" and os.uname().machine == "x86_64"
-        return _NOT_BUILT if is_served else "llamaspec's are for Linux on x86-64 processors"
+        is_served = sys.platform == "linux" and os.uname().machine in ("x86_64", "aarch64")
+        return _NOT_BUILT if is_served else "llamaspec's are for Linux on x86-64 and arm64 processors"
 
 
 def _known_release() -> str:

@@ -439,20 +439,6 @@ EXPORTED void ggml_compute_forward_flash_attn_ext(const ggml_compute_params *par
 
 namespace {
 
-bool has(const char *name) {
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (!std::strcmp(name, "avx512"))
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512vnni");
-    if (!std::strcmp(name, "avx-vnni")) {
-        unsigned a = 7, b = 0, c = 1, d = 0;  // GCC 11 knows the flag, but not by name in __builtin_cpu_supports
-        __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-        return avx2 && (a >> 4 & 1);
-    }
-    return avx2;
-}
-
 template <class F> bool find(void *library, const char *name, F *&function) {
     function = reinterpret_cast<F *>(dlsym(library, name));
     return function != nullptr;
@@ -460,13 +446,17 @@ template <class F> bool find(void *library, const char *name, F *&function) {
 
 bool set_level(const char *name) {
     const Level *found = nullptr;
-    for (const Level *each : {&AVX512, &AVX_VNNI, &AVX2})
-        if (!std::strcmp(each->name, name) && has(name)) found = each;
+    for (const Choice *each = choices; each->level; each++)
+        if (!std::strcmp(each->level->name, name) && each->is_here()) found = each->level;
     if (found || !*name) level = found;
     return found || !*name;
 }
 
-bool choose_level() { return level || set_level("avx512") || set_level("avx-vnni") || set_level("avx2"); }
+bool choose_level() {
+    for (const Choice *each = choices; each->level && !level; each++)
+        if (each->is_here()) level = each->level;
+    return level;
+}
 
 // Multiply through ggml as llama.cpp does, and compare with the right numbers; return what is wrong, if anything.
 const char *self_test(void *cpu, void *base) {
@@ -555,7 +545,7 @@ EXPORTED const char *llamaspec_kernels_attach(void *cpu, void *base) {
     static char reason[128];
     const char *(*version)();
     size_t (*overhead)();
-    if (!choose_level()) return "the processor lacks AVX2";
+    if (!choose_level()) return too_old;
     if (!find(base, "ggml_version", version) || !find(base, "ggml_tensor_overhead", overhead))
         return "this llama.cpp is too old";
     if (std::strncmp(version(), GGML, sizeof GGML - 1)) {

@@ -33,6 +33,8 @@ static_assert(sizeof(Activations) == 44, "loads of four bytes must not cross cac
 
 typedef int32_t __attribute__((may_alias)) Four;  // four activations that are multiplied at once
 
+struct Table { alignas(16) uint8_t values[16]; };  // what weights of four bits stand for
+
 // What a type of weights needs besides q and scale.
 struct Aux {
     int offset;    // stored weights are the true ones plus this
@@ -91,6 +93,14 @@ struct Level {
     void (*quantize)(const float *x, int64_t n_units, Aux aux, Activations *out, size_t stride);
 };
 
-extern const Level AVX512, AVX_VNNI, AVX2;
+extern const Level AVX512, AVX_VNNI, AVX2, NEON_DOTPROD;  // those of other processors are not in the library
+
+// The instruction sets that this processor may have, the best first; the last one has no level.
+struct Choice {
+    const Level *level;
+    bool (*is_here)();
+};
+extern const Choice *const choices;
+extern const char *const too_old;  // of a processor that has none of them
 
 }  // namespace llamaspec

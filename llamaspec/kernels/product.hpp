@@ -16,13 +16,13 @@ using namespace llamaspec;
 inline F half(const uint8_t *p, size_t row_bytes) {  // one half float of each row
     alignas(32) uint16_t x[LANES];
     for (int r = 0; r < LANES; r++) __builtin_memcpy(x + r, p + r * row_bytes, 2);
-    return half_to_float(*(const H *)x);
+    return half_to_float(load_halves(x));
 }
 
 inline I word(const uint8_t *p, size_t row_bytes) {  // four bytes of each row
     alignas(64) uint32_t x[LANES];
     for (int r = 0; r < LANES; r++) __builtin_memcpy(x + r, p + r * row_bytes, 4);
-    return *(const I *)x;
+    return load_ints(x);
 }
 
 template <int J> inline I byte(I x) { return band(right<8 * J>(x), ints(255)); }
@@ -40,7 +40,7 @@ template <int OFFSET, bool HALVES, bool HAS_MIN, int MOST> struct Weights {
 };
 
 inline void nibbles(const I *x, I *low, I *high) {
-    for (int g = 0; g < 4; g++) low[g] = band(x[g], ints(0x0f0f0f0f)), high[g] = band(right<4>(x[g]), ints(0x0f0f0f0f));
+    for (int g = 0; g < 4; g++) low[g] = band(x[g], ints(0x0f0f0f0f)), high[g] = high_nibbles(x[g]);
 }
 
 struct BlockQ4K : Weights<0, false, true, 15> {
@@ -260,23 +260,20 @@ struct BlockQ80 : ShortBlock<Weights<MULTIPLIES_SIGNED ? 0 : 128, false, false, 
 
 // Tables of stored weights. Both are llama.cpp's values plus an offset.
 using Nonlinear = Weights<MULTIPLIES_SIGNED ? 0 : 128, false, false, MULTIPLIES_SIGNED ? 128 : 255>;
-inline __m128i nonlinear() {
-    const int o = Nonlinear::aux.offset;
-    return _mm_setr_epi8(
-        static_cast<char>(o - 127), static_cast<char>(o - 104), static_cast<char>(o - 83), static_cast<char>(o - 65),
-        static_cast<char>(o - 49), static_cast<char>(o - 35), static_cast<char>(o - 22), static_cast<char>(o - 10),
-        static_cast<char>(o + 1), static_cast<char>(o + 13), static_cast<char>(o + 25), static_cast<char>(o + 38),
-        static_cast<char>(o + 53), static_cast<char>(o + 69), static_cast<char>(o + 89), static_cast<char>(o + 113));
+constexpr Table shifted(int offset, const int (&values)[16]) {
+    Table table{};
+    for (int i = 0; i < 16; i++) table.values[i] = static_cast<uint8_t>(offset + values[i]);
+    return table;
 }
-inline __m128i fp4() {  // 2 x (0, .5, 1, 1.5, 2, 3, 4, 6, and the same negative) + 12
-    return _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-}
+constexpr Table NONLINEAR =
+    shifted(Nonlinear::aux.offset, {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113});
+constexpr Table FP4 = shifted(12, {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12});  // doubled
 
 struct BlockIQ4NL : ShortBlock<Nonlinear, 18> {
     void begin(const uint8_t *p, size_t row_bytes) { scale_ = half(p, row_bytes); }
     template <int> void unpack(const uint8_t *p, size_t row_bytes, I *w) {
         halves(p + 2, row_bytes, w);
-        for (int g = 0; g < 8; g++) w[g] = look_up(nonlinear(), w[g]);
+        for (int g = 0; g < 8; g++) w[g] = look_up(NONLINEAR, w[g]);
     }
 };
 
@@ -284,12 +281,12 @@ struct BlockMXFP4 : ShortBlock<Weights<12, false, false, 24>, 17> {
     void begin(const uint8_t *p, size_t row_bytes) {  // a power of two, halved because the table has doubled values
         alignas(64) int32_t e[LANES];
         for (int r = 0; r < LANES; r++) e[r] = p[r * row_bytes];
-        const I x = *(const I *)e, normal = left<23>(subtract(x, ints(1)));
+        const I x = load_ints(e), normal = left<23>(subtract(x, ints(1)));
         scale_ = bits_to_float(select_less(x, ints(2), shift_left(ints(0x00200000), x), normal));
     }
     template <int> void unpack(const uint8_t *p, size_t row_bytes, I *w) {
         halves(p + 1, row_bytes, w);
-        for (int g = 0; g < 8; g++) w[g] = look_up(fp4(), w[g]);
+        for (int g = 0; g < 8; g++) w[g] = look_up(FP4, w[g]);
     }
 };
 
@@ -314,7 +311,7 @@ struct BlockIQ4XS : Nonlinear {
         I x[4];
         load_rows(p + 8 + 16 * STEP, row_bytes, x);
         nibbles(x, w, w + 4);
-        for (int g = 0; g < 8; g++) w[g] = look_up(nonlinear(), w[g]);
+        for (int g = 0; g < 8; g++) w[g] = look_up(NONLINEAR, w[g]);
     }
     template <int STEP> static constexpr int unit(int) { return STEP; }
     template <int STEP> F scale(int, int) const { return scales[STEP]; }
@@ -355,12 +352,12 @@ inline void add_step(Block &block, const uint8_t *p, size_t row_bytes, const Act
 template <class Block, int STEP>
 inline void read_ahead(const uint8_t *p, size_t row_bytes, const uint8_t *next) {
     constexpr int BYTES = LANES * Block::BYTES / Block::STEPS, ROWS = LANES / Block::STEPS;
-    for (int i = 0; i < BYTES; i += 64) _mm_prefetch((const char *)(next + STEP * BYTES + i), _MM_HINT_T1);
+    for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(next + STEP * BYTES + i, 0, 2);
     // Blocks that begin anywhere in a line are late in the first cache.
     if (Block::LENGTH == 256 && Block::BYTES % 8)
         for (int r = STEP * ROWS; r < (STEP + 1) * ROWS; r++)
             for (int i = 0; i < Block::BYTES; i += 64)
-                _mm_prefetch((const char *)(p + r * row_bytes + Block::BYTES + i), _MM_HINT_T0);
+                __builtin_prefetch(p + r * row_bytes + Block::BYTES + i);
 }
 
 template <class Block, int STEP = 0>
@@ -402,13 +399,6 @@ inline Sums load_f32(const uint8_t *p, int64_t k) { return Sums::load((const flo
 inline Sums load_f16(const uint8_t *p, int64_t k) { return Sums::load_half((const uint16_t *)p + k); }
 inline Sums load_bf16(const uint8_t *p, int64_t k) { return Sums::load_brain((const uint16_t *)p + k); }
 
-inline float total(Sums s) {  // pairwise, in the same order for every instruction set
-    const __m256 eight = s.folded();
-    __m128 x = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    x = _mm_add_ps(x, _mm_movehl_ps(x, x));
-    return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
-}
-
 // Rows that share the columns of a tile while these are in the fastest cache, and inputs that are taken at once. Sums
 // wait in memory between two parts of the inputs, which changes no result.
 constexpr int ROWS_TOGETHER = 16;
@@ -439,7 +429,7 @@ template <LoadSums LOAD, int ROWS, int COLUMNS> inline void multiply_tile(const 
     for (int r = 0; r < ROWS; r++)
         for (int c = 0; c < COLUMNS; c++)
             if (t.k_end < t.n_inputs) sums[r][c].save(t.sums + 16 * (MAX_COLUMNS * r + c));
-            else t.out[c][t.row + r] = total(sums[r][c]);
+            else t.out[c][t.row + r] = sums[r][c].total();
 }
 
 template <LoadSums LOAD, int ROWS, int COLUMNS = TILE_COLUMNS> inline void multiply_tile_of(int n, const Tile &t) {
@@ -473,14 +463,7 @@ template <LoadSums LOAD> void float_product(const Product &p, int64_t first, int
 // x[i] = scale * q[i] with the greatest |q| = 127. If any x is NaN or infinite, the scale is NaN.
 void quantize(const float *x, int64_t n_units, Aux aux, Activations *out, size_t stride) {
     for (int64_t unit = 0; unit < n_units; unit++, x += UNIT, out += stride) {
-        const __m256 v[4] = {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8), _mm256_loadu_ps(x + 16), _mm256_loadu_ps(x + 24)};
-        __m256i bits = _mm256_setzero_si256();  // as integers, NaN is the greatest
-        for (int i = 0; i < 4; i++)
-            bits = _mm256_max_epi32(bits, _mm256_and_si256(_mm256_castps_si256(v[i]), _mm256_set1_epi32(0x7fffffff)));
-        __m128i four = _mm_max_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
-        four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-        four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1));
-        const float greatest = _mm_cvtss_f32(_mm_castsi128_ps(four));
+        const float greatest = greatest_of_unit(x);
         out->scale = greatest / 127.0f;
         if (!(greatest <= __FLT_MAX__)) {  // a product with it is NaN
             out->scale = __builtin_nanf("");
@@ -491,19 +474,8 @@ void quantize(const float *x, int64_t n_units, Aux aux, Activations *out, size_t
             continue;
         }
         // Below this 127 / greatest overflows. Weights that are multiplied by it leave nothing anyway.
-        const __m256 inverse = _mm256_set1_ps(greatest > 1e-35f ? 127.0f / greatest : 0.0f);
-        __m256i q[4], sums[2];
-        for (int i = 0; i < 4; i++) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
-        sums[0] = _mm256_add_epi32(q[0], q[1]), sums[1] = _mm256_add_epi32(q[2], q[3]);
-        const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
-        _mm256_storeu_si256((__m256i *)out->q,
-                            _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-        int32_t sum[2];
-        for (int h = 0; h < 2; h++) {
-            __m128i s = _mm_add_epi32(_mm256_castsi256_si128(sums[h]), _mm256_extracti128_si256(sums[h], 1));
-            s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
-            sum[h] = _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
-        }
+        int sum[2];
+        round_unit(x, greatest > 1e-35f ? 127.0f / greatest : 0.0f, out->q, sum);
         if (!aux.halves) sum[0] += sum[1], sum[1] = 0;
         for (int h = 0; h < 2; h++)
             if (aux.has_min) out->sum[h] = out->scale * static_cast<float>(sum[h]);

@@ -1,9 +1,7 @@
 // Vectors of 256 bits: AVX2, and AVX-VNNI if the compiler's flags have it. One lane is one row of weights.
 #pragma once
 
-#include <immintrin.h>
-
-#include "kernels.hpp"
+#include "x86.hpp"
 
 namespace {
 
@@ -33,6 +31,8 @@ inline void store_from(float *p, F x, int first) {
     const I lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     _mm256_maskstore_ps(p, _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(first - 1)), x);
 }
+inline I load_ints(const void *p) { return _mm256_loadu_si256((const I *)p); }
+inline H load_halves(const uint16_t *p) { return _mm_loadu_si128((const H *)p); }
 inline I band(I x, I y) { return _mm256_and_si256(x, y); }
 inline I bor(I x, I y) { return _mm256_or_si256(x, y); }
 inline I bor_band(I x, I y, I mask) { return _mm256_or_si256(x, _mm256_and_si256(y, mask)); }  // x | y & mask
@@ -41,7 +41,10 @@ inline I subtract(I x, I y) { return _mm256_sub_epi32(x, y); }
 template <int N> inline I right(I x) { return _mm256_srli_epi32(x, N); }
 template <int N> inline I left(I x) { return _mm256_slli_epi32(x, N); }
 template <int N> inline I right_signed(I x) { return _mm256_srai_epi32(x, N); }
-inline I look_up(__m128i table, I x) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), x); }
+inline I high_nibbles(I x) { return band(right<4>(x), ints(0x0f0f0f0f)); }
+inline I look_up(const llamaspec::Table &table, I x) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load_table(table)), x);
+}
 inline I select_less(I x, I limit, I yes, I no) {  // both below 2^31
     return _mm256_blendv_epi8(no, yes, _mm256_cmpgt_epi32(limit, x));
 }
@@ -143,7 +146,6 @@ inline float greatest_lane(F x) {
     return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 inline float first_lane(F x) { return _mm256_cvtss_f32(x); }
-inline float half_to_float_scalar(uint16_t x) { return _cvtsh_ss(x); }
 inline F load_half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 inline F load_brain(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
@@ -158,7 +160,7 @@ struct Sums {
     static Sums load_half(const uint16_t *p) { return {::load_half(p), ::load_half(p + 8)}; }
     static Sums load_brain(const uint16_t *p) { return {::load_brain(p), ::load_brain(p + 8)}; }
     void save(float *p) const { _mm256_storeu_ps(p, x), _mm256_storeu_ps(p + 8, y); }
-    F folded() const { return _mm256_add_ps(x, y); }
+    float total() const { return total_of_eight(_mm256_add_ps(x, y)); }  // pairwise, the same on every instruction set
 };
 constexpr int TILE_COLUMNS = 2;  // of a product of floats: 2 x 2 x 2 sums and their factors fit into the registers
 

@@ -1,9 +1,7 @@
 // Vectors of 512 bits: AVX-512 with VNNI. One lane is one row of weights.
 #pragma once
 
-#include <immintrin.h>
-
-#include "kernels.hpp"
+#include "x86.hpp"
 
 namespace {
 
@@ -28,6 +26,8 @@ inline void store(float *p, F x) { _mm512_storeu_ps(p, x); }
 inline void store_from(float *p, F x, int first) {
     _mm512_mask_storeu_ps(p, static_cast<__mmask16>(0xffffu << first), x);
 }
+inline I load_ints(const void *p) { return _mm512_loadu_si512((const I *)p); }
+inline H load_halves(const uint16_t *p) { return _mm256_loadu_si256((const H *)p); }
 inline I band(I x, I y) { return _mm512_and_si512(x, y); }
 inline I bor(I x, I y) { return _mm512_or_si512(x, y); }
 inline I bor_band(I x, I y, I mask) { return _mm512_ternarylogic_epi32(x, y, mask, 0xf8); }  // x | y & mask
@@ -36,7 +36,10 @@ inline I subtract(I x, I y) { return _mm512_sub_epi32(x, y); }
 template <int N> inline I right(I x) { return _mm512_srli_epi32(x, N); }
 template <int N> inline I left(I x) { return _mm512_slli_epi32(x, N); }
 template <int N> inline I right_signed(I x) { return _mm512_srai_epi32(x, N); }
-inline I look_up(__m128i table, I x) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), x); }
+inline I high_nibbles(I x) { return band(right<4>(x), ints(0x0f0f0f0f)); }
+inline I look_up(const llamaspec::Table &table, I x) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load_table(table)), x);
+}
 inline I select_less(I x, I limit, I yes, I no) {  // unsigned
     return _mm512_mask_blend_epi32(_mm512_cmplt_epu32_mask(x, limit), no, yes);
 }
@@ -114,7 +117,6 @@ inline F none_where_none(F mask, F x) {  // minus infinity where the mask is
 inline F zero_where_none(F score, F x) { return _mm512_mask_mov_ps(x, is_none(score), _mm512_setzero_ps()); }
 inline float greatest_lane(F x) { return _mm512_reduce_max_ps(x); }
 inline float first_lane(F x) { return _mm512_cvtss_f32(x); }
-inline float half_to_float_scalar(uint16_t x) { return _cvtsh_ss(x); }
 inline F load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 inline F load_brain(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
@@ -129,7 +131,9 @@ struct Sums {
     static Sums load_half(const uint16_t *p) { return {::load_half(p)}; }
     static Sums load_brain(const uint16_t *p) { return {::load_brain(p)}; }
     void save(float *p) const { _mm512_storeu_ps(p, x); }
-    __m256 folded() const { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
+    float total() const {  // pairwise, the same on every instruction set
+        return total_of_eight(_mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)));
+    }
 };
 constexpr int TILE_COLUMNS = 6;  // of a product of floats: 4 x 6 sums fit into the registers
 

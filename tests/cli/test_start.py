@@ -117,7 +117,7 @@ def test_another_llama_cpp_is_no_secret(
     [
         (OTHER_LLAMA_CPP, "off"),
         (Kernels(reason="LLAMASPEC_KERNELS is off"), "auto"),
-        (Kernels(reason="llamaspec's are for Linux on x86-64 processors"), "auto"),
+        (Kernels(reason="llamaspec's are for Linux on x86-64 and arm64 processors"), "auto"),
         (Kernels("avx2", 1), "auto"),
     ],
 )

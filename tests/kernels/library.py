@@ -1,4 +1,7 @@
-"""The library of kernels, called directly through the functions that it has for tests."""
+"""The library of kernels, called directly through the functions that it has for tests.
+
+With `make test-arm`, the one for arm64 computes too, as further instruction sets of this processor.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,10 @@ from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
 import llamaspec.kernels
+from kernels import emulated
 
-LEVELS = ("avx512", "avx-vnni", "avx2")
+HERE = ("avx512", "avx-vnni", "avx2", "neon-dotprod")
+LEVELS = (*HERE, *(f"emulated {name}" for name in emulated.PROCESSORS if emulated.COMMAND))
 GROUP = 64  # columns that are computed together
 UNIT = 32  # activations that share a scale
 QUANTIZED = (
@@ -40,35 +45,60 @@ Float64 = npt.NDArray[np.float64]
 _ACTIVATIONS = np.dtype([("q", "i1", UNIT), ("scale", "f4"), ("aux", "i4", 2)])
 
 
-def open_library() -> ctypes.CDLL:
+class Library:
+    """Calls functions of a library in this process, or in the process of an emulated instruction set."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.llamaspec_kernels_level.restype = ctypes.c_char_p
+        self._emulated: str | None = None
+
+    @property
+    def level(self) -> str:
+        """The instruction set; any text returns to it."""
+        name: bytes = self._library.llamaspec_kernels_level()
+        return f"emulated {self._emulated}" if self._emulated else name.decode()
+
+    def set_level(self, name: str) -> bool:
+        """Use an instruction set; False if this processor lacks it."""
+        word, _, rest = name.rpartition(" ")
+        self._emulated = rest if word else None
+        return bool(word or self._library.llamaspec_kernels_set_level(rest.encode()))
+
+    def call(self, name: str, *arguments: emulated.Argument) -> bool:
+        """Call a function, with arrays in place of pointers."""
+        if self._emulated:
+            return bool(emulated.emulator(self._emulated).call(name, *arguments))
+        return bool(self._library[f"llamaspec_kernels_{name}"](*map(_as_c, arguments)))
+
+
+def _as_c(argument: emulated.Argument) -> Any:
+    if isinstance(argument, np.ndarray):
+        return ctypes.c_void_p(argument.ctypes.data)
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    return ctypes.c_int64(argument) if isinstance(argument, int) else argument
+
+
+def open_library() -> Library:
     """Return the library, or the one that the environment variable KERNELS names (`make test-kernels`)."""
     path = Path(os.environ.get("KERNELS", llamaspec.kernels.library.path))
     if not path.is_file():
         pytest.skip("the kernels were not built")
-    library = ctypes.CDLL(str(path))
-    pointer, size, n = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
-    library.llamaspec_kernels_level.restype = ctypes.c_char_p
-    library.llamaspec_kernels_multiply.argtypes = [
-        ctypes.c_int, pointer, size, n, n, pointer, n, pointer, ctypes.c_int, n, pointer,
-    ]  # fmt: skip
-    library.llamaspec_kernels_attend.argtypes = [
-        *[ctypes.c_int] * 2, *[pointer] * 6, *[ctypes.c_float] * 2, *[ctypes.c_int] * 5, n, ctypes.c_int,
-        pointer,
-    ]  # fmt: skip
-    return library
+    return Library(path)
 
 
 @contextmanager
-def at_level(library: ctypes.CDLL, name: str) -> Iterator[bool]:
+def at_level(library: Library, name: str) -> Iterator[bool]:
     """Use an instruction set; yields whether this processor has it."""
-    before = library.llamaspec_kernels_level()
+    before = library.level
     try:
-        yield bool(library.llamaspec_kernels_set_level(name.encode()))
+        yield library.set_level(name)
     finally:
-        library.llamaspec_kernels_set_level(before)
+        library.set_level(before)
 
 
-def levels_here(library: ctypes.CDLL) -> list[str]:
+def levels_here(library: Library) -> list[str]:
     found = []
     for name in LEVELS:
         with at_level(library, name) as is_here:
@@ -111,16 +141,15 @@ def true_weights(kind: Type, rows: Bytes) -> Float64:
 
 
 def multiply(
-    library: ctypes.CDLL, kind: Type, rows: Bytes, x: Float32, *, n_threads: int = 1, chunk: int = 1 << 20
+    library: Library, kind: Type, rows: Bytes, x: Float32, *, n_threads: int = 1, chunk: int = 1 << 20
 ) -> tuple[Float32, Float64]:
     """Return the products [columns, rows], and the columns as they were quantized."""
     (n, n_inputs), n_rows = x.shape, len(rows)
     out = np.full((n, n_rows), np.nan, np.float32)
     quantized = np.zeros(n_inputs // UNIT * n, _ACTIVATIONS)
-    is_covered = library.llamaspec_kernels_multiply(
-        int(kind), rows.ctypes.data, rows.strides[0], n_rows, n_inputs, x.ctypes.data, n, out.ctypes.data,
-        n_threads, chunk, quantized.ctypes.data,
-    )  # fmt: skip
+    is_covered = library.call(
+        "multiply", int(kind), rows, rows.strides[0], n_rows, n_inputs, x, n, out, n_threads, chunk, quantized
+    )
     assert is_covered
     return out, x.astype(np.float64) if kind in FLOATS else _columns(quantized, n, n_inputs)
 

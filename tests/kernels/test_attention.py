@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from kernels.library import Float32, Float64, at_level, brain, levels_here, open_library
+from kernels.library import Float32, Float64, Library, at_level, brain, levels_here, open_library
 
 TOLERANCE = 4e-6
 
@@ -27,17 +26,13 @@ class Case:
     scale: float = 0.1
     softcap: float = 0.0
 
-    def found(self, library: ctypes.CDLL, n_threads: int = 1) -> Float32:
+    def found(self, library: Library, n_threads: int = 1) -> Float32:
         (n, n_heads, length), (n_cells, n_kv, value_length) = self.q.shape, self.v.shape
         out = np.full((n, n_heads, value_length), np.nan, np.float32)
         kinds = [int(Type.F16 if x.dtype == np.float16 else Type.BF16) for x in (self.k, self.v)]
-        arrays = [
-            None if x is None else x.ctypes.data
-            for x in (self.q, self.k, self.v, self.mask, self.sinks, self.slopes)
-        ]
-        assert library.llamaspec_kernels_attend(
-            *kinds, *arrays, self.scale, self.softcap, n, n_heads, n_kv, length, value_length, n_cells,
-            n_threads, out.ctypes.data,
+        assert library.call(
+            "attend", *kinds, self.q, self.k, self.v, self.mask, self.sinks, self.slopes, self.scale,
+            self.softcap, n, n_heads, n_kv, length, value_length, n_cells, n_threads, out,
         )  # fmt: skip
         return out
 
@@ -91,14 +86,14 @@ SHAPES = (
 
 
 @pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
+def library() -> Library:
     return open_library()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kinds", ["hh", "hb", "bh", "bb"])
 @pytest.mark.parametrize("feature", ["plain", "sinks", "slopes", "softcap", "no mask"])
-def test_attention(library: ctypes.CDLL, shape: tuple[int, ...], kinds: str, feature: str) -> None:
+def test_attention(library: Library, shape: tuple[int, ...], kinds: str, feature: str) -> None:
     case, rng = random_case(shape, kinds=kinds), np.random.default_rng(1)  # type: ignore[arg-type]
     n_heads = shape[1]
     if feature == "sinks":
@@ -132,7 +127,7 @@ def test_attention(library: ctypes.CDLL, shape: tuple[int, ...], kinds: str, fea
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_does_not_matter_where_cells_lie(library: ctypes.CDLL, shape: tuple[int, ...]) -> None:
+def test_it_does_not_matter_where_cells_lie(library: Library, shape: tuple[int, ...]) -> None:
     """Cells of other sequences between, even with values that are not numbers, change no bit."""
     case, rng = random_case(shape), np.random.default_rng(2)  # type: ignore[arg-type]
     assert case.mask is not None
@@ -148,7 +143,7 @@ def test_it_does_not_matter_where_cells_lie(library: ctypes.CDLL, shape: tuple[i
             assert np.array_equal(case.found(library), replace(case, k=k, v=v, mask=mask).found(library))
 
 
-def test_another_sequence_that_is_not_a_number_is_no_concern(library: ctypes.CDLL) -> None:
+def test_another_sequence_that_is_not_a_number_is_no_concern(library: Library) -> None:
     """Two sequences in one evaluation; the cells of one are NaN."""
     case = random_case((2, 4, 2, 32, 32, 64), sees=1.0)
     assert case.mask is not None
@@ -166,7 +161,7 @@ def test_another_sequence_that_is_not_a_number_is_no_concern(library: ctypes.CDL
         assert np.isnan(found[1]).all()
 
 
-def test_a_position_that_sees_nothing(library: ctypes.CDLL) -> None:
+def test_a_position_that_sees_nothing(library: Library) -> None:
     case = random_case((3, 4, 2, 32, 32, 40))
     assert case.mask is not None
     case.mask[1] = -np.inf
@@ -175,7 +170,7 @@ def test_a_position_that_sees_nothing(library: ctypes.CDLL) -> None:
     assert not case.found(library).any()
 
 
-def test_scores_that_differ_much(library: ctypes.CDLL) -> None:
+def test_scores_that_differ_much(library: Library) -> None:
     case = replace(random_case((4, 4, 2, 32, 32, 100)), scale=20.0)
     scores = case.found(library)
     assert np.isfinite(scores).all()

@@ -6,16 +6,28 @@ import ctypes
 import os
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Iterable
 from pathlib import Path
+from shutil import which
 
 import pytest
 
 import hatch_build
-from hatch_build import FOLDER, LIBRARY, PLATFORM, NotBuiltError, build, is_current
+from hatch_build import (
+    FOLDER,
+    INSTRUCTION_SETS,
+    LIBRARY,
+    NotBuiltError,
+    build,
+    find_compiler,
+    is_current,
+    platform_of,
+)
 
-here = pytest.mark.skipif(sysconfig.get_platform() != PLATFORM, reason="the kernels are for another platform")
+try:
+    PLATFORM = platform_of(find_compiler())
+except NotBuiltError as error:
+    PLATFORM = str(error)
+here = pytest.mark.skipif(PLATFORM not in INSTRUCTION_SETS, reason=f"no kernels: {PLATFORM}")
 PART = """
 #ifndef {wanted}
 #error {wanted} is missing
@@ -26,18 +38,25 @@ PART = """
 extern "C" int hidden_{name}(void) {{ return {number}; }}
 extern "C" __attribute__((visibility("default"))) int shown_{name}(void) {{ return hidden_{name}(); }}
 """
-PARTS = {  # by file: a macro of the compiler that it needs, and one that it must not have
-    "hooks": ("__x86_64__", "__SSE3__"),
-    "avx2": ("__AVX2__", "__AVXVNNI__"),
-    "avx_vnni": ("__AVXVNNI__", "__AVX512F__"),
-    "avx512": ("__AVX512VNNI__", "__AVX512VBMI__"),
+PARTS = {  # by platform and file: a macro of the compiler that it needs, and one that it must not have
+    "linux-x86_64": {
+        "hooks": ("__x86_64__", "__SSE3__"),
+        "avx2": ("__AVX2__", "__AVXVNNI__"),
+        "avx_vnni": ("__AVXVNNI__", "__AVX512F__"),
+        "avx512": ("__AVX512VNNI__", "__AVX512VBMI__"),
+    },
+    "linux-aarch64": {
+        "hooks": ("__aarch64__", "__ARM_FEATURE_DOTPROD"),
+        "neon_dotprod": ("__ARM_FEATURE_DOTPROD", "__ARM_FEATURE_MATMUL_INT8"),
+    },
 }
+COMPILERS = {"linux-aarch64": "aarch64-linux-gnu-g++", PLATFORM: ""}  # "" = that of this machine
 
 
-def write_parts(root: Path, names: Iterable[str] = ("hooks",)) -> Path:
-    (root / FOLDER).mkdir(parents=True)
-    for number, name in enumerate(names):
-        wanted, unwanted = PARTS[name]
+def write_parts(root: Path, parts: dict[str, tuple[str, str]] | None = None) -> Path:
+    """Write a checkout with sources that know what they are compiled for; "hooks" is for any processor."""
+    (root / FOLDER).mkdir(parents=True, exist_ok=True)
+    for number, (name, (wanted, unwanted)) in enumerate((parts or {"hooks": ("__linux__", "none")}).items()):
         text = PART.format(name=name, wanted=wanted, unwanted=unwanted, number=number)
         (root / FOLDER / f"{name}.cpp").write_text(text)
     return root
@@ -49,14 +68,28 @@ def left(root: Path) -> list[str]:
 
 
 @here
-def test_each_file_is_compiled_for_the_processors_that_it_is_named_after(tmp_path: Path) -> None:
-    build(write_parts(tmp_path, PARTS))
+@pytest.mark.parametrize("platform", [*PARTS])
+def test_each_file_is_compiled_for_the_processors_that_it_is_named_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str
+) -> None:
+    """Those of other platforms are left out."""
+    compiler = COMPILERS.get(platform, "no compiler")
+    if compiler and which(compiler) is None:
+        pytest.skip(f"{compiler} is not installed")
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    for other in PARTS:
+        write_parts(tmp_path, PARTS[other])
+    write_parts(tmp_path, PARTS[platform])
+    assert build(tmp_path) == platform
+    assert left(tmp_path) == [Path(LIBRARY).name]
+    if platform != PLATFORM:
+        return
     library = ctypes.CDLL(str(tmp_path / LIBRARY))
-    for number, name in enumerate(PARTS):
+    for number, name in enumerate(PARTS[platform]):
         assert library[f"shown_{name}"]() == number
         with pytest.raises(AttributeError):
             library[f"hidden_{name}"]
-    assert left(tmp_path) == [Path(LIBRARY).name]
 
 
 @here
@@ -99,12 +132,18 @@ def test_without_a_compiler_that_works_no_library_is_left(
     assert left(root) == []
 
 
-@pytest.mark.parametrize("platform", ["macosx-14.0-arm64", "linux-aarch64"])
+@pytest.mark.parametrize(
+    ("compiler", "platform"),
+    [("arm64-apple-darwin23.1.0", "macosx-14.0-arm64"), ("i686-linux-gnu", "linux-i686")],
+)
 def test_other_platforms_have_no_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, platform: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, platform: str
 ) -> None:
-    monkeypatch.setattr(sysconfig, "get_platform", lambda: platform)
-    with pytest.raises(NotBuiltError, match=f"they are for linux-x86_64, and this is {platform}"):
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-14.0-arm64")
+    monkeypatch.setenv("CXX", f"echo {compiler}")
+    with pytest.raises(
+        NotBuiltError, match=f"^they are for linux-x86_64 and linux-aarch64, and this is {platform}$"
+    ):
         build(write_parts(tmp_path))
 
 
@@ -123,10 +162,11 @@ def test_ctrl_c_leaves_the_earlier_library(
 ) -> None:
     root, run = write_parts(tmp_path), hatch_build._run
 
-    def interrupted(command: list[str]) -> None:
-        run(command)
+    def interrupted(command: list[str]) -> str:
+        said = run(command)
         if when in command:
             raise KeyboardInterrupt
+        return said
 
     (root / LIBRARY).write_text("earlier")
     monkeypatch.setattr(hatch_build, "_run", interrupted)

@@ -1,0 +1,5 @@
+#include "vectors_neon.hpp"
+
+#include "product.hpp"
+
+const llamaspec::Level llamaspec::NEON_DOTPROD = make_level("neon-dotprod");
