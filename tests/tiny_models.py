@@ -711,8 +711,8 @@ def write_tensors(path: Path, architecture: str, weights: TinyWeights, keys: Key
 
 
 def _type_of(name: str, tensor: Array, dtype: str) -> gguf.GGMLQuantizationType:
-    """Return a tensor's type: vectors, convolutions and rows without whole blocks must be float."""
-    if tensor.ndim < 2 or not name.endswith(".weight") or "conv" in name.rsplit(".", 2)[1]:
+    """Return a tensor's type: vectors, norms, convolutions and rows without whole blocks must be float."""
+    if tensor.ndim < 2 or not name.endswith(".weight") or "norm" in name or "conv" in name.rsplit(".", 2)[1]:
         return TYPES["f32"]
     if name.startswith(("position_embd", "token_types")) or "ffn_gate_inp" in name or tensor.shape[-1] % 32:
         return TYPES["f32"]
