@@ -31,7 +31,6 @@ from llamaspec.errors import (
     printable,
 )
 from llamaspec.length.cost_curve import CostCurve
-from llamaspec.measure.machine import load_in_words
 from llamaspec.measure.verdict import (
     ACCEPTANCES,
     best_length,
@@ -78,6 +77,8 @@ def say(message: str) -> None:
 
 def warns_of_load(n_taken: float, consequence: str) -> bool:
     """Warn if other programs used too much while something was measured; return whether they did."""
+    from llamaspec.measure.machine import load_in_words  # not needed by other completions
+
     if (load := load_in_words(n_taken)) is None:
         return False
     say(f"warning: {load}, so {consequence}; stop them and repeat the measurement")
