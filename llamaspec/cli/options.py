@@ -83,7 +83,7 @@ def read_input(path: Path, kind: str, remedy: str = "name a readable file") -> b
 class _TextFile(click.ParamType):  # type: ignore[type-arg]
     """A text in a file, which becomes the value; it is read and checked before any model is loaded.
 
-    If `is_text` accepts the argument, that is the text itself. A chat template may be one of llama.cpp's names.
+    If `is_text` accepts the argument, that is the text itself. Chat templates may be names of llama.cpp's.
     """
 
     name = "file"
