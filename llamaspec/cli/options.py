@@ -94,7 +94,7 @@ def in_utf8(content: bytes) -> bytes:
 class _TextFile(click.ParamType):  # type: ignore[type-arg]
     """A text in a file, which becomes the value; it is read and checked before any model is loaded.
 
-    If `is_text` accepts the argument, that is the text itself. A template may be one of llama.cpp's names.
+    If `is_text` accepts the argument, that is the text itself. Chat templates may be names of llama.cpp's.
     """
 
     name = "file"

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.chat.messages import ContentDelta, Delta, TokenLogprobs
@@ -23,7 +23,7 @@ from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import AnswerOptions, Fields, Limit, ModelBody, TokenIds, TopLogprobs, Whole
 from llamaspec.serve.http_errors import not_supported
 from llamaspec.serve.jobs import RequestBuilder
-from llamaspec.serve.openai_chat import OpenAIBody
+from llamaspec.serve.openai_chat import ChatBody, OpenAIBody
 from llamaspec.serve.request_queue import Finished
 from llamaspec.serve.response_forms import Data, Form, WholeAnswer, figures, logprob_list, sse
 from llamaspec.serve.service import Endpoint, Service
@@ -233,7 +233,45 @@ def _text_of(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> Iterator[str
     yield json.dumps(decoder.decode(b"", final=True), ensure_ascii=False)[1:-1] + '"}'
 
 
+# Models, and chat templates.
+
+
+class NamedModelBody(ModelBody):
+    """A request to load a model."""
+
+    model: str
+
+
+class UnloadBody(NamedModelBody):
+    """A request to unload a model."""
+
+    def unloaded(self, model: str) -> dict[str, Any]:
+        """Return the response to a request that only unloads its model."""
+        return {"success": True}
+
+
+async def _loaded(*_: object) -> Response:
+    """Answer once the model is loaded; unlike llama-server, whose answer comes before."""
+    return JSONResponse({"success": True})
+
+
+async def _apply_template(service: Service, _: Request, body: ChatBody) -> Response:
+    """Return the prompt that a conversation becomes."""
+    request = await run_in_threadpool(body.chat_request)
+    prompt = await service.builder.rendered(request, must_fit=False)
+    vocabulary = service.builder.vocabulary
+
+    def text() -> str:
+        tokens = prompt.tokens.tolist()
+        return b"".join(vocabulary.piece(i) or vocabulary.text(i) for i in tokens).decode(errors="replace")
+
+    return JSONResponse({"prompt": await run_in_threadpool(text)})
+
+
 ENDPOINTS = (
+    Endpoint("/models/load", _loaded, NamedModelBody),
+    Endpoint("/models/unload", _loaded, UnloadBody),
+    Endpoint("/apply-template", _apply_template, ChatBody),
     Endpoint("/completion", _complete, NativeCompletionBody),
     Endpoint("/infill", _infill, InfillBody),
     Endpoint("/tokenize", _tokenize, TokenizeBody),

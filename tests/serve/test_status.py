@@ -156,3 +156,10 @@ def test_a_model_whose_name_has_slashes(demo: Pair) -> None:
             answer = server.client.get(f"/v1/models/{name}")
             assert [answer.json()] == listed
         assert server.client.get("/v1/models/org").json()["error"]["code"] == "model_not_found"
+
+
+def test_the_prompt_of_a_conversation(server: Served) -> None:
+    """As llama-server's /apply-template has it; also of a conversation that is too long."""
+    for text in ("Hé 😀", "a b " * 600):
+        answer = server.post("/apply-template", {"messages": [{"role": "user", "content": text}]})
+        assert answer.json()["prompt"].endswith(f"# user: {text}\n# assistant:")
