@@ -215,7 +215,7 @@ class RequestBuilder:
         """Return the prompt of a conversation."""
         use, wanted = request.tool_use, request.response_format
         answer_format = self.answer_format
-        if use.is_forced and answer_format.calls is None:
+        if use.is_forced and (answer_format.calls is None or not self.takes_tools):
             answer_format = replace(answer_format, calls=JSON_CALL)
         is_begun = bool(begun_answer(request.messages).text)  # its reasoning is over
         budget = self._reasoning_budget if request.reasoning.budget is None else request.reasoning.budget

@@ -353,6 +353,12 @@ INTEGER = {"type": "integer"}
         ({"$ref": "#/$defs/n", "$defs": {"n": INTEGER}}, ["1"], [f"{DIGITS}99"]),
         ({"enum": [10**25]}, [str(10**25)], [DIGITS]),
         ({"const": {"type": "integer"}}, ['{"type":"integer"}'], []),
+        (INTEGER | {"minimum": 2**53 + 1}, [str(2**53 + 2)], [str(2**53)]),
+        (INTEGER | {"maximum": -(2**53) - 1}, [str(-(2**53) - 2)], [str(-(2**53))]),
+        (INTEGER | {"exclusiveMinimum": 2**53}, [str(2**53 + 2)], [str(2**53)]),
+        (INTEGER | {"exclusiveMaximum": 2**53 + 1, "maximum": 2**54}, [str(2**53)], [str(2**53 + 1)]),
+        (INTEGER | {"minimum": -(2**63), "maximum": 2**64 - 1}, ["0", str(2**63 - 1)], [str(2**63)]),
+        ({"type": "number", "maximum": 2**53 + 1}, [str(2**53)], [str(2**53 + 2)]),
     ],
 )  # fmt: skip
 def test_an_integer_ends(
@@ -364,3 +370,12 @@ def test_an_integer_ends(
         assert accepts(grammar, byte_level, text), text
     for text in wrong:
         assert not accepts(grammar, byte_level, text), text
+
+
+@pytest.mark.parametrize(
+    "schema", [{"enum": [1, 2**53 + 1]}, {"const": {"a": [-(2**53) - 1]}}, {"const": 10**400}]
+)
+def test_integers_that_would_change_are_refused(byte_level: LlamaVocabulary, schema: Any) -> None:
+    """llguidance reads them as floating-point numbers, so another number was enforced."""
+    with pytest.raises(ConstraintError, match=r"beyond 2\^53"):
+        Grammars(byte_level).json_schema(schema)
