@@ -70,7 +70,7 @@ class BlockDraft(DraftModel):
             self.identity = weights.keys.identity
             store = PrefixStore(limit_of=target.store)
             self.context = DraftContext(weights, options, file, target.context, self._abort, store)
-        self.caches = [DraftCache(self.context, store, options, target.file_key)]
+        self.caches = [DraftCache(self.context, store, options, target.weights.keys.release)]
         self.batch_size = self.context.batch_size
 
     def prepare(self, batch: Sequence[Prepared]) -> list[int | Unprepared]:

@@ -261,7 +261,7 @@ class PredictionHeads(DraftModel):
                     store = PrefixStore(limit_of=target.store)
                     context = HeadContext(target.weights, options, i, abort=self._abort, store=store)
                     self._heads.append(Head(context))
-                    self.caches.append(DraftCache(context, store, options, target.file_key, i))
+                    self.caches.append(DraftCache(context, store, options, target.weights.keys.release, i))
             else:
                 local = replace(options, workers=(), devices=None, tensor_split=())
                 if draft is None:
@@ -275,7 +275,7 @@ class PredictionHeads(DraftModel):
                         store = PrefixStore(limit_of=target.store)
                         own = DraftContext(weights, local, draft, target.context, self._abort, store)
                         self._heads.append(Eagle3Head(own))
-                        self.caches.append(DraftCache(own, store, local, target.file_key))
+                        self.caches.append(DraftCache(own, store, local, target.weights.keys.release))
         except BaseException:
             self.close()
             raise

@@ -161,11 +161,6 @@ class LlamaModel:
         return not self.keeps_states
 
     @property
-    def file_key(self) -> str:
-        """The key of its file that names saved prefixes, see `FileKeys`."""
-        return self.weights.keys.release
-
-    @property
     def identity(self) -> str:
         """What identifies the file that was opened; see `FileKeys`."""
         return self.weights.keys.identity

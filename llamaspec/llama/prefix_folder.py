@@ -37,6 +37,7 @@ from llamaspec.llama.prefix_store import Node, PrefixStore
 
 if TYPE_CHECKING:
     from llamaspec.llama.options import ModelOptions
+    from llamaspec.llama.weights import Weights
 
 T = TypeVar("T")
 Report = Callable[[str], object]  # receives a line
@@ -58,8 +59,8 @@ class Cached(Protocol):
         ...
 
     @property
-    def file_key(self) -> str:
-        """The key of the file that was opened, see `FileKeys`."""
+    def weights(self) -> Weights:
+        """Its file, opened."""
         ...
 
     @property
@@ -259,7 +260,7 @@ def store_finished(model: Cached, call: Call, is_over: threading.Event | None = 
 def prefix_key(model: Cached) -> str:
     """Return a key of a model's prefixes: other weights, settings or builds of llama.cpp have another."""
     how = [*model.options.computing, model.options.heads, *model.part]
-    key = json.dumps([model.file_key, runtime.backend_description(), *how])
+    key = json.dumps([model.weights.keys.release, runtime.backend_description(), *how])
     return hashlib.sha256(key.encode()).hexdigest()[:KEY_LENGTH]
 
 

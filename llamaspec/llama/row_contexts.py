@@ -220,9 +220,9 @@ class DraftCache:
     number: int = 0  # of the head
 
     @property
-    def file_key(self) -> str:
-        """The key of the draft's file."""
-        return self.context.weights.keys.release
+    def weights(self) -> Weights:
+        """The draft's file, opened."""
+        return self.context.weights
 
     @property
     def part(self) -> tuple[object, ...]:
