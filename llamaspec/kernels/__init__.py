@@ -19,11 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import requires
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from llamaspec.errors import LlamaspecError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 PANEL = 16  # rows of a matrix that are computed together
 VARIABLE = "LLAMASPEC_KERNELS"  # environment variable

@@ -37,6 +37,7 @@ found = {"missed": [], "held": []}
 scarce = ctypes.CDLL(None)
 refuses, held = ctypes.c_int.in_dll(scarce, "refuses"), ctypes.c_long.in_dll(scarce, "held")
 with LlamaModel(path, ModelOptions(n_ctx=n_ctx, threads=n_threads)) as model:
+    model.weights.huge_pages.wait()
     before = held.value
     refuses.value = 1
     without = evaluate(n_ctx)
@@ -44,6 +45,7 @@ with LlamaModel(path, ModelOptions(n_ctx=n_ctx, threads=n_threads)) as model:
     difference = np.abs(without - evaluate(n_ctx)).mean()
     evaluate(1)
 with LlamaModel(path, ModelOptions(n_ctx=n_ctx, threads=1)) as model:
+    model.weights.huge_pages.wait()
     before = held.value
     for _ in range(2100):  # with two layers
         model.forget()

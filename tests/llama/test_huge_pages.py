@@ -109,7 +109,7 @@ def test_stopping_ends_after_a_part(path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(huge_pages, "_replace", stop_and_replace)
     pages.start()
-    pages.stop()
+    pages.wait()
     assert pages.n_bytes == PAGE
 
 
