@@ -174,7 +174,7 @@ def test_tokens_are_rejected_at_every_place(store: ModelStore, kind: str) -> Non
 def test_a_conversation_in_between_others(store: ModelStore, family: str, kind: str) -> None:
     """The next turn begins with cached tokens, of which the target evaluates the last ones again."""
     with case(store, family, of(kind)) as each:
-        prompt, other = text(60), text(50, seed=3)
+        prompt, other = text(100), text(50, seed=3)
         first = each.complete(prompt)
         each.check(prompt, first)
         each.check(other, each.complete(other, seed=2), seed=2)
