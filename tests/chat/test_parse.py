@@ -602,7 +602,7 @@ def test_families(source: str, calls: CallFormat | None, opening: str | None) ->
         "<call>{{ c.function.arguments | tojson }}{{ c.function.name }}</call>",  # another order
         "<call>{{ c.function.name }}{% for k in c.function.arguments %}<k>{{ k }}</k>{% endfor %}</call>",
         "<call>{{ c.function.name[:6] }}{{ c.function.arguments | tojson }}</call>",
-        "<call>{{ c.function.name }}{{ c.function.arguments | tojson | upper }}</call>",  # not read back
+        "<call>{{ c.function.name }}{{ c.function.arguments | tojson | replace('<', '') }}</call>",
         "{{ raise_exception('no calls') }}",
         "{{ 'x' * 99999 }}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>",
     ],
