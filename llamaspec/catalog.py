@@ -9,9 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -27,13 +25,19 @@ from llamaspec.hub import (
     MAX_BYTES,
     SHA256,
     RemoteFile,
-    address_of_page,
+    address_of,
+    fetched_models,
     fetched_snapshots,
+    files_of,
     find_here,
+    is_address,
+    is_path,
     is_repo,
+    names_on_hub,
     remote_file,
     repo_folder,
 )
+from llamaspec.model_names import family, matching, quantization_of
 
 if TYPE_CHECKING:
     from llamaspec.fetching import OnFetch
@@ -52,7 +56,8 @@ def resolve_model(name: str | Path, on_fetch: OnFetch | None = None) -> Path:
     ----------
     name : str or Path
         A path, NAME or NAME:QUANTIZATION from the lists, hf:owner/repo:file, hf:owner/repo:QUANTIZATION,
-        hf:owner/repo if it has one model, or the URL of a file's page. A `Path` is always a file.
+        hf:owner/repo if it has one model, the URL of a file's page, or the name of a fetched file; spelled as
+        in requests to the server (`model_names.matching`). A `Path` is always a file.
     on_fetch : callable, optional
         Called before a transfer with the file and the number of missing bytes.
 
@@ -82,34 +87,36 @@ def locate_model(name: str | Path) -> Path:
     return here
 
 
-def is_path(name: str) -> bool:
-    """Whether a name is a path, by its form or because the file exists; a folder hides no listed model."""
-    if _is_address(name):
-        return False
-    if name.endswith(".gguf") or "/" in name or "\\" in name:
-        return True
-    return os.path.exists(name) and not os.path.isdir(name)  # noqa: PTH110, PTH112 - Path raises for a NUL
-
-
 def find_remote(name: str, *, ask: bool = True) -> RemoteFile | None:
     """Return the file on the hub that a name means; None if it means a file on this machine.
 
     An address without a file name is looked up on this machine and then, if `ask`, on the hub. ModelFileError
     if there is no such model.
     """
-    if name.startswith(HUB):
-        return _find_address(name, ask)
-    if _is_address(name):
-        from huggingface_hub import constants
-
-        return _find_address(address_of_page(name, constants.ENDPOINT), ask)
-    quantization = name.partition(":")[2]
-    entry = read_catalog().find(name)
+    if is_address(name):
+        return _find_address(address_of(name), ask)
+    found = read_catalog().meaning(name)
+    if found is None:
+        return _find_fetched(name)
+    entry, quantization = found
     return None if entry.path is not None and not quantization else entry.file(quantization or None)
 
 
-def _is_address(name: str) -> bool:
-    return name.startswith((HUB, "https://", "http://"))
+def _find_fetched(name: str) -> RemoteFile:
+    """Return the file of a name that no list has; ModelFileError unless one fetched file has it."""
+    files = [file for file, _ in fetched_models()]
+    found = matching(name, [names_on_hub(file) for file in files])
+    if not found:
+        raise read_catalog().unknown(name)
+    return files[_only(name, found, [str(file) for file in files])]
+
+
+def _only(name: str, found: Sequence[int], names: Sequence[str]) -> int:
+    """Return the one that was found; ModelFileError, with the names of all, if there are several."""
+    if len(found) > 1:
+        several = quoted(", ".join(names[i] for i in found))
+        raise ModelFileError(f"{quoted(name)} means several models: {several}; name one of them")
+    return found[0]
 
 
 def _own_or_remote(name: str | Path, *, ask: bool) -> Path | RemoteFile:
@@ -127,7 +134,7 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
         return remote_file(address)
     snapshots = fetched_snapshots(repo_folder(repo))
     fetched = (path.relative_to(folder).as_posix() for folder in snapshots for path in folder.rglob("*.gguf"))
-    here = matching(sorted(fetched), repo, quantization)
+    here = files_of(sorted(fetched), repo, quantization)
     if len(here) == 1:
         return here[0]
     if not ask:
@@ -135,32 +142,17 @@ def _find_address(address: str, ask: bool) -> RemoteFile:
             raise ModelFileError(
                 f"{quoted(address)} is not on this machine; run `llamaspec models pull {quoted(address)}`"
             )
-        raise ModelFileError(
-            f"this machine has several models of {quoted(address)}; name one as hf:owner/repo:file.gguf"
-        )
+        _only(address, range(len(here)), [str(file) for file in here])
     from llamaspec.fetching import list_models
 
     listed = list_models(repo)
-    there = matching(listed, repo, quantization)
+    there = files_of(listed, repo, quantization)
     if len(there) == 1:
         return there[0]
-    found = there or matching(listed, repo, "")
+    found = there or files_of(listed, repo, "")
     choices = quoted(", ".join(file.file for file in found)) or "it has none"
     which = "several models" if there else "no such model"
     raise FetchError(f"{quoted(address)} has {which}; name one as hf:owner/repo:file.gguf ({choices})")
-
-
-def matching(names: Iterable[str], repo: str, quantization: str) -> list[RemoteFile]:
-    """Return the models of a quantization ("" = any) among a repository's files."""
-    marked = re.compile(rf"(?:^|[-._/]){re.escape(quantization)}(?:[-./]|$)", re.IGNORECASE)
-    found = []
-    for name in dict.fromkeys(names):
-        with suppress(ValueError):  # not a model, or a path that leads out of the repository
-            file = RemoteFile(repo, name)
-            is_model = file.parts[0] == name and "mmproj" not in name
-            if is_model and (not quantization or marked.search(name)):
-                found.append(file)
-    return found
 
 
 # Entries of a list
@@ -265,38 +257,61 @@ class Catalog:
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self.entries = dict(entries)
 
+    def meaning(self, name: str) -> tuple[Entry, str] | None:
+        """Return the entry that a name means, spelled as in requests, and the quantization ("" = default).
+
+        None if there is no such entry; ModelFileError if there are several.
+        """
+        of_all = [(entry, each) for entry in self.entries.values() for each in ("", *entry.quantizations)]
+        names = [f"{entry.name}:{each}".removesuffix(":") for entry, each in of_all]
+        if found := matching(name, [[each] for each in names]):
+            return of_all[_only(name, found, names)]
+        base, _, quantization = name.partition(":")
+        if base in self.entries:
+            return self.entries[base], quantization
+        at = matching(family(name), [[each] for each in self.entries]) if quantization_of(name) else []
+        return (list(self.entries.values())[at[0]], quantization_of(name)) if at else None
+
     def find(self, name: str) -> Entry:
         """Return the entry of NAME or NAME:QUANTIZATION; ModelFileError, with other names, if none has it."""
-        entry = self.entries.get(name.partition(":")[0])
-        if entry is not None:
-            return entry
-        spelled = name[:200].replace(":", "-")  # Ollama writes qwen3:8b
-        n_close = 1 if spelled in self.entries else 3
-        close = difflib.get_close_matches(spelled, self.entries, n=n_close, cutoff=0.5)
+        if (found := self.meaning(name)) is None:
+            raise self.unknown(name)
+        return found[0]
+
+    def unknown(self, name: str) -> ModelFileError:
+        """Return the error for a name that nothing has."""
+        close = difflib.get_close_matches(name[:200].replace(":", "-"), self.entries, n=3, cutoff=0.5)
         remedy = "`llamaspec models list` shows the names"
         if os.path.isdir(name):  # noqa: PTH112 - Path raises for a NUL
             remedy = "it is a folder: name a .gguf file inside it"
         elif close:
             remedy = f"did you mean {quoted(', '.join(close))}?"
-        raise ModelFileError(f"no file and no model is called {quoted(name)}; {remedy}")
+        return ModelFileError(f"no file and no model is called {quoted(name)}; {remedy}")
 
     def draft_of(self, target: str) -> str | None:
         """Return the draft of a target (a name, an address or a file); None if the lists have none."""
-        name = target.partition(":")[0]
-        if name in self.entries:
-            return self.entries[name].draft
-        file = target.rpartition(":")[2].rpartition("/")[2].lower()
+        if (found := self.named(target)) is not None:
+            return found.draft
+        address = address_of(target) if is_address(target) else target
+        repo, _, file = address.removeprefix(HUB).partition(":")
+        file = (file or repo).rpartition("/")[2].lower()
         for entry in self.entries.values():
-            if entry.pattern is not None and entry.draft is not None:
-                before, _, after = entry.pattern.lower().rpartition("/")[2].partition("{quantization}")
-                if file.startswith(before) and file.endswith(after):
-                    return entry.draft
+            before, _, after = (entry.pattern or "").lower().rpartition("/")[2].partition("{quantization}")
+            is_file = entry.pattern and file.startswith(before) and file.endswith(after)
+            is_in_repo = entry.repo == repo and not file.endswith(".gguf")
+            if entry.draft is not None and (is_file or is_in_repo):
+                return entry.draft
         return None
+
+    def named(self, target: str) -> Entry | None:
+        """Return the entry of a name; None for a file or an address."""
+        found = None if is_path(target) or is_address(target) else self.meaning(target)
+        return None if found is None else found[0]
 
 
 def defaults_of(target: str) -> Defaults:
     """Return the options that the lists give for a model; none for a file or an address."""
-    entry = None if is_path(target) else read_catalog().entries.get(target.partition(":")[0])
+    entry = None if is_path(target) else read_catalog().named(target)
     return Defaults() if entry is None or entry.options is None else entry.options
 
 

@@ -12,14 +12,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
 
 from llamaspec.errors import FetchError, ModelFileError, quoted
-from llamaspec.files import is_plain, part_names, read_file
+from llamaspec.files import is_plain, model_stem, part_names, read_file
+from llamaspec.model_names import PREFIXES, quantization_of
 
 HUB = "hf:"
 MAX_BYTES = 1 << 50  # of a file; a larger size must be a mistake
@@ -76,6 +77,36 @@ def remote_file(address: str) -> RemoteFile:
         ) from error
 
 
+def is_address(name: str) -> bool:
+    """Whether a name is that of a model on the hub: hf:owner/repo, hf.co/owner/repo, or the URL of a page."""
+    return name.lower().startswith((*PREFIXES, "https://", "http://"))
+
+
+def is_path(name: str) -> bool:
+    """Whether a name is a path, by its form or because the file exists; a folder hides no listed model."""
+    if is_address(name):
+        return False
+    if name.endswith(".gguf") or "/" in name or "\\" in name:
+        return True
+    return os.path.exists(name) and not os.path.isdir(name)  # noqa: PTH110, PTH112 - Path raises for a NUL
+
+
+def address_of(name: str) -> str:
+    """Return the address, hf:..., that a name on the hub means, as llamaspec or Ollama writes it."""
+    for prefix in PREFIXES:
+        if name.lower().startswith(prefix):
+            return f"{HUB}{name[len(prefix) :].removesuffix(':latest')}"
+    from huggingface_hub import constants  # slow to import
+
+    return address_of_page(name, constants.ENDPOINT)
+
+
+def names_on_hub(file: RemoteFile) -> tuple[str, str, str]:
+    """Return the names of a file on the hub: its own, its repository's, and that with its quantization."""
+    name, on_hub = model_stem(PurePosixPath(file.file).name), f"hf.co/{file.repo}"
+    return name, on_hub, f"{on_hub}:{quantization_of(name)}"
+
+
 def address_of_page(url: str, hub_url: str) -> str:
     """Return the address, hf:..., of the repository or file that a page of the hub shows."""
     page = url.partition("?")[0].partition("#")[0].removeprefix(f"{hub_url}/")
@@ -87,6 +118,19 @@ def address_of_page(url: str, hub_url: str) -> str:
     raise ModelFileError(
         f"{quoted(url)} is not the page of a model on the hub's main branch; write hf:owner/repo:file.gguf"
     )
+
+
+def files_of(names: Iterable[str], repo: str, quantization: str) -> list[RemoteFile]:
+    """Return the models of a quantization ("" = any) among a repository's files."""
+    marked = re.compile(rf"(?:^|[-._/]){re.escape(quantization)}(?:[-./]|$)", re.IGNORECASE)
+    found = []
+    for name in dict.fromkeys(names):
+        with suppress(ValueError):  # not a model, or a path that leads out of the repository
+            file = RemoteFile(repo, name)
+            is_model = file.parts[0] == name and "mmproj" not in name
+            if is_model and (not quantization or marked.search(name)):
+                found.append(file)
+    return found
 
 
 # The cache folder

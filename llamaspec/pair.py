@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from llamaspec.drafters.common_vocabulary import CommonTokens
     from llamaspec.drafters.earlier import EarlierAnswers
     from llamaspec.hidden_drafts import HiddenDraft
+    from llamaspec.llama.prefix_folder import Cached
     from llamaspec.sampling.constraint import Grammars
 
 Result = TypeVar("Result")
@@ -102,6 +103,11 @@ class Pair:
     def models(self) -> tuple[LlamaModel, ...]:
         """The target and, if there is one, the draft model."""
         return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    @property
+    def caches(self) -> tuple[Cached, ...]:
+        """What stores finished sequences: the models, and the caches of a draft that reads hidden rows."""
+        return (*self.models, *([] if self.heads is None else self.heads.caches))
 
     @property
     def common(self) -> CommonTokens | None:

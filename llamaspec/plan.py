@@ -13,9 +13,10 @@ from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llamaspec.catalog import is_path, locate_model, read_catalog, resolve_model
+from llamaspec.catalog import locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, PairError, quoted
 from llamaspec.files import cache_folder, file_identity, model_stem
+from llamaspec.hub import is_path
 from llamaspec.llama.devices import free_gpu_bytes
 from llamaspec.llama.gguf_file import file_parts, needs_target, read_gguf
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
@@ -99,6 +100,7 @@ def make_plan(
     draft: str | Path | None = None,
     *,
     by_default: bool = False,
+    beside: Path | None = None,
     needs_room: bool = True,
     copying: Copying = Copying.WEIGHED,
     target_options: ModelOptions | None = None,
@@ -113,6 +115,8 @@ def make_plan(
         As for `open_pair`.
     by_default : bool
         Without a draft, use `draft_here`.
+    beside : Path, optional
+        The draft that is used by default if none is known.
     needs_room : bool
         Use it only if memory has room for it now.
     find : callable
@@ -130,7 +134,7 @@ def make_plan(
         if draft is None:
             raise PairError(f"no draft is known for {quoted(str(target))}; name one, or leave the draft out")
     path, options = find(target), target_options or ModelOptions()
-    if by_default and draft is None and (here := draft_here(target, path)) is not None:
+    if by_default and draft is None and (here := draft_here(target, path) or beside) is not None:
         with suppress(PairError):  # a listed draft may have been made for another version of the target
             plan = make_plan(
                 path, here, copying=copying, target_options=options, draft_options=draft_options,
@@ -183,7 +187,7 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
     name = str(target)
     if (draft := find_draft(name)) is not None:
         return draft
-    entry = None if is_path(name) else read_catalog().entries.get(name.partition(":")[0])
+    entry = None if is_path(name) else read_catalog().named(name)
     if entry is not None and entry.heads is False:  # the target need not be on this machine
         return None
     from llamaspec.llama.hidden_draft_file import heads_in_file

@@ -132,6 +132,7 @@ class ForwardRequest:
     hidden: HiddenInput | None = None  # for a draft model that reads hidden rows
     scope: Scope = NO_SCOPE  # the scheduler replaces it by that of the sequence
     likely_only: bool = False  # the logits of unlikely tokens may be -inf
+    whole: TokenArray | None = None  # [m] the sequence that this is the beginning of, if that is known
     n_before: int = field(init=False)  # tokens before the first with logits
     n_reusable: int = field(init=False)  # of these, tokens that need not be evaluated if they are cached
     n_tokens: int = field(init=False)  # positions that the sequence and its draft fill in the KV cache
@@ -150,11 +151,25 @@ class ForwardRequest:
         object.__setattr__(self, "n_tokens", n + n_draft)
         object.__setattr__(self, "n_scored", self.n_logits + n_draft)
 
+    @property
+    def reusable(self) -> TokenArray:
+        """The tokens, of the whole sequence, that need not be evaluated if they are cached."""
+        if self.whole is None:
+            return self.tokens[: self.n_reusable]
+        n = len(self.whole) - 1  # the last one will be scored
+        return self.whole[: n if self.rows_from is None else min(n, self.rows_from)]
+
     def prefill(self, n: int) -> ForwardRequest:
         """Return a request for the first `n` tokens of the sequence, without logits."""
         hidden = None if self.hidden is None else self.hidden.prefill(len(self.tokens) - n)
         return ForwardRequest(
-            self.model, self.tokens[:n], 0, rows_from=self.rows_from, hidden=hidden, scope=self.scope
+            self.model,
+            self.tokens[:n],
+            0,
+            rows_from=self.rows_from,
+            hidden=hidden,
+            scope=self.scope,
+            whole=self.tokens if self.whole is None else self.whole,
         )
 
 

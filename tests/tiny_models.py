@@ -210,6 +210,45 @@ def write_jamba(path: Path, recipe: Recipe | None = None) -> Path:
     )
 
 
+def write_nemotron_h(path: Path, recipe: Recipe | None = None) -> Path:
+    """Nemotron-H: a layer is Mamba-2, attention or a feed-forward network, in turn."""
+    recipe = recipe or Recipe(n_layers=3)
+    weights = TinyWeights(recipe)
+    _ends(weights)
+    for layer in range(recipe.n_layers):
+        block = f"blk.{layer}"
+        if layer % 3 == 0:
+            _mamba2(weights, layer)
+        elif layer % 3 == 1:
+            _attention(weights, layer, recipe.n_kv_heads)
+        else:
+            weights.constant(f"{block}.attn_norm.weight", recipe.width)
+            weights.matrix(f"{block}.ffn_up", recipe.n_ffn, recipe.width, 1.2)
+            weights.into_residual(f"{block}.ffn_down", recipe.n_ffn)
+    keys: Keys = {
+        "attention.head_count_kv": [i % 3 % 2 * recipe.n_kv_heads for i in range(recipe.n_layers)],
+        "attention.layer_norm_epsilon": 1e-5,
+        "feed_forward_length": [i % 3 // 2 * recipe.n_ffn for i in range(recipe.n_layers)],
+    }
+    return write_tensors(path, "nemotron_h", weights, attention_keys(recipe) | _mamba2_keys(recipe) | keys)
+
+
+def write_granitehybrid(path: Path, recipe: Recipe | None = None) -> Path:
+    """Granite hybrid: Mamba-2 and attention layers in turn; llama.cpp keeps no snapshots of the state."""
+    recipe = recipe or Recipe()
+    weights = TinyWeights(recipe)
+    _ends(weights)
+    for layer in range(recipe.n_layers):
+        if layer % 2 == 0:
+            _mamba2(weights, layer)
+        else:
+            _attention(weights, layer, recipe.n_kv_heads)
+        feed_forward(weights, layer)
+    scales: Keys = {"logit_scale": 1.0, "residual_scale": 1.0, "embedding_scale": 1.0}
+    keys = attention_keys(recipe) | _mamba2_keys(recipe) | _every_other(recipe) | scales
+    return write_tensors(path, "granitehybrid", weights, keys)
+
+
 def write_lfm2(path: Path, recipe: Recipe | None = None, *, window: int | None = None) -> Path:
     """LFM2: short convolutions and attention in turn; llama.cpp can keep snapshots (``n_rs_seq``)."""
     recipe = recipe or Recipe()
@@ -269,7 +308,9 @@ def write_deepseek2(path: Path, recipe: Recipe | None = None) -> Path:
     return write_tensors(path, "deepseek2", weights, attention_keys(recipe) | keys)
 
 
-def write_qwen35(path: Path, recipe: Recipe | None = None, *, n_predictors: int = 1) -> Path:
+def write_qwen35(
+    path: Path, recipe: Recipe | None = None, *, n_predictors: int = 1, has_experts: bool = False
+) -> Path:
     """Qwen 3.5: a layer with a state, one with attention, and a prediction head that feeds itself.
 
     With attention alone llama.cpp ends the process at the first evaluation, and with several heads, too.
@@ -279,9 +320,9 @@ def write_qwen35(path: Path, recipe: Recipe | None = None, *, n_predictors: int 
     _ends(weights)
     _same_size(weights)
     for layer in range(recipe.n_layers):
-        _qwen35_layer(weights, layer, has_state=not layer % 2)
+        _qwen35_layer(weights, layer, has_state=not layer % 2, has_experts=has_experts)
     for head in range(recipe.n_layers, recipe.n_layers + n_predictors):
-        _qwen35_layer(weights, head, has_state=False)
+        _qwen35_layer(weights, head, has_state=False, has_experts=has_experts)
         _prediction_head(weights, head)
     keys: Keys = {
         "full_attention_interval": 2,
@@ -294,7 +335,15 @@ def write_qwen35(path: Path, recipe: Recipe | None = None, *, n_predictors: int 
         "ssm.time_step_rank": 2,
         "ssm.inner_size": 2 * STATE,
     }
-    return write_tensors(path, "qwen35", weights, attention_keys(recipe) | keys)
+    if has_experts:
+        keys |= {
+            "expert_count": N_EXPERTS,
+            "expert_used_count": N_USED,
+            "expert_feed_forward_length": recipe.n_ffn,
+            "expert_shared_feed_forward_length": recipe.n_ffn,
+        }
+    kind = "qwen35moe" if has_experts else "qwen35"
+    return write_tensors(path, kind, weights, attention_keys(recipe) | keys)
 
 
 def write_step35(
@@ -428,6 +477,7 @@ def without_tensors(source: Path, path: Path, part: str) -> Path:
 
 HEAD_WRITERS: dict[str, Callable[..., Path]] = {
     "qwen35": write_qwen35,
+    "qwen35moe": partial(write_qwen35, has_experts=True),
     "step35": write_step35,
     "step35-one": partial(write_step35, n_predictors=1),
     "gemma4": write_gemma4,
@@ -442,6 +492,8 @@ WRITERS: dict[str, Callable[..., Path]] = {
     "mamba": write_mamba,
     "jamba": write_jamba,
     "lfm2": write_lfm2,
+    "nemotron_h": write_nemotron_h,
+    "granitehybrid": write_granitehybrid,
     "deepseek2": write_deepseek2,
 }
 
@@ -493,13 +545,22 @@ def _experts(weights: TinyWeights, layer: int) -> None:
     weights.tensors[f"{block}.ffn_down_exps.weight"][:, 0] = 0
 
 
+def _shared_expert(weights: TinyWeights, layer: int) -> None:
+    """The expert that computes for every token."""
+    recipe, block = weights.recipe, f"blk.{layer}"
+    weights.constant(f"{block}.ffn_gate_inp_shexp.weight", recipe.width, 0.01)
+    weights.matrix(f"{block}.ffn_gate_shexp", recipe.n_ffn, recipe.width, 1.5)
+    weights.matrix(f"{block}.ffn_up_shexp", recipe.n_ffn, recipe.width, 1.2)
+    weights.into_residual(f"{block}.ffn_down_shexp", recipe.n_ffn, 0.5)
+
+
 def _same_size(weights: TinyWeights) -> None:
     """Give all rows of the embedding the same size, so that a norm only scales them."""
     embedding = weights.tensors["token_embd.weight"]
     embedding *= np.float32(0.5) / np.sqrt(np.square(embedding).mean(axis=1, keepdims=True))
 
 
-def _qwen35_layer(weights: TinyWeights, layer: int, *, has_state: bool) -> None:
+def _qwen35_layer(weights: TinyWeights, layer: int, *, has_state: bool, has_experts: bool) -> None:
     recipe, block = weights.recipe, f"blk.{layer}"
     if has_state:
         _delta_net(weights, layer)
@@ -512,9 +573,14 @@ def _qwen35_layer(weights: TinyWeights, layer: int, *, has_state: bool) -> None:
         )
         for norm in ("attn_q_norm", "attn_k_norm"):
             weights.constant(f"{block}.{norm}.weight", recipe.head_size, 1.5)
-    feed_forward(weights, layer)
-    if has_state:
-        weights.tensors[f"{block}.ffn_down.weight"] *= np.float32(STATE_SHARE)
+    if has_experts:
+        _experts(weights, layer)
+        _shared_expert(weights, layer)
+    else:
+        feed_forward(weights, layer)
+    for name in ("ffn_down", "ffn_down_exps", "ffn_down_shexp") if has_state else ():
+        if (tensor := weights.tensors.get(f"{block}.{name}.weight")) is not None:
+            tensor *= np.float32(STATE_SHARE)
     weights.tensors[f"{block}.post_attention_norm.weight"] = weights.tensors.pop(f"{block}.ffn_norm.weight")
 
 
@@ -564,6 +630,22 @@ def _mamba(weights: TinyWeights, layer: int) -> None:
     weights.into_residual(f"{block}.ssm_out", inner, 0.3)
 
 
+def _mamba2(weights: TinyWeights, layer: int) -> None:
+    """Mamba-2: one decay for each head."""
+    recipe, block, inner = weights.recipe, f"blk.{layer}", 2 * weights.recipe.width
+    n_conv = inner + 2 * STATE
+    weights.constant(f"{block}.attn_norm.weight", recipe.width)
+    weights.matrix(f"{block}.ssm_in", inner + n_conv + RANK, recipe.width, 1.5)
+    weights.matrix(f"{block}.ssm_conv1d", n_conv, CONV, 1.2)
+    weights.constant(f"{block}.ssm_conv1d.bias", n_conv, 0.0)
+    weights.constant(f"{block}.ssm_dt.bias", RANK, -1.0)
+    weights.constant(f"{block}.ssm_a", (RANK, 1), -1.0)
+    weights.tensors[f"{block}.ssm_a"] *= np.linspace(0.2, 4.0, RANK, dtype=np.float32)[:, None]
+    weights.constant(f"{block}.ssm_d", (RANK, 1))
+    weights.constant(f"{block}.ssm_norm.weight", (1, inner))
+    weights.into_residual(f"{block}.ssm_out", inner, 0.3)
+
+
 def attention_keys(recipe: Recipe) -> Keys:
     return {
         "feed_forward_length": recipe.n_ffn,
@@ -584,6 +666,12 @@ def _mamba_keys(recipe: Recipe) -> Keys:
         "ssm.time_step_rank": RANK,
         "ssm.dt_b_c_rms": True,
     }
+
+
+def _mamba2_keys(recipe: Recipe) -> Keys:
+    keys = _mamba_keys(recipe) | {"ssm.group_count": 1}
+    del keys["ssm.dt_b_c_rms"]
+    return keys
 
 
 def _every_other(recipe: Recipe) -> Keys:
@@ -623,8 +711,8 @@ def write_tensors(path: Path, architecture: str, weights: TinyWeights, keys: Key
 
 
 def _type_of(name: str, tensor: Array, dtype: str) -> gguf.GGMLQuantizationType:
-    """Return a tensor's type: vectors, convolutions and rows without whole blocks must be float."""
-    if tensor.ndim < 2 or not name.endswith(".weight") or "conv" in name.rsplit(".", 2)[1]:
+    """Return a tensor's type: vectors, norms, convolutions and rows without whole blocks must be float."""
+    if tensor.ndim < 2 or not name.endswith(".weight") or "norm" in name or "conv" in name.rsplit(".", 2)[1]:
         return TYPES["f32"]
     if name.startswith(("position_embd", "token_types")) or "ffn_gate_inp" in name or tensor.shape[-1] % 32:
         return TYPES["f32"]

@@ -9,6 +9,7 @@ probe.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,9 @@ PROBES: Mapping[str, tuple[str, ...]] = {
     "an answer first": ("assistant", "user"),
     "user, user": ("user", "user"),
     "assistant, assistant": ("user", "assistant", "assistant", "user"),
+    "a user after a result": ("user", "assistant", "tool", "user"),
+    "a result without its call": ("user", "tool"),
+    "any id of a call": ("user", "assistant", "tool"),
 }
 # Where a role's content is written, as text or as parts of text.
 _PLACES: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +43,9 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
 _REASONING = re.compile(r"\breasoning_content\b")
 _OTHER_REASONING = re.compile(r"\breasoning\b")
 _CALL = ToolCall("probecall", "probe", "{}")  # Mistral's templates need an id of nine characters
+_LONG_ID = "call_0123456789abcdef"
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_BETWEEN = "OK."  # an answer between a call and a user; some templates refuse an empty one
 PROBE_TOOL: Mapping[str, Json] = {
     "type": "function",
     "function": {
@@ -67,12 +74,14 @@ class Accepted:
         if key not in self._takes:
             # A template that does not even write this needs more than a probe has, such as variables.
             is_telling = self._shows_probe(("user",), with_tools)
-            self._takes[key] = not is_telling or self._shows_probe(PROBES[probe], with_tools)
+            call = replace(_CALL, id=_LONG_ID) if probe == "any id of a call" else _CALL
+            self._takes[key] = not is_telling or self._shows_probe(PROBES[probe], with_tools, call)
         return self._takes[key]
 
     def messages(self, messages: Sequence[Message], *, with_tools: bool = False) -> list[Message]:
         """Return a conversation that the template takes and that says the same."""
         first, rest = self._one_system(messages)
+        rest = self._with_calls(rest, with_tools)
         needs = ["a system message"]
         if any(each.role == "tool" for each in rest):
             needs.append("a system message before a call")
@@ -90,7 +99,11 @@ class Accepted:
             needs = ["an answer first", *([] if has_user else ["no user message"])]
         if not self._takes_all(needs, with_tools=with_tools):
             rest.insert(0, Message("user", ""))
-        return [*first, *self._in_turns([self._without_space(message) for message in rest])]
+        rest = self._in_turns([self._without_space(message) for message in rest], with_tools)
+        has_ids = any(each.tool_calls or each.role == "tool" for each in rest)
+        if has_ids and not self.takes("any id of a call", with_tools=with_tools):
+            rest = _with_short_ids(rest)
+        return [*first, *rest]
 
     def _takes_all(self, probes: Sequence[str], *, with_tools: bool) -> bool:
         return all(self.takes(probe, with_tools=with_tools) for probe in probes)
@@ -146,13 +159,39 @@ class Accepted:
         space = written.removeprefix(prompt).partition(messages[1].text)[0]
         return space if space.isspace() else ""
 
-    def _in_turns(self, messages: Sequence[Message]) -> list[Message]:
-        """Join messages of one role in a row if the template insists on turns."""
+    def _with_calls(self, messages: Sequence[Message], with_tools: bool) -> list[Message]:
+        """Return messages with a call before each result whose call is gone, if the template insists on it.
+
+        As text of the user, a result would have more weight than it should.
+        """
+        found: list[Message] = []
+        ids, n_open = set[str | None](), 0  # of all calls so far; how many of these have no result yet
+        for message in messages:
+            is_lost = message.role == "tool" and not n_open and message.tool_call_id not in ids
+            if is_lost and not self.takes("a result without its call", with_tools=with_tools):
+                call = ToolCall(message.tool_call_id or "", message.name or "tool", "{}")
+                found.append(Message("assistant", "", tool_calls=(call,)))
+            found.append(message)
+            ids.update(call.id for call in message.tool_calls)
+            n_open = max(0, n_open + len(message.tool_calls) - (message.role == "tool"))
+        return found
+
+    def _in_turns(self, messages: Sequence[Message], with_tools: bool) -> list[Message]:
+        """Join messages of one role in a row, and answer between calls and users, if the template insists."""
         found: list[Message] = []
         for message in messages:
-            role = message.role
-            is_again = role in ("user", "assistant") and found and found[-1].role == role
-            if is_again and not self.takes(f"{role}, {role}"):
+            role, before = message.role, found[-1] if found else message
+            probe = f"{role}, {role}"
+            if role == "user" and (before.role == "tool" or before.tool_calls):
+                if not self.takes("a user after a result", with_tools=with_tools):
+                    found.append(Message("assistant", _BETWEEN))
+                found.append(message)
+            elif (
+                found
+                and role == before.role
+                and probe in PROBES
+                and not self.takes(probe, with_tools=with_tools)
+            ):
                 found[-1] = _joined(found[-1], message)
             else:
                 found.append(message)
@@ -174,8 +213,8 @@ class Accepted:
             self._wants_parts[role] = not shows(text) and shows(_as_parts(text))
         return self._wants_parts[role]
 
-    def _shows_probe(self, roles: Sequence[str], with_tools: bool) -> bool:
-        messages = _probe(roles)
+    def _shows_probe(self, roles: Sequence[str], with_tools: bool, call: ToolCall = _CALL) -> bool:
+        messages = _probe(roles, call)
         forms = map(self.form, messages)
         texts = (each.text for each in messages if each.role != "tool")
         return self._shows([*forms], *texts, with_tools=with_tools)
@@ -185,15 +224,46 @@ class Accepted:
         return written is not None and all(text in written for text in texts)
 
 
-def _probe(roles: Sequence[str]) -> list[Message]:
+def _probe(roles: Sequence[str], call: ToolCall = _CALL) -> list[Message]:
     """Return a conversation of these roles; the answer before a result is a call."""
     found = []
     for i, role in enumerate(roles):
-        calls = (_CALL,) if role == "assistant" and roles[i + 1 : i + 2] == ("tool",) else ()
+        calls = (call,) if role == "assistant" and roles[i + 1 : i + 2] == ("tool",) else ()
         found.append(Message(role, "" if calls else f"probe{i}", tool_calls=calls))
         if role == "tool":
-            found[-1] = replace(found[-1], name=_CALL.name, tool_call_id=_CALL.id)
+            found[-1] = replace(found[-1], name=call.name, tool_call_id=call.id)
     return found
+
+
+def _with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which the ids of calls and results have nine letters or digits.
+
+    An id depends only on the one given or, if there is none, on the place, so that a cached beginning stays
+    valid. A result without the id of a call is that of the first call without a result.
+    """
+    found: list[Message] = []
+    ids, unanswered = set[str](), list[str]()  # of calls
+    for i, message in enumerate(messages):
+        calls = tuple(
+            replace(call, id=_short_id(call.id or f"{i}.{j}")) for j, call in enumerate(message.tool_calls)
+        )
+        unanswered += (call.id for call in calls)
+        ids.update(call.id for call in calls)
+        result_id = None
+        if message.role == "tool":
+            result_id = _short_id(message.tool_call_id or f"{i}")
+            if result_id not in ids and unanswered:
+                result_id = unanswered[0]
+            if result_id in unanswered:
+                unanswered.remove(result_id)
+        found.append(replace(message, tool_calls=calls, tool_call_id=result_id))
+    return found
+
+
+def _short_id(given: str) -> str:
+    if _SHORT_ID.fullmatch(given):
+        return given
+    return hashlib.sha256(given.encode(errors="replace")).hexdigest()[:9]
 
 
 def _as_parts(text: str) -> list[Form]:

@@ -30,8 +30,9 @@ class AnswerStream:
     """Iterate to generate; each step returns the deltas of one token, often none.
 
     `completion` is the completion so far, at any time. `max_tokens` limits the answer with its reasoning,
-    `reasoning_budget` only the reasoning. `open_stream` must use the same seed each time, and spell the
-    control tokens of the answer's format:
+    `reasoning_budget` only the reasoning; with `max_tokens` 0, only the prompt is processed, so that it is
+    cached. `open_stream` must use the same seed each time, and spell the control tokens of the answer's
+    format:
     `pair.stream(prompt, max_tokens=n, seed=seed, spelled=answer_format.spelled(...))`.
     """
 
@@ -51,7 +52,7 @@ class AnswerStream:
         self.is_over = False  # no more deltas follow
         self._notify: Callable[[], object] | None = None
         self._before: Completion | None = None  # the reasoning, if its budget ended it
-        self._stream = open_stream(prompt, max_tokens)
+        self._stream = open_stream(prompt, max(1, max_tokens))
 
     def __iter__(self) -> Iterator[list[Delta]]:
         return self
@@ -104,6 +105,8 @@ class AnswerStream:
     def completion(self) -> Completion:
         """The completion so far, with reasoning and marks."""
         last = self._stream.completion
+        if not self._max_tokens:
+            return _without_tokens(last)
         before = self._before
         if before is None:
             return last
@@ -128,6 +131,8 @@ class AnswerStream:
             self.is_over = True
             is_cut = self._stream.completion.stop_reason not in (StopReason.END, StopReason.STOP)
             return self._origins.added(self._parser.finish(is_cut=is_cut))
+        if not self._max_tokens:
+            return []
         if self._before is not None:
             piece = piece._replace(begin=len(self._before.text) + piece.begin)
         self.n_thought += self._parser.is_thinking
@@ -217,6 +222,18 @@ class _Origins:
             if token_end > begin:
                 found.append(token)
         return tuple(found)
+
+
+def _without_tokens(done: Completion) -> Completion:
+    """Return a completion without the token that was generated only to process the prompt."""
+    is_stopped = done.stop_reason is StopReason.INTERRUPT
+    return replace(
+        done,
+        text="",
+        tokens=(),
+        stop_reason=StopReason.INTERRUPT if is_stopped else StopReason.LIMIT,
+        summary=replace(done.summary, n_tokens=0),
+    )
 
 
 def _joined(deltas: Iterable[Delta]) -> list[Delta]:

@@ -124,6 +124,28 @@ class Incoming:
             self.take(len(self.text) - n_backslashes % 2, sink)  # a last one escapes the next character
             yield
 
+    def python_value(self) -> Reading[str]:
+        """Take a value in Python's arguments of a call, and return it; what ends it comes next."""
+        depth, quote, n = 0, "", 0
+        while True:
+            for found in re.compile(r"\\.|[\"'()\[\]{},]", re.DOTALL).finditer(self.text, n):
+                mark, n = found[0], found.end()
+                if quote or mark in "\"'":
+                    quote = ("" if mark == quote else quote) if quote else mark
+                elif not depth and mark in ",)":
+                    n = found.start()
+                    break
+                else:
+                    depth += 1 if mark in "([{" else -1 if mark in ")]}" else 0
+            else:
+                if not self.is_complete:
+                    yield
+                    continue
+                n = len(self.text)
+            value = self.text[:n]
+            self.take(n)
+            return value
+
     def _possible_beginning(self, marks: Sequence[str]) -> int:
         """Return how many characters at the end of the text may be the beginning of a mark."""
         lengths = range(min(max(map(len, marks), default=0), len(self.text)), 0, -1)

@@ -2,7 +2,7 @@
 
 Pieces of text go in, deltas come out. Readers are generators over the text that has arrived
 (`chat/incoming.py`), so it makes no difference how the text is split. Text that does not follow the format of
-the family (`chat/families.py`) is content. The parser holds back only a possible beginning of a mark or call.
+the family (`chat/notation.py`) is content. The parser holds back only a possible beginning of a mark or call.
 tests/chat/test_parse.py splits recorded answers of each family at every place.
 """
 
@@ -15,8 +15,8 @@ import string
 from collections.abc import Mapping, Sequence
 
 from llamaspec.chat import xml_values
-from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning
 from llamaspec.chat.incoming import MAX_HEADER, MAX_SPACE, Incoming, Reading
+from llamaspec.chat.known_tools import KnownTools
 from llamaspec.chat.messages import (
     ArgumentsDelta,
     CallDelta,
@@ -25,16 +25,14 @@ from llamaspec.chat.messages import (
     Json,
     ReasoningDelta,
     ToolCall,
-    finite,
+    message_of,
 )
-from llamaspec.chat.xml_values import json_or_text, quoted
+from llamaspec.chat.notation import AnswerFormat, CallFormat, Pairs, Reasoning
+from llamaspec.chat.xml_values import json_or_text, python_or_text, quoted
 
 _FENCE = "```"
 _HARMONY_HEADER = re.compile(r"\s*(assistant)?\s*(to=|<\|channel\|>).*?<\|message\|>", re.DOTALL)
 _HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
-_CUT_CALL = re.compile(
-    r'\{\s*"name"\s*:\s*"(?P<name>[^"]+)"\s*,\s*"arguments"\s*:\s*(?P<arguments>\{.*)', re.DOTALL
-)
 _GEMMA_MARKS = ('<|"|>', "{", "}", "[", "]", ",", ":")
 
 
@@ -54,10 +52,7 @@ class AnswerParser:
     def __init__(
         self, answer_format: AnswerFormat, tools: Sequence[Mapping[str, Json]] = (), *, thinking: bool = False
     ) -> None:
-        functions = [tool.get("function", tool) for tool in tools]
-        self._schemas: dict[str, Mapping[str, Json]] = {
-            str(function["name"]): function.get("parameters") or {} for function in functions
-        }
+        self._tools = KnownTools(tools)
         self.answer_format = answer_format
         self.is_thinking = thinking  # the next text is reasoning
         self._incoming = Incoming()
@@ -65,6 +60,8 @@ class AnswerParser:
         self._deltas: list[Delta] = []
         self._space, self._space_end = "", 0  # whitespace at the end of the text so far, and its place
         self._is_at_start = False  # drop empty lines before the text that follows
+        self._second_end = ""  # a mark that may end the reasoning once more
+        self._is_code = False  # whether the content so far has an odd number of backticks
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Delta]:
@@ -93,6 +90,7 @@ class AnswerParser:
     # Readers pass on text and calls by these methods.
 
     def _content(self, text: str) -> None:
+        self._is_code ^= text.count("`") % 2 == 1
         self._text(text, ContentDelta)
 
     def _reasoning(self, text: str) -> None:
@@ -110,7 +108,9 @@ class AnswerParser:
             self._add(kind, self._space, self._space_end)
             self._space = ""
         text = self._space + text
-        may_be_dropped = kind is ReasoningDelta or (self.answer_format.calls is not None and self._schemas)
+        may_be_dropped = kind is ReasoningDelta or (
+            self.answer_format.calls is not None and self._tools.schemas
+        )
         end = max(len(text.rstrip()), len(text) - MAX_SPACE) if may_be_dropped else len(text)
         text, self._space = text[:end], text[end:]
         self._space_end, text_end = text_end, text_end - len(self._space)
@@ -124,10 +124,11 @@ class AnswerParser:
         """Begin another text; empty lines between two texts belong to neither."""
         self._space, self._is_at_start = "", True
 
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, name: str, call_id: str = "") -> None:
         self._begin_text()
-        call_id = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
-        self._deltas.append(CallDelta(self._n_calls, call_id, name))  # Mistral's templates need such an id
+        random_id = "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        # Mistral's templates need such an id.
+        self._deltas.append(CallDelta(self._n_calls, call_id or random_id, name))
         self._n_calls += 1
 
     def _arguments(self, text: str) -> None:
@@ -141,9 +142,9 @@ class AnswerParser:
             yield from self._read_channels()
         elif reasoning is not None:
             yield from self._read_reasoning(reasoning)
-        if calls is not None and self._schemas:
+        if calls is not None and self._tools.schemas:
             yield from self._read_calls(calls)
-        yield from self._incoming.until((), self._content)
+        yield from self._read_content(())
 
     def _read_reasoning(self, marks: Reasoning) -> Reading[None]:
         """Read the reasoning, if the answer begins with it."""
@@ -152,25 +153,77 @@ class AnswerParser:
                 return
             yield from self._incoming.until((marks.opening,), None)
         yield from self._read_thoughts((marks.closing,))
+        self._second_end = marks.closing
 
     def _read_thoughts(self, ends: Sequence[str]) -> Reading[str | None]:
-        """Read reasoning up to one of these ends; return the end."""
+        """Read reasoning up to one of these ends; return the end. Some models call before they end it."""
+        calls = self.answer_format.calls
+        starts = _starts(calls) if calls is not None and calls.closing and self._tools.schemas else ()
         self.is_thinking = True
         self._begin_text()
-        end = yield from self._incoming.until(ends, self._reasoning)
+        while (mark := (yield from self._incoming.until((*ends, *starts), self._reasoning))) in starts:
+            assert calls is not None
+            if not (yield from self._read_whole_call(calls, mark, ends[0])):
+                self._reasoning(mark)
         self.is_thinking = False
         self._begin_text()
-        return end
+        return mark
+
+    def _read_whole_call(self, calls: CallFormat, mark: str, limit: str) -> Reading[bool]:
+        """Read a complete call of a known tool after a mark, before `limit`; without one, take nothing."""
+        header = yield from self._incoming.match(re.compile(calls.header))
+        if header is None or header["name"] not in self._tools.schemas:
+            return False
+        closing, n = calls.closing[-1].strip(), 0
+        while True:
+            place = self._incoming.text.find(closing, n)
+            if place >= 0:
+                n = place + len(closing)
+                if found := self._calls_in(calls, mark + self._incoming.text[:n]):
+                    self._incoming.take(n)
+                    for call in found:
+                        self._begin_call(call.name, call.id)
+                        self._arguments(call.arguments)
+                    return True
+            elif self._incoming.is_complete or limit in self._incoming.text:
+                return False
+            else:
+                yield
+
+    def _calls_in(self, calls: CallFormat, text: str) -> tuple[ToolCall, ...]:
+        """Return the calls of which a text consists; none if it has anything else."""
+        parser = AnswerParser(AnswerFormat(calls), self._tools.tools)
+        message = message_of([*parser.feed(text), *parser.finish()])
+        try:
+            are_objects = all(isinstance(json.loads(each.arguments), dict) for each in message.tool_calls)
+        except (ValueError, RecursionError):
+            return ()
+        return message.tool_calls if are_objects and not message.text else ()
+
+    def _read_content(self, marks: Sequence[str]) -> Reading[str | None]:
+        """Pass on content up to one of these marks, and take it.
+
+        A mark at the end of a line that ends the reasoning once more is left out, except in code.
+        """
+        again = self._second_end
+        ends = (f"{again}\n", again) if again else ()
+        while True:
+            mark = yield from self._incoming.until((*marks, *ends[:1]), self._content, ends[1:])
+            if mark is None or mark not in ends:
+                return mark
+            self._incoming.text = mark[len(again) :] + self._incoming.text
+            if self._is_code:
+                self._content(again)
 
     def _read_calls(self, calls: CallFormat) -> Reading[None]:
         """Read content, and a call after each mark that starts one."""
-        starts = calls.starts or calls.opening[:1]
+        starts = _starts(calls)
         if calls.may_lack_marks:
             starts = (*starts, _FENCE)
             yield from self._read_unmarked("")
         mark: str | None = ""
-        if calls.opening or not (yield from self._incoming.begins("{")):
-            mark = yield from self._incoming.until(starts, self._content)
+        if not (calls.bare and (yield from self._incoming.begins(calls.bare))):
+            mark = yield from self._read_content(starts)
         while mark is not None:
             if mark == _FENCE:
                 yield from self._read_unmarked(mark)
@@ -178,7 +231,7 @@ class AnswerParser:
             else:
                 mark = yield from self._read_call(calls, mark)
             if not mark:
-                mark = yield from self._incoming.until(starts, self._content)
+                mark = yield from self._read_content(starts)
 
     def _read_unmarked(self, fence: str) -> Reading[None]:
         """Read calls as plain JSON, perhaps in a fence; pass on complete ones. The rest is content."""
@@ -189,7 +242,7 @@ class AnswerParser:
             self._incoming.take(n)
             yield from self._incoming.json_object(written.append)
             text, is_cut = "".join(written[2:]), self._incoming.is_cut and not self._incoming.text
-            call = self._call_in(text, is_cut=is_cut)
+            call = self._tools.call_in(text, is_cut=is_cut)
             if call is None:
                 self._content("" if is_cut else "".join(written))
                 return
@@ -200,78 +253,77 @@ class AnswerParser:
                 return
         self._content(before)
 
-    def _call_in(self, text: str, *, is_cut: bool) -> ToolCall | None:
-        """Return the text as a call of a known tool, perhaps a cut one; None if it is anything else."""
-        try:
-            found = finite(json.loads(text))
-        except (ValueError, RecursionError):
-            return self._cut_call_in(text) if is_cut else None
-        if found.keys() != {"name", "arguments"} or not isinstance(found["arguments"], dict):
-            return None
-        name = self._known_name(str(found["name"]))
-        if name is None:
-            return None
-        return ToolCall("", name, json.dumps(found["arguments"], ensure_ascii=False))
-
-    def _cut_call_in(self, text: str) -> ToolCall | None:
-        """Return the text as a call whose arguments have begun; None if it is anything else."""
-        found = _CUT_CALL.match(text)
-        name = None if found is None else self._known_name(found["name"])
-        if found is None or name is None:
-            return None
-        return ToolCall("", name, found["arguments"])
-
-    def _known_name(self, written: str) -> str | None:
-        """Return the tool that a model means by a name, such as search-web by search_web; None if unclear."""
-        plain = re.sub(r"\W", "_", written)
-        known = [name for name in self._schemas if plain == re.sub(r"\W", "_", name)]
-        return written if written in known else known[0] if len(known) == 1 else None
-
     def _read_call(self, calls: CallFormat, mark: str) -> Reading[str]:
         """Read a call after a mark, otherwise pass on the mark; return a separator before another call."""
         header = yield from self._incoming.match(re.compile(calls.header))
         if header is None and self._incoming.is_cut and mark and len(self._incoming.text) < MAX_HEADER:
             self._incoming.text = ""
             return ""
-        if header is None or (calls.known_only and header["name"] not in self._schemas):
-            self._content(mark)
+        if header is None or (calls.known_only and header["name"] not in self._tools.schemas):
+            self._content("" if mark in calls.separators else mark)
             return ""
         self._incoming.take(len(header[0]))
-        self._begin_call(header["name"].strip())
-        if calls.arguments == "json":
+        self._begin_call(header["name"].strip(), header.groupdict().get("id", ""))
+        if calls.pairs is not None and calls.pairs.is_keywords:
+            yield from self._read_keywords()
+        elif calls.pairs is not None:
+            yield from self._read_pairs(calls.pairs, self._tools.schemas.get(header["name"], {}))
+        elif calls.arguments == "json":
             yield from self._incoming.json_object(self._arguments)
-        elif calls.arguments == "xml":
-            yield from self._read_xml(self._schemas[header["name"]].get("properties"))
         else:
             yield from self._read_gemma()
         last = yield from self._incoming.drop(calls.endings)
-        return calls.separator if last == calls.separator else ""
+        return last if last in calls.separators else ""
 
-    def _read_xml(self, properties: Json) -> Reading[None]:
+    def _read_pairs(self, pairs: Pairs, schema: Mapping[str, Json]) -> Reading[None]:
         """Read <parameter=key>value</parameter></function>; strings are passed on as they arrive."""
-        opening = "{"
-        marks = ("<parameter=", "</function>", "</tool_call>")
-        while (mark := (yield from self._incoming.until(marks, None))) == "<parameter=":
-            key, _ = yield from self._word((">",))
-            yield from self._incoming.match(re.compile(r"(?s:.)"))  # wait for one character
-            self._incoming.take(int(self._incoming.text.startswith("\n")))
+        begin, opening = pairs.before_key.strip(), "{"
+        key_ends = {each.rstrip("\n"): each for each in (pairs.before_value, pairs.before_json) if each}
+        key_ends |= {re.sub(r"\s*\n\s*", "", end): each for end, each in key_ends.items()}
+        properties = schema.get("properties")
+        while (mark := (yield from self._incoming.until((begin, *pairs.ends), None))) == begin:
+            key, end = yield from self._word([*key_ends])
+            written = key_ends.get(end or "", "")
+            if written.endswith("\n"):
+                yield from self._incoming.match(re.compile(r"(?s:.)"))  # wait for one character
+                self._incoming.take(int(self._incoming.text.startswith("\n")))
             self._arguments(f"{opening}{quoted(key)}: ")
             opening = ", "
-            schema = properties.get(key) if isinstance(properties, Mapping) else None
-            if xml_values.is_text(schema):
-                yield from self._read_string(xml_values.ENDS, xml_values.LAST_ENDS)
+            inner = properties.get(key) if isinstance(properties, Mapping) else None
+            is_text = (
+                written == pairs.before_value if pairs.before_json else xml_values.is_text(inner, schema)
+            )
+            if is_text:
+                yield from self._read_string(pairs.value_ends, pairs.last_value_ends, pairs.closing)
             else:
                 word: list[str] = []
-                end = yield from self._incoming.until(xml_values.ENDS, word.append, xml_values.LAST_ENDS)
-                self._put_back_after_value(end)
-                self._arguments(xml_values.as_json("".join(word), schema))
+                last = pairs.last_value_ends
+                end = yield from self._incoming.until(pairs.value_ends, word.append, last)
+                self._put_back_after(pairs.closing, end)
+                self._arguments(xml_values.as_json("".join(word), inner, schema))
         if mark is not None:
             self._arguments("{}" if opening == "{" else "}")
+            self._incoming.text = mark + self._incoming.text
 
-    def _put_back_after_value(self, end: str | None) -> None:
-        """Put back what an end in xml_values.ENDS contains after the end itself."""
+    def _put_back_after(self, closing: str, end: str | None) -> None:
+        """Put back what the end of a value contains after its closing mark."""
         if end is not None:
-            self._incoming.text = end.partition("</parameter>")[2] + self._incoming.text
+            self._incoming.text = end.partition(closing)[2] + self._incoming.text
+
+    def _read_keywords(self) -> Reading[None]:
+        """Read Python's key="text", other=[1, True]), after the parenthesis that opens it."""
+        opening = "{"
+        while True:
+            key, mark = yield from self._word(("=", ")"))
+            if mark == ")":
+                self._arguments("{}" if opening == "{" else "}")
+                self._incoming.text = mark + self._incoming.text
+            if mark != "=":
+                return
+            self._arguments(f"{opening}{quoted(key.strip(', ' + chr(10)))}: ")
+            opening = ", "
+            value = yield from self._incoming.python_value()
+            self._arguments(python_or_text(value.strip()))
 
     def _read_gemma(self) -> Reading[None]:
         """Read {key:<|"|>text<|"|>,other:1}, after its first brace."""
@@ -296,11 +348,12 @@ class AnswerParser:
         end = yield from self._incoming.until(ends, word.append)
         return "".join(word), end
 
-    def _read_string(self, ends: Sequence[str], last: Sequence[str] = ()) -> Reading[None]:
+    def _read_string(self, ends: Sequence[str], last: Sequence[str] = (), closing: str = "") -> Reading[None]:
         """Read a text up to its end, as a JSON string."""
         self._arguments('"')
         end = yield from self._incoming.until(ends, lambda text: self._arguments(quoted(text)[1:-1]), last)
-        self._put_back_after_value(end)
+        if closing:
+            self._put_back_after(closing, end)
         if end is not None:
             self._arguments('"')
 
@@ -319,8 +372,9 @@ class AnswerParser:
             self._incoming.take(len(header))
             recipient = (re.findall(r"to=([^\s<]+)", header) or [""])[-1]
             channel = (re.findall(r"<\|channel\|>\s*(\w+)", header) or [""])[-1]
-            if self._schemas and re.match(r"functions\..", recipient):
-                self._begin_call(recipient.removeprefix("functions."))
+            name = self._tools.recipient(recipient)
+            if name is not None:
+                self._begin_call(name)
                 if (yield from self._incoming.begins("{")):  # marks in its strings are text
                     yield from self._incoming.json_object(self._arguments)
                 end = yield from self._incoming.until(_HARMONY_ENDS, self._arguments)
@@ -330,3 +384,8 @@ class AnswerParser:
                 end = yield from self._incoming.until(_HARMONY_ENDS, self._content)
             if end is not None and end != "<|start|>":
                 end = yield from self._incoming.until(("<|start|>",), self._content)
+
+
+def _starts(calls: CallFormat) -> tuple[str, ...]:
+    """Return the marks before a call."""
+    return calls.starts or (() if calls.bare else calls.opening[:1])

@@ -219,10 +219,10 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-def _refuse(reason: str) -> NoReturn:
+def _refuse(reason: object = "", *_: object) -> NoReturn:
     import jinja2
 
-    raise jinja2.TemplateError(reason)
+    raise jinja2.TemplateError(str(reason) or "it gives no reason")
 
 
 def _line(error: Exception) -> str:

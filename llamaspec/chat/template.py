@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from llamaspec.chat.accepted import PROBE_TOOL, Accepted, in_words
-from llamaspec.chat.families import AnswerFormat, recognize
+from llamaspec.chat.families import recognize
 from llamaspec.chat.messages import Json, Message
+from llamaspec.chat.notation import AnswerFormat
 from llamaspec.chat.sandbox import PROCESS, RenderError, RenderTimeError
 from llamaspec.errors import NoTemplateError, SystemPromptError, TemplateError
 from llamaspec.llama.model import LlamaModel

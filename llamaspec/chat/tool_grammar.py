@@ -11,12 +11,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 
-from llamaspec.chat.families import GEMMA4, HARMONY, NAME, QUOTED_NAME, QWEN_XML, AnswerFormat
 from llamaspec.chat.messages import Json
+from llamaspec.chat.notation import INDEX, NAME, QUOTED_NAME, AnswerFormat, Pairs
 from llamaspec.chat.xml_values import as_text, choices, escaped, quoted, text_rules, types_of
-from llamaspec.sampling.schemas import compilable
+from llamaspec.sampling.schemas import compilable, forms
 
 _ANYTHING = r"/(?s:.*)/"
+_NOTHING = '""'
+_PARTS = {INDEX: "/[A-Za-z0-9_]{1,9}/"}
 
 
 def tool_grammar(
@@ -36,7 +38,8 @@ def tool_grammar(
     are well-formed but may not match the schema, because its notation is not JSON.
     """
     has_channels = {"<|channel|>", "<|message|>", "<|start|>"} <= controls.keys()
-    if answer_format.calls is None or (answer_format.calls is HARMONY and not has_channels):
+    calls = answer_format.calls
+    if calls is None or (calls.arguments == "channels" and not has_channels):
         return None
     return _Grammar(answer_format, controls, thinking).of_calls(tools, is_forced, is_parallel)
 
@@ -54,22 +57,23 @@ class _Grammar:
     def __init__(self, answer_format: AnswerFormat, controls: Mapping[str, int], is_thinking: bool) -> None:
         self._controls = controls
         self._format = answer_format
+        self._arguments = "json" if answer_format.calls is None else answer_format.calls.arguments
         self._is_thinking = is_thinking
         self._rules: list[str] = []
 
     def of_calls(self, tools: Sequence[Mapping[str, Json]], is_forced: bool, is_parallel: bool) -> str:
-        is_harmony = self._format.calls is HARMONY
-        start = self._channels(is_forced) if is_harmony else self._around_calls(is_forced, is_parallel)
+        has_channels = self._arguments == "channels"
+        start = self._channels(is_forced) if has_channels else self._around_calls(is_forced, is_parallel)
         self._rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
         for i, tool in enumerate(tools):
             function = tool.get("function", tool)
             self._call(i, str(function["name"]), {"type": "object", **(function.get("parameters") or {})})
-        if self._format.calls is GEMMA4:
+        if self._arguments == "gemma":
             self._gemma_values()
         return "\n".join([f"start: {start}", *self._rules])
 
     def of_answer(self, schema: Mapping[str, Json]) -> str:
-        if self._format.calls is HARMONY:
+        if self._arguments == "channels":
             self._channels(False)
             start = f'analysis? {self._mark("<|channel|>")} "final" {self._mark("<|message|>")} answer'
         else:
@@ -89,21 +93,35 @@ class _Grammar:
         """Return the start rule of a family without channels."""
         calls = self._format.calls
         assert calls is not None
-        many = f" ({calls.between_calls} call)*" if is_parallel and calls.between_calls is not None else ""
-        is_parallel = is_parallel and calls.between_pairs is not None
+        between, again = calls.between_calls, calls.between_pairs
+        many = f" ({self._mark(between)} call)*" if is_parallel and between is not None else ""
         body = f"call{many} {self._mark(*calls.closing)}".strip()
+        whole = f"{self._mark(*calls.opening)} {body}".strip()
         think = self._reasoning()
         if is_forced:
-            one = f"{self._mark(*calls.opening)} {body}".strip()
-            return f"{think}{one} ({calls.between_pairs} {one})*" if is_parallel else f"{think}{one}"
-        if not calls.opening:  # a call is the whole answer
-            self._rules.append(r"TEXT: /[^{\s](?s:.*)/")
-            return f"{think}(TEXT | {body})?"
+            more = f" ({self._mark(again)} {whole})*" if is_parallel and again is not None else ""
+            return f"{think}{whole}{more}"
+        if calls.bare:  # a call is the whole answer
+            self._rules.append(f"TEXT: /[^{escaped(calls.bare)}\\s](?s:.*)/")
+            return f"{think}(TEXT | {whole})?{self._unended()}"
         mark, *others = calls.opening
         without = "" if mark in self._controls else f" & ~/(?s:.*){escaped(mark)}(?s:.*)/"
         one = " ".join(filter(None, [self._up_to(mark, "begin"), self._mark(*others), body]))
         self._rules.append(f"TAIL: {_ANYTHING}{without}")
-        return f"{think}({one})* TAIL" if is_parallel else f"{think}(TAIL | {one})"
+        is_several = is_parallel and again is not None
+        return (
+            f"{think}({one})* TAIL{self._unended()}"
+            if is_several
+            else f"{think}(TAIL | {one}){self._unended()}"
+        )
+
+    def _unended(self) -> str:
+        """Return the alternative of reasoning without an end: some models call before they end it."""
+        reasoning = self._format.reasoning
+        if reasoning is None:
+            return ""
+        self._rules.append(f"UNENDED: {_ANYTHING} & ~/(?s:.*){escaped(reasoning.closing)}(?s:.*)/")
+        return " | UNENDED" if self._is_thinking else f" | {self._mark(reasoning.opening.strip())} UNENDED"
 
     def _channels(self, is_forced: bool) -> str:
         """Return the start rule of harmony; the prompt ends with <|start|>assistant."""
@@ -141,41 +159,71 @@ class _Grammar:
         """Add the rule `call_i` and those that it needs. No part of a name becomes a control token."""
         calls = self._format.calls
         assert calls is not None
-        names = {NAME: quoted(name), QUOTED_NAME: quoted(quoted(name))}
-        parts = [names.get(part) or self._mark(part) for part in calls.before_call]
-        parts += [f"arguments_{i}", *([quoted(calls.after_call)] if calls.after_call else [])]
-        self._rules.append(f"call_{i}: {' '.join(parts)}")
-        if calls is QWEN_XML:
-            self._parameters(i, schema)
-        elif calls is GEMMA4:
+        parts = {NAME: quoted(name), QUOTED_NAME: quoted(quoted(name)), **_PARTS}
+        before = [parts.get(part) or self._mark(part) for part in calls.before_call]
+        after = self._mark(calls.after_call)
+        self._rules.append(f"call_{i}: {' '.join(filter(None, [*before, f'arguments_{i}', after]))}")
+        if calls.pairs is not None:
+            self._pairs(f"arguments_{i}", schema, calls.pairs)
+        elif calls.arguments == "gemma":
             self._rules.append(f"arguments_{i}: object")
         else:
             self._rules.append(f"arguments_{i}: {_json(schema)}")
 
-    def _parameters(self, i: int, schema: Mapping[str, Json]) -> None:
-        """Add `arguments_i`: Qwen's parameters in tags, in the order of the schema; any if it has none."""
+    def _pairs(self, rule: str, schema: Mapping[str, Json], pairs: Pairs) -> None:
+        """Add a rule for arguments that are pairs, in the order of the schema; any if it has none."""
+        begin, between = self._mark(pairs.before_key), self._mark(pairs.between)
         if "properties" not in schema:
-            self._rules += [
-                f"arguments_{i}: any_{i}*",
-                f"any_{i}: {self._mark('<parameter=')} /[\\w.-]{{1,64}}/ {quoted('>' + chr(10))} value_{i}",
-                *text_rules(f"value_{i}", {}),
-            ]
+            any_key = r"/[A-Za-z_]\w{0,63}/" if pairs.is_keywords else r"/[\w.-]{1,64}/"
+            self._rules.append(
+                f"{rule}_any: {begin} {any_key} {self._value(f'{rule}_value', {}, schema, pairs)}"
+            )
+            self._rules.append(f"{rule}: ({rule}_any ({between} {rule}_any)*)?")
             return
-        required, more, end = schema.get("required") or (), quoted(">\n"), "\n</parameter>\n"
+        required = schema.get("required") or ()
+        # Of the pairs from one on: `more` follows an earlier pair, `first` none.
+        more, first = "", ""
+        several = list((schema.get("properties") or {}).items())
+        for j, (key, inner) in reversed([*enumerate(several)]):
+            value = self._value(f"{rule}_{j}", inner if isinstance(inner, Mapping) else {}, schema, pairs)
+            self._rules.append(f"{rule}_pair_{j}: {begin} {quoted(key)} {value}")
+            pair, is_required = f"{rule}_pair_{j}", key in required
+            self._rules.append(
+                f"{rule}_first_{j}: {pair} {more}{'' if is_required else f' | {first or _NOTHING}'}"
+            )
+            written = f"{between} {pair}".strip()
+            self._rules.append(f"{rule}_more_{j}: {written if is_required else f'({written})?'} {more}")
+            more, first = f"{rule}_more_{j}", f"{rule}_first_{j}"
+        self._rules.append(f"{rule}: {first or _NOTHING}")
+
+    def _value(self, rule: str, inner: Mapping[str, Json], schema: Mapping[str, Json], pairs: Pairs) -> str:
+        """Add rules for a value up to its end; return it with what comes before it, as a part of a rule."""
+        before, end = self._mark(pairs.before_value), self._mark(pairs.after_value)
         shared = {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
-        parts = []
-        for j, (key, inner) in enumerate((schema.get("properties") or {}).items()):
-            rule, inner = f"value_{i}_{j}", inner if isinstance(inner, Mapping) else {}
-            values = choices(inner)
-            if "string" in types_of(inner) and values is None:
-                self._rules += text_rules(rule, inner)
-            else:
-                value = " | ".join(quoted(as_text(value)) for value in values or ())
-                value = f"({value})" if value else _json({**inner, **shared})
-                self._rules += [f"{rule}_json: {value}", f"{rule}: {rule}_json {quoted(end)}"]
-            part = f"{self._mark('<parameter=')} {quoted(key)} {more} {rule}"
-            parts.append(part if key in required else f"({part})?")
-        self._rules.append(f"arguments_{i}: {' '.join(parts) or quoted('')}")
+        if pairs.is_keywords:
+            self._rules.append(f"{rule}_json: {_json({**inner, **shared})}")
+            return f"{before} {rule}_json"
+        values = choices(inner, schema)
+        texts = [as_text(value) for value in values or () if isinstance(value, str)]
+        others = [as_text(value) for value in values or () if not isinstance(value, str)]
+        alternatives = []
+        if values is None and (not inner or "string" in types_of(inner, schema)):
+            plain = [form for form in forms(inner, schema) if form.get("type") != "null"]
+            has_token = any(text in pairs.after_value for text in self._controls)
+            self._rules += text_rules(
+                rule, plain[0] if len(plain) == 1 else {}, pairs, end if has_token else None
+            )
+            alternatives.append(f"{before} {rule}")
+        elif values is None:
+            others = [_json({**inner, **shared})]
+        else:
+            texts, others = ([quoted(text) for text in several] for several in (texts, others))
+        json_before = self._mark(pairs.before_json) or before
+        for kind, begin, written in (("text", before, texts), ("json", json_before, others)):
+            if written:
+                self._rules.append(f"{rule}_{kind}: {' | '.join(written)}")
+                alternatives.append(f"{begin} {rule}_{kind} {end}")
+        return alternatives[0] if len(alternatives) == 1 else f"({' | '.join(alternatives)})"
 
     def _gemma_values(self) -> None:
         """Add `object`: any object in Gemma 4's notation, {key:<|"|>text<|"|>,other:[1,true]}."""

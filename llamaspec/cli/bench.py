@@ -20,15 +20,14 @@ from rich.console import Console
 from llamaspec.cli.model_options import ModelChoice, check_files, find_plan, model_options
 from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, Number, option_group
 from llamaspec.cli.options import JSON_OPTION, drafting_options
-from llamaspec.cli.output import SlowProgress, check_writable, print_table, say
+from llamaspec.cli.output import SlowProgress, check_writable, print_table, say, warns_of_load
 from llamaspec.cli.serve import check_installed, serve
 from llamaspec.cli.signals import EXIT_INTERRUPTED
 from llamaspec.errors import LlamaspecError
 from llamaspec.files import write_file
 from llamaspec.llama.gguf_file import read_gguf
-from llamaspec.llama.resources import default_threads, n_hardware_threads
 from llamaspec.measure.bench import Sample, ask_all, speed_ups
-from llamaspec.measure.machine import LoadWatch, too_many_taken
+from llamaspec.measure.machine import LoadWatch
 from llamaspec.measure.report import (
     Report,
     Settings,
@@ -162,7 +161,7 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
         report = make_report(samples, plan, settings, peer_version, with_hashes=with_hashes)
         is_usual = drafting == Drafting() and settings.temperature == 0 and settings.max_tokens is None
         is_usual &= bench.repeats == 1  # later runs copy from the answers of earlier ones
-        is_calm = is_whole and not _warns_of_load(n_taken)
+        is_calm = is_whole and not warns_of_load(n_taken, "these results are not kept as the verdict")
         if is_calm and is_usual and plan.copying is Copying.WEIGHED and bench.tasks == TASKS:
             keep_gains(key, speed_ups(samples))
         _show(report, bench)
@@ -174,18 +173,6 @@ def bench(bench: BenchOptions, models: ModelChoice, drafting: Drafting) -> None:
     if fault is not None:
         raise fault
     sys.exit(code)
-
-
-def _warns_of_load(n_taken: float) -> bool:
-    """Warn if other programs used `n_taken` hardware threads, which is too many; return whether they did."""
-    n_physical, n_logical = default_threads(), n_hardware_threads()
-    if not too_many_taken(n_taken, n_physical, n_logical):
-        return False
-    say(
-        f"warning: other programs used {n_taken:.1f} of {n_logical} hardware threads, so these results "
-        "are not kept as the verdict on the pair; stop them and repeat the benchmark"
-    )
-    return True
 
 
 def _check(bench: BenchOptions) -> None:

@@ -18,7 +18,7 @@ from llamaspec.chat.conversation_files import ConversationFiles, keep_last, load
 from llamaspec.chat.session import ChatSettings, Reply, Session
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli import options as shared
-from llamaspec.cli.chat_input import ReadLine, Typed, line_editing, piped_line, read_typed, terminal_line
+from llamaspec.cli.chat_input import ReadLine, Typed, line_editing, piped_lines, read_typed, terminal_line
 from llamaspec.cli.model_options import (
     ModelChoice,
     fetched_model,
@@ -124,7 +124,7 @@ def chat(
             loop.act(Typed(message, is_command=False))
             return
         if not interactive:
-            loop.run(piped_line)
+            loop.run(piped_lines())
             return
         click.echo(f"Chat with {printable(pair.target.path.name)}. /help lists the commands.", err=True)
         with line_editing(), signals_reach_input():

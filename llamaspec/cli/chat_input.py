@@ -5,6 +5,7 @@ A terminal has line editing and a history file; a pipe is read line by line.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 import click
 from platformdirs import user_state_path
 
-from llamaspec.cli.options import decoded
+from llamaspec.cli.options import UTF_16, decoded, in_utf8
 
 _MAX_HISTORY_LINES = 1000
 _QUOTES = '"""'
@@ -80,12 +81,29 @@ def terminal_line(prompt: str) -> str:
     return decoded(input(prompt).encode("utf-8", errors="surrogateescape"), "the message")
 
 
-def piped_line(_prompt: str) -> str:
-    """Read a line from a pipe or a file."""
-    line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
-    if not line:
-        raise EOFError
-    return decoded(line.removesuffix(b"\n").removesuffix(b"\r"), "the message")
+def piped_lines() -> ReadLine:
+    """Return a function that reads lines from a pipe or a file."""
+    lines = _lines_of_stdin()
+
+    def read_line(_prompt: str) -> str:
+        line = next(lines, b"")
+        if not line:
+            raise EOFError
+        return decoded(line.removesuffix(b"\n").removesuffix(b"\r"), "the message")
+
+    return read_line
+
+
+def _lines_of_stdin() -> Iterator[bytes]:
+    """Yield lines as they arrive; those of a text in UTF-16 when it has ended."""
+    if sys.stdin is None:
+        return
+    first = sys.stdin.buffer.readline()
+    if first.startswith(UTF_16):
+        yield from io.BytesIO(in_utf8(first + sys.stdin.buffer.read()))
+    else:
+        yield first
+        yield from sys.stdin.buffer
 
 
 @contextmanager

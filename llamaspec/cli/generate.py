@@ -31,6 +31,7 @@ from llamaspec.values import COPIES, MTP, Round, TokenArray
 
 if TYPE_CHECKING:
     from llamaspec.measure.explain import Reasons
+    from llamaspec.measure.machine import LoadWatch
 
 _OPTIONS: tuple[Decorator, ...] = (
     click.option("--special", is_flag=True,
@@ -116,6 +117,7 @@ def generate(
     plan = replace(find_plan(models), longest=lambda target: len(tokens(target)) + decoding.max_tokens)
     with reporting(plan, models, decoding, quiet=quiet) as pair:
         constraint = _constraint(pair, output)
+        watch = _load_watch() if output.explain else None
         with out.SlowProgress("processing the prompt") as progress:
             stream = pair.stream(
                 tokens(pair.target.weights),
@@ -144,10 +146,18 @@ def generate(
             depth = completion.n_prompt_tokens + len(completion.tokens) / 2  # cached tokens, on average
             reasons = explain(completion, prior.curve and prior.curve.at(depth))
             print_reasons(reasons, pair_verdict(pair, prior), out.stderr_console())
+            assert watch is not None
+            out.warns_of_load(watch.n_taken(), "these times and costs are not those of a calm machine")
         elif output.explain:
             out.say(f"nothing to explain: --draft-length fixed the draft length at {decoding.draft_length}")
     if interrupted:
         sys.exit(EXIT_INTERRUPTED)
+
+
+def _load_watch() -> LoadWatch:
+    from llamaspec.measure import machine  # not needed by other completions
+
+    return machine.LoadWatch()
 
 
 def _prompt(

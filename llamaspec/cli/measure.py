@@ -30,6 +30,7 @@ from llamaspec.llama import runtime
 from llamaspec.measure import store
 from llamaspec.measure.audit import Audit, run_audit
 from llamaspec.measure.compare import Arm, Comparison, SpeedUp, Task, run_compare
+from llamaspec.measure.machine import LoadWatch
 from llamaspec.measure.probe import FULL, QUICK, Probe, measure
 from llamaspec.measure.tasks import read_tasks
 from llamaspec.measure.turns import Spread
@@ -112,7 +113,9 @@ def compare(
             tasks = _ordinary_tasks(pair, decoding, seed)
         else:
             tasks = [task_of(pair, text, decoding, seed)]
+        watch = LoadWatch()
         comparison = run_compare(pair, tasks, num_runs, pair.length, progress)
+        out.warns_of_load(watch.n_taken(), "these speeds are not those of a calm machine")
     kept = pair_verdict(plan)
     if as_json:
         click.echo(json.dumps(_comparison_json(comparison, tasks[0], kept)))
@@ -255,9 +258,11 @@ def probe(models: ModelChoice, quick: bool, show: bool, forget: bool, as_json: b
     else:
         plan = find_plan(models)
         with open_models(plan, models) as pair:
+            watch = LoadWatch()
             with out.SlowProgress("probing") as progress:
                 found = measure(pair, QUICK if quick else FULL, progress)
-            store.keep_probe(pair, found, lambda fault: out.say(f"warning: {fault}"))
+            if not out.warns_of_load(watch.n_taken(), "these costs are not stored"):
+                store.keep_probe(pair, found, lambda fault: out.say(f"warning: {fault}"))
     if as_json:
         click.echo(json.dumps(_probe_json(found)))
     else:

@@ -14,9 +14,10 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from llamaspec.catalog import defaults_of, is_path, locate_model, read_catalog, resolve_model
+from llamaspec.catalog import defaults_of, locate_model, read_catalog, resolve_model
 from llamaspec.cli.option_groups import Decorator, option_group
 from llamaspec.cli.output import SlowProgress, say
+from llamaspec.hub import is_path
 from llamaspec.kernels import AUTO as AUTO_KERNELS
 from llamaspec.kernels import OFF, VARIABLE, parse_choice
 from llamaspec.length.automatic import AutoLength
@@ -282,22 +283,21 @@ def fetched_model(name: str | Path) -> Path:
     return resolve_model(name, lambda file, n_missing: say(f"fetching {file}, {n_missing / 1e9:.1f} GB"))
 
 
-def find_plan(choice: ModelChoice, find: Find = fetched_model, *, needs_room: bool = True) -> DraftPlan:
+def find_plan(choice: ModelChoice, find: Find = fetched_model, **how: Any) -> DraftPlan:
     """Return the plan with its files; by default, models on the hub are fetched first.
 
-    A draft that nobody asked for is used only if memory has room for it now, unless not `needs_room`.
-    PairError if no draft is known; ModelFileError if there is no such model.
+    `how` to choose a draft that nobody asked for: see `make_plan`, which also names the errors.
     """
     n_ctx = choice.draft_options.n_ctx or choice.target_options.n_ctx
     return make_plan(
         choice.target,
         choice.draft,
         by_default=not choice.no_draft,
-        needs_room=needs_room,
         copying=choice.copying,
         target_options=choice.target_options,
         draft_options=replace(choice.draft_options, n_ctx=n_ctx),
         find=find,
+        **how,
     )
 
 

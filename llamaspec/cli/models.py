@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from llamaspec.catalog import (
     Quantization,
     add_own,
     find_remote,
-    is_path,
     locate_model,
     own_list,
     read_catalog,
@@ -30,16 +29,17 @@ from llamaspec.catalog import (
 from llamaspec.cli.model_options import complete_names, fetched_model
 from llamaspec.cli.option_groups import Group
 from llamaspec.cli.options import JSON_OPTION
-from llamaspec.cli.output import print_table, say
+from llamaspec.cli.output import OTHER_DRAFT, print_table, say
 from llamaspec.errors import ModelFileError, printable
-from llamaspec.files import expanded
-from llamaspec.hub import HUB, find_here, remove
+from llamaspec.files import expanded, model_stem
+from llamaspec.folder import fitting_drafts, model_files, text_facts
+from llamaspec.hub import find_here, is_address, is_path, remove
 from llamaspec.llama import resources
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.hidden_draft_file import heads_in_file
 from llamaspec.measure.machine import look_at_machine
 from llamaspec.measure.recommend import Choice, Room, choices, expectation, rooms_of
-from llamaspec.plan import made_drafts
+from llamaspec.plan import draft_here, made_drafts
 from llamaspec.values import MTP
 
 _SIZES = {  # sizes that `show` prints in GB: label, and units in a GB
@@ -60,24 +60,47 @@ def models() -> None:
     epilog="""\b
 Examples:
   llamaspec models list
+  llamaspec models list --models-dir ~/models       and the files of a folder, as the server pairs them
   llamaspec models list --json | jq -r '.[] | select(.memory_gb == 16) | .name'
 """,
 )
+@click.option("--models-dir", "folder", type=click.Path(path_type=Path), metavar="DIR",
+              envvar="LLAMASPEC_MODELS_DIR", help="Also list the GGUF files in this folder.")  # fmt: skip
 @JSON_OPTION
-def list_models(as_json: bool) -> None:
+def list_models(folder: Path | None, as_json: bool) -> None:
     """List all names. Those with a draft can be given to --pair."""
     catalog = read_catalog()
     entries = sorted(catalog.entries.values(), key=lambda entry: (entry.memory_gb or 0, entry.name))
     for entry in entries:
-        draft = entry.draft or HUB
-        if not draft.startswith(HUB) and draft.partition(":")[0] not in catalog.entries:
+        draft = entry.draft
+        if draft and not is_path(draft) and not is_address(draft) and catalog.named(draft) is None:
             say(f"{entry.name} has the draft {draft}, which is in no list")
+    in_folder = [] if folder is None else _entries_in(folder, {_path_here(entry) for entry in entries})
+    if any(entry.draft for entry in in_folder):
+        say(f"drafts of files in {folder} are paired by their tokens and sizes; {OTHER_DRAFT}")
+    entries += in_folder
     if as_json:
         click.echo(json.dumps([_as_json(entry) for entry in entries]))
         return
     rows = [[_cell(text) for text in _columns(entry)] for entry in entries]
     whole_lines = Console(highlight=False, width=_WIDE)
     print_table(("<name", "for memory", "size", "<draft", "<here"), rows, whole_lines)
+
+
+def _entries_in(folder: Path, listed: Set[Path | None]) -> list[Entry]:
+    """Return entries for the models of a folder that no list names, with their drafts as in the server."""
+    files = [path for path in model_files(folder) if text_facts(path) is not None]
+    drafts = fitting_drafts(files)
+    return [
+        Entry(model_stem(path.name), path=str(path.absolute()), draft=_draft_beside(path, drafts.get(path)))
+        for path in files
+        if path.absolute() not in listed
+    ]
+
+
+def _draft_beside(path: Path, draft: Path | None) -> str | None:
+    """Return the name of the draft beside a model; None if another one is known for it."""
+    return None if draft is None or draft_here(path, path) is not None else model_stem(draft.name)
 
 
 class _Memory(click.ParamType):  # type: ignore[type-arg]
@@ -235,7 +258,9 @@ def remove_model(called: str) -> None:
     """Delete a model's fetched files, and its entry if it is your own."""
     remote = find_remote(called, ask=False)
     freed = 0 if remote is None else remove(remote)
-    dropped = remove_own(called)
+    is_listed = not is_path(called) and not is_address(called)
+    entry, quantization = (is_listed and read_catalog().meaning(called)) or (None, "")
+    dropped = entry is not None and not quantization and remove_own(entry.name)
     if not freed and not dropped:
         raise ModelFileError(
             f"nothing of {printable(called)} is on this machine; `llamaspec models list` shows what is"
@@ -247,13 +272,13 @@ def remove_model(called: str) -> None:
 @models.command(
     epilog="""\b
 Examples:
-  llamaspec models add big ~/models/big-70b.Q4_K_M.gguf --draft small
+  llamaspec models add big ~/models/big-70b.Q4_K_M.gguf --draft ~/models/small-1b.Q4_0.gguf
   llamaspec models add small hf:owner/small-GGUF:small-Q8_0.gguf
 """
 )
 @click.argument("name")
 @click.argument("called", metavar="FILE|hf:OWNER/REPO:FILE")
-@click.option("--draft", metavar="NAME", help="The name of its draft model.")
+@click.option("--draft", metavar="NAME|FILE|hf:OWNER/REPO:FILE", help="Its draft model.")
 @click.option("--notes", metavar="TEXT", help="Notes, which `models show` prints.")
 @click.option("--force", is_flag=True, help="Replace an existing name.")
 def add(name: str, called: str, draft: str | None, notes: str | None, force: bool) -> None:
@@ -265,7 +290,7 @@ def add(name: str, called: str, draft: str | None, notes: str | None, force: boo
         whose = "your own list" if catalog.entries[name].is_own else "the list that comes with llamaspec"
         raise ModelFileError(f"{name} is already in {whose}; choose another name, or replace it with --force")
     if draft is not None:
-        catalog.find(draft)
+        draft = _as_draft(draft)
     remote = None if is_path(called) else find_remote(called)
     if remote is not None:
         known = Quantization(remote.file, remote.n_bytes, remote.sha256)
@@ -275,6 +300,15 @@ def add(name: str, called: str, draft: str | None, notes: str | None, force: boo
         check_gguf(file)
         entry = Entry(name, path=str(file))
     say(f"wrote {add_own(replace(entry, draft=draft, notes=notes))}")
+
+
+def _as_draft(called: str) -> str:
+    """Return a draft as a list names it; ModelFileError if there is no such model."""
+    if is_path(called):
+        check_gguf(file := expanded(called).absolute())
+        return str(file)
+    remote = find_remote(called)
+    return str(remote) if remote is not None and is_address(called) else called
 
 
 def _columns(entry: Entry) -> tuple[str, ...]:

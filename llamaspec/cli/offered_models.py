@@ -14,22 +14,24 @@ from llamaspec.cli.model_options import (
     ModelChoices,
     fetched_model,
 )
-from llamaspec.cli.output import say
+from llamaspec.cli.output import OTHER_DRAFT, say
 from llamaspec.cli.served_models import Served, Serving, refusal_of
 from llamaspec.errors import (
     LlamaspecError,
     ModelFileError,
     printable,
 )
-from llamaspec.files import model_stem, part_names
-from llamaspec.hub import fetched_models, find_here
+from llamaspec.files import model_stem
+from llamaspec.folder import fitting_drafts, model_files
+from llamaspec.hub import RemoteFile, fetched_models, find_here, names_on_hub
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.model import default_store_bytes
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.measure.machine import room_for_models
+from llamaspec.model_names import distinct
+from llamaspec.plan import AUTO, draft_here
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.log import Write
-from llamaspec.serve.model_names import distinct, quantization_of
 from llamaspec.serve.models import Models, Pull
 from llamaspec.serve.served_model import ModelSource
 
@@ -37,12 +39,18 @@ DEMO = "demo"  # the name of the embedded pair
 
 
 def _source(
-    name: str, path: Path, choice: ModelChoice, serving: Serving, aliases: Sequence[str] = ()
+    name: str,
+    path: Path,
+    choice: ModelChoice,
+    serving: Serving,
+    aliases: Sequence[str] = (),
+    beside: Path | None = None,
 ) -> ModelSource:
-    served = Served(choice, serving)
+    served = Served(choice, serving, beside=beside)
     return ModelSource(
-        printable(name), path, served.open, served.needed_bytes, tuple(aliases), refusal=refusal_of(path)
-    )
+        printable(name), path, served.open, served.needed_bytes, tuple(aliases), beside=beside,
+        refusal=refusal_of(path),
+    )  # fmt: skip
 
 
 def served_models(
@@ -69,16 +77,16 @@ def served_models(
         store = serving.store or PrefixStore(default_store_bytes(0))
         serving = replace(serving, store=store)
         named, tell = named_sources(models, serving), cache(say)  # each line once
-
-        def in_folder() -> list[_Found]:
-            return [] if folder is None else folder_sources(folder, models, serving)
+        say_pairs = cache(_say_pairs)
 
         def find() -> list[ModelSource]:
             listed = [] if named else listed_sources(models, serving)
-            fetched = [] if named else fetched_sources(models, serving)
-            return without_repetition([*named, *listed], [*fetched, *in_folder()], tell)
+            found = found_sources(folder, models, serving, with_fetched=not named)
+            sources = without_repetition([*named, *listed], found, tell)
+            say_pairs(tuple((each.name, each.path, each.beside) for each in sources if each.beside))
+            return sources
 
-        if folder is not None and not any(each.source.refusal is None for each in in_folder()):
+        if folder is not None and all(map(refusal_of, model_files(folder))):
             say(f"there is no model in {folder}; put GGUF files there, or name another folder")
         if models.targets or pull is not None or any(each.refusal is None for each in find()):
             if settings.alias is not None:
@@ -119,7 +127,8 @@ def named_sources(models: ModelChoices, serving: Serving) -> list[ModelSource]:
     found: dict[str, ModelSource] = {}
     for alias, target in models.targets:
         check_gguf(path := fetched_model(target))
-        name = alias or (target if target in read_catalog().entries else model_stem(path.name))
+        entry = read_catalog().named(target)
+        name = alias or (model_stem(path.name) if entry is None else entry.name)
         if (reason := refusal_of(path)) is not None:
             raise ModelFileError(f"{path} {reason}")
         if name in found:
@@ -145,28 +154,48 @@ class _Found:
     names: Sequence[str]  # ever longer ones, to tell it from others
 
 
-def fetched_sources(models: ModelChoices, serving: Serving) -> list[_Found]:
-    """Return the models that were fetched from the hub, listed or not."""
-    found = []
-    for file, path in fetched_models():
-        name, on_hub = model_stem(Path(file.file).name), f"hf.co/{file.repo}"
-        aliases = (on_hub, f"{on_hub}:{quantization_of(name)}")
-        source = _source(name, path, models.of(str(file)), serving, aliases)
-        owner, in_repo = file.repo.partition("/")[0], PurePosixPath(file.file).parent / name
-        found.append(_Found(source, [name, f"{owner}/{name}", f"{file.repo}/{in_repo}"]))
-    return found
+def found_sources(
+    folder: Path | None, models: ModelChoices, serving: Serving, *, with_fetched: bool = True
+) -> list[_Found]:
+    """Return the models of a folder and those that were fetched from the hub, listed or not."""
+    fetched = list(fetched_models()) if with_fetched else []
+    paths = [] if folder is None else model_files(folder)
+    drafts = fitting_drafts([*(path for _, path in fetched), *paths])
+
+    def found(path: Path, called: str, names: Sequence[str], aliases: Sequence[str] = ()) -> _Found:
+        choice = models.of(called)
+        beside = drafts.get(path) if choice.draft in (None, AUTO) and not choice.no_draft else None
+        return _Found(_source(names[0], path, choice, serving, aliases, beside), names)
+
+    return [
+        *(found(path, str(file), *_names_on_hub(file)) for file, path in fetched),
+        *(found(path, str(path), _names_in(folder, path)) for path in paths if folder is not None),
+    ]
 
 
-def folder_sources(folder: Path, models: ModelChoices, serving: Serving) -> list[_Found]:
-    """Return the models of a folder and the folders in it, without drafts that were made on this machine."""
-    found = []
-    for path in sorted(folder.rglob("*.gguf")):
-        if part_names(path.name)[0] == path.name and ".draft-" not in path.name:
-            source = _source(model_stem(path.name), path, models.of(str(path)), serving)
-            parts = [folder.absolute().name, *path.relative_to(folder).parts[:-1], source.name]
-            names = [printable("/".join(parts[-n:])) for n in range(1, len(parts) + 1)]
-            found.append(_Found(source, names))
-    return found
+def _names_on_hub(file: RemoteFile) -> tuple[Sequence[str], Sequence[str]]:
+    """Return ever longer names of a file that was fetched, and its names on the hub."""
+    name, *on_hub = names_on_hub(file)
+    owner, in_repo = file.repo.partition("/")[0], PurePosixPath(file.file).parent / name
+    names = [name, f"{owner}/{name}", f"{file.repo}/{in_repo}"]
+    return names, on_hub
+
+
+def _names_in(folder: Path, path: Path) -> Sequence[str]:
+    """Return ever longer names of a file in a folder."""
+    parts = [folder.absolute().name, *path.relative_to(folder).parts[:-1], model_stem(path.name)]
+    return [printable("/".join(parts[-n:])) for n in range(1, len(parts) + 1)]
+
+
+def _say_pairs(pairs: Sequence[tuple[str, Path, Path]]) -> None:
+    """Say which of these models have a draft only because it lies beside them."""
+    told = [
+        f"{name} with {printable(model_stem(draft.name))}"
+        for name, path, draft in pairs
+        if draft_here(path, path) is None
+    ]
+    if told:
+        say(f"paired, because their tokens and sizes fit: {', '.join(told)}; {OTHER_DRAFT}")
 
 
 def without_repetition(

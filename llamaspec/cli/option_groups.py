@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from llamaspec.cli.habits import translated
 from llamaspec.hub import HUB
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -41,7 +42,7 @@ class GroupedCommand(click.Command):
         return [*parameters, _HELP_ALL] if self._has_many else parameters
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as usual, but keep --stats from taking the prompt as its value, and read llama.cpp's -hf."""
+        """Parse as usual, but keep --stats from taking the prompt as its value; read llama.cpp's names."""
         end = args.index("--") if "--" in args else len(args)
         names = {parameter.name for parameter in self.params}
         for i in range(end):
@@ -50,6 +51,8 @@ class GroupedCommand(click.Command):
             if args[i] == "--stats" and args[i + 1 : i + 2] and args[i + 1] not in _DETAILS:
                 args = [*args[:i], f"--stats={_DETAILS[0]}", *args[i + 1 :]]
         try:
+            if "target" in names:
+                args = translated(args, {name for each in self.params for name in each.opts})
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             error.ctx = error.ctx or ctx  # click names no command if a value is missing

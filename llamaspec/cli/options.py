@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import secrets
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from llamaspec.values import TokenArray
 
 UNLIMITED = 1 << 31  # tokens; every context ends sooner
 HOT = 2.0  # temperatures above this are probably meant as something else
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # PowerShell begins what it writes with one of these
 
 
 JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one line of JSON on stdout.")
@@ -50,7 +53,7 @@ class PromptSource:
         return bool(self.argument) or self.option is not None or self.file is not None
 
     def read(self, default: str | None = None) -> bytes:
-        """Return the prompt, byte for byte; PromptError if it is empty or the file cannot be read.
+        """Return the prompt, as `in_utf8`; PromptError if it is empty or the file cannot be read.
 
         If the command line has none, return the default. If there is no default either, ask at a terminal or
         read stdin.
@@ -65,25 +68,33 @@ class PromptSource:
         elif not self.is_named and sys.stdin is not None and sys.stdin.isatty():
             prompt = click.prompt("Prompt", err=True).encode("utf-8", errors="surrogateescape")
         else:
-            prompt = sys.stdin.buffer.read() if sys.stdin is not None else b""
+            prompt = in_utf8(sys.stdin.buffer.read()) if sys.stdin is not None else b""
         if not prompt:
             raise PromptError("the prompt is empty; give some text to continue")
         return prompt
 
 
 def read_input(path: Path, kind: str, remedy: str = "name a readable file") -> bytes:
-    """Read a file that the user named; PromptError if that fails."""
+    """Read a text that the user named, as `in_utf8`; PromptError if that fails."""
     try:
-        return path.read_bytes()
+        return in_utf8(path.read_bytes())
     except OSError as error:
         reason = error.strerror or error
         raise PromptError(f"cannot read the {kind} {path}: {reason}; {remedy}") from error
 
 
+def in_utf8(content: bytes) -> bytes:
+    """Return a text byte for byte, but without a byte order mark; UTF-16, if it has one, becomes UTF-8."""
+    if content.startswith(UTF_16):
+        with suppress(UnicodeDecodeError):
+            return content.decode("utf-16").encode()
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
 class _TextFile(click.ParamType):  # type: ignore[type-arg]
     """A text in a file, which becomes the value; it is read and checked before any model is loaded.
 
-    If `is_text` accepts the argument, that is the text itself.
+    If `is_text` accepts the argument, that is the text itself. Chat templates may be names of llama.cpp's.
     """
 
     name = "file"
@@ -93,31 +104,36 @@ class _TextFile(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the text; PromptError if the file cannot be read or the text is invalid."""
+        from llamaspec.chat.builtin_templates import builtin_template  # what only few commands need
+        from llamaspec.chat.template import check_template
+        from llamaspec.sampling.constraint import check_grammar, check_json_schema
+
         text: str = value
+        if self._kind == _TEMPLATE and (named := builtin_template(value)) is not None:
+            return named
         if self._is_text is None or not self._is_text(value):
             remedy = "name a readable file" + ("" if self._is_text is None else ", or give the text itself")
             text = decoded(read_input(Path(value), self._kind, remedy), f"the {self._kind} {value}")
-        from llamaspec.chat.template import check_template  # what only few commands need
-        from llamaspec.sampling.constraint import check_grammar, check_json_schema
-
-        checks = {"JSON schema": check_json_schema, "grammar": check_grammar, "chat template": check_template}
+        checks = {"JSON schema": check_json_schema, "grammar": check_grammar, _TEMPLATE: check_template}
         checks[self._kind](text)
         return text
 
 
 JSON_SCHEMA = _TextFile("JSON schema", lambda given: given.lstrip().startswith("{"))
 GRAMMAR = _TextFile("grammar", lambda given: any(mark in given for mark in ("\n", "::=", ": ")))
-CHAT_TEMPLATE = _TextFile("chat template")
+_TEMPLATE = "chat template"
+CHAT_TEMPLATE = _TextFile(_TEMPLATE)
 CHAT_TEMPLATE_OPTION = click.option(
-    "--chat-template", type=CHAT_TEMPLATE, metavar="FILE",
-    help="Jinja chat template to use instead of the target's own.",
+    "--chat-template", type=CHAT_TEMPLATE, metavar="FILE|NAME",
+    help="Jinja chat template to use instead of the target's own, or the name of one of llama.cpp's, such as "
+         "chatml.",
 )  # fmt: skip
 
 
 def decoded(content: bytes, what: str) -> str:
-    """Decode UTF-8; PromptError that names the content if it is something else."""
+    """Decode UTF-8, as `in_utf8`; PromptError that names the content if it is something else."""
     try:
-        return content.decode()
+        return in_utf8(content).decode()
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{content[error.start]:02x}"
         raise PromptError(f"{what} is not UTF-8: {byte}; convert it first") from error
@@ -128,7 +144,8 @@ def prompt_options(help_text: str, *, with_argument: bool = False) -> Callable[[
     options = [
         click.option("--prompt", "-p", "option", metavar="TEXT", help=help_text),
         click.option("--file", "-f", metavar="PATH",
-                     help="Read the prompt from a file, byte for byte; - is stdin."),
+                     help="Read the prompt from a file, byte for byte; - is stdin. A byte order mark is left "
+                          "out, and UTF-16 converted."),
     ]  # fmt: skip
     if with_argument:
         options.insert(0, click.argument("argument", metavar="[PROMPT]...", nargs=-1))

@@ -65,11 +65,24 @@ _REMEDIES: tuple[tuple[type[LlamaspecError], tuple[str, ...]], ...] = (
     (PairError, ("--draft",)),
 )
 
+# After a pair that nobody has named.
+OTHER_DRAFT = "for another draft: llamaspec models add NAME FILE --draft FILE; for none: --draft none"
+
 
 def say(message: str) -> None:
     """Print one line on stderr. If nobody can read it any more, nothing happens."""
     with suppress(OSError, ValueError):  # the other end of a pipe, or stderr itself, may be closed
         click.echo(f"llamaspec: {printable(message)}", err=True)
+
+
+def warns_of_load(n_taken: float, consequence: str) -> bool:
+    """Warn if other programs used too much while something was measured; return whether they did."""
+    from llamaspec.measure.machine import load_in_words  # not needed by other completions
+
+    if (load := load_in_words(n_taken)) is None:
+        return False
+    say(f"warning: {load}, so {consequence}; stop them and repeat the measurement")
+    return True
 
 
 def message_of(error: LlamaspecError) -> str:

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from llamaspec.catalog import find_remote, read_catalog, resolve_model
 from llamaspec.errors import FetchError
-from llamaspec.hub import HUB, RemoteFile, repo_folder
+from llamaspec.hub import RemoteFile, address_of, is_path, repo_folder
 from llamaspec.llama.gguf_file import check_gguf
-from llamaspec.serve.model_names import matching
+from llamaspec.model_names import PREFIXES
 from llamaspec.serve.models import OnPull
 
 POLL_SECONDS = 0.5  # between two reports of progress
-_HUB_NAMES = ("hf.co/", "huggingface.co/", HUB)
 
 
 def pull(name: str, on_pull: OnPull) -> None:
@@ -29,21 +28,13 @@ def pull(name: str, on_pull: OnPull) -> None:
 
 def _address(name: str) -> str:
     """Return the name in our lists, or the address on the hub, that a client means; never a path."""
-    for prefix in _HUB_NAMES:
-        if name.lower().startswith(prefix):
-            repo, _, quantization = name[len(prefix) :].removesuffix(":latest").partition(":")
-            return f"{HUB}{repo}:{quantization}".removesuffix(":")
-    entries = read_catalog().entries.values()
-    names = [
-        each
-        for entry in entries
-        if entry.repo is not None
-        for each in (entry.name, *(f"{entry.name}:{quantization}" for quantization in entry.quantizations))
-    ]
-    found = matching(name, [[each] for each in names])
-    if found is None:
+    if name.lower().startswith(PREFIXES):
+        return address_of(name)
+    found = None if is_path(name) else read_catalog().meaning(name)
+    if found is None or found[0].repo is None:
         raise FetchError("no list has a model of this name; `llamaspec models list` shows the names")
-    return names[found]
+    entry, quantization = found
+    return f"{entry.name}:{quantization}".removesuffix(":")
 
 
 def _fetch(address: str, on_pull: OnPull) -> None:

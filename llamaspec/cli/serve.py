@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ import click
 from click.core import ParameterSource
 
 from llamaspec.cli import options as shared
+from llamaspec.cli.habits import borrowed_settings
 from llamaspec.cli.model_options import ModelChoices, device_names, served_model_options
 from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, Number, refusing_values, section
 from llamaspec.cli.output import say
@@ -31,6 +33,7 @@ from llamaspec.serve.durations import seconds_of
 if TYPE_CHECKING:
     from llamaspec.serve.models import Models
 
+_HELP = ("-h", "--help", "--help-all")
 KEEP_SECONDS = 600.0  # for which models stay loaded by default
 
 
@@ -103,8 +106,18 @@ _OPTIONS: tuple[Decorator, ...] = (
 )  # fmt: skip
 
 
+class _ServeCommand(GroupedCommand):
+    """A command that reads variables of llama-server and Ollama, too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as usual; the variables hold where neither options nor our own variables do."""
+        if not ctx.resilient_parsing and not set(args) & set(_HELP):
+            ctx.default_map = borrowed_settings(os.environ)
+        return super().parse_args(ctx, args)
+
+
 @click.command(
-    cls=GroupedCommand,
+    cls=_ServeCommand,
     epilog="""\b
 Examples:
   llamaspec serve                                       all models at hand, loaded when they are used
@@ -239,7 +252,6 @@ def _keys_of(name: str | None) -> Sequence[str]:
     if name is None:
         return ()
     text = shared.decoded(shared.read_input(Path(name), "key file"), f"the key file {name}")
-    text = text.removeprefix("\ufeff")  # editors on Windows begin a file with it
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys:
         raise LlamaspecError(f"the key file {name} has no key; write one key per line")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from llamaspec.catalog import defaults_of, locate_model
+from llamaspec.chat.builtin_templates import FALLBACK, builtin_template
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.cli.model_options import (
     ModelChoice,
-    check_files,
     find_plan,
     reporting,
 )
@@ -37,6 +37,7 @@ from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.resources import available_bytes, give_back_memory
 from llamaspec.llama.trial import ensure_tried
 from llamaspec.llama.weights import LoadProgress
+from llamaspec.measure.store import Notify, ignore_line
 from llamaspec.opening import Drafting, open_plan
 from llamaspec.pair import Pair
 from llamaspec.plan import AUTO, DraftPlan, ModelFile
@@ -64,6 +65,7 @@ class Served:
     choice: ModelChoice
     serving: Serving
     is_alone: bool = False
+    beside: Path | None = None  # drafts for it by default if no draft is known
 
     def plan(self, *, needs_room: bool = True) -> DraftPlan:
         """Return what drafts for it now: a draft may arrive between two times that it is loaded.
@@ -76,7 +78,8 @@ class Served:
             plan = find_plan(choice, needs_room=needs_room)
         else:
             draft = None if choice.draft == AUTO else choice.draft  # by default, one that is on this machine
-            plan = find_plan(replace(choice, draft=draft), locate_model, needs_room=needs_room)
+            choice = replace(choice, draft=draft)
+            plan = find_plan(choice, locate_model, needs_room=needs_room, beside=self.beside)
         return _with_room(plan, choice, self.serving, self.defaults.n_ctx)
 
     @cached_property
@@ -91,17 +94,14 @@ class Served:
         cannot be used.
         """
         plan = self.plan(needs_room=False)
-        heads = [] if plan.heads is None or plan.has_own_heads else [plan.heads]
-        files = [*plan.models, *heads]
         if (reason := refusal_of(plan.target.path)) is not None:
             raise ModelFileError(f"{plan.target.path} {reason}")
-        runtime.start()
-        for file in files:
-            check_gguf(file.path)
-            with suppress(MemoryFullError):  # until others have been unloaded
-                ensure_tried(file.path, file.options.n_ctx)
+        files = _files(_checked(plan, ignore_line))
         try:
-            return sum(needed_bytes(file.path, file.options, self.serving.parallel) for file in files)
+            return sum(
+                needed_bytes(file.path, file.options, self.serving.parallel, is_draft=file is plan.draft)
+                for file in files
+            )
         except OSError as error:
             raise ModelFileError(f"cannot read {error.filename}: {error.strerror}; check the path") from error
 
@@ -122,9 +122,8 @@ class Served:
                 plan, self.choice, serving.drafting, serving.store
             )
         else:
-            check_files(plan)
             opening = open_plan(
-                plan, serving.drafting, store=serving.store, on_load=on_load, notify=say,
+                _checked(plan, say), serving.drafting, store=serving.store, on_load=on_load, notify=say,
                 keeps_draft=keeps_draft,
             )  # fmt: skip
         with opening as pair, _stored(pair, leaves=serving.store is not None), _prefixes(folder, pair):
@@ -155,6 +154,36 @@ class Served:
         return None if path is None else CHAT_TEMPLATE.convert(path, None, None)
 
 
+def _files(plan: DraftPlan) -> list[ModelFile]:
+    """Return the files that are loaded."""
+    return [*plan.models, *([] if plan.heads is None or plan.has_own_heads else [plan.heads])]
+
+
+def _checked(plan: DraftPlan, notify: Notify) -> DraftPlan:
+    """Return the plan, without a draft that nobody asked for if it cannot be used, which is said.
+
+    ModelFileError for another file that cannot be used.
+    """
+    runtime.start()
+    _check([plan.target])
+    try:
+        _check(_files(plan)[1:])
+    except ModelFileError as error:
+        if not plan.is_default:
+            raise
+        notify(f"continuing without the draft: {error}")
+        return plan.without_draft
+    return plan
+
+
+def _check(files: Sequence[ModelFile]) -> None:
+    """Raise ModelFileError if a file cannot be used. Whether memory suffices shows when it is loaded."""
+    for file in files:
+        check_gguf(file.path)
+        with suppress(MemoryFullError):  # until others have been unloaded
+            ensure_tried(file.path, file.options.n_ctx)
+
+
 def _with_room(plan: DraftPlan, choice: ModelChoice, serving: Serving, n_usual: int | None) -> DraftPlan:
     """Return the plan with one KV cache that all requests share.
 
@@ -173,20 +202,18 @@ def _with_room(plan: DraftPlan, choice: ModelChoice, serving: Serving, n_usual: 
 
 @contextmanager
 def _stored(pair: Pair, *, leaves: bool) -> Iterator[None]:
-    """Begin with what the models have left in the store that all share, and leave it there again at the end.
+    """Begin with what the models have left in the store that all share.
 
-    What heads have stored is freed, and everything unless `leaves`.
+    At the end, leave it there again, or free it unless `leaves`.
     """
-    keys = [prefix_key(model) for model in (pair.target, *pair.models)]
-    stores = {f"{keys[0]} {key}": model.store for key, model in zip(keys[1:], pair.models, strict=True)}
+    target, keys = prefix_key(pair.target), [prefix_key(each) for each in pair.caches]
+    stores = {f"{target} {key}": each.store for key, each in zip(keys, pair.caches, strict=True)}
 
     def take() -> None:
         for key, store in stores.items():
             store.take(key)
 
     def end() -> None:
-        for store in () if pair.heads is None else pair.heads.stores:
-            store.close()
         for key, store in stores.items():
             if leaves:
                 store.leave(key)
@@ -197,8 +224,8 @@ def _stored(pair: Pair, *, leaves: bool) -> Iterator[None]:
     try:
         yield
         if leaves:
-            for model in pair.models:
-                store_finished(model, pair.call)
+            for each in pair.caches:
+                store_finished(each, pair.call)
     finally:
         pair.call(end)
 
@@ -209,19 +236,20 @@ def _prefixes(folder: PrefixFolder | None, pair: Pair) -> Iterator[None]:
     if folder is None:
         yield
         return
-    with folder.keeping(pair.models, say, pair.call):
+    with folder.keeping(pair.caches, say, pair.call):
         yield
     with SlowProgress("saving prefixes"):
-        folder.save(pair.models, say, pair.call)
+        folder.save(pair.caches, say, pair.call)
 
 
-def _template(pair: Pair, source: str | None) -> ChatTemplate | None:
+def _template(pair: Pair, source: str | None) -> ChatTemplate:
+    """Return the chat template; of a model that has none chatml, as in llama-server."""
     try:
         return ChatTemplate.of(pair.target, source)
     except NoTemplateError:
         name = printable(pair.target.path.name)
-        say(f"{name} has no chat template, so it can only continue text; name one with --chat-template")
-        return None
+        say(f"{name} has no chat template, so chats have {FALLBACK}; choose another one with --chat-template")
+        return ChatTemplate.of(pair.target, builtin_template(FALLBACK))
 
 
 def refusal_of(path: Path) -> str | None:

@@ -76,9 +76,9 @@ def _prefill(config: Speculation) -> Generating[TextEvent]:
     first, seconds = yield from _first_row(config)
     for begin in range(0, n_total, PREFILL_PART):
         end = min(begin + PREFILL_PART, n_total)
-        rows_from = None if first >= end else max(begin, first)
+        rows_from = None if first >= n_total else max(begin, first)
         forward: Forward = yield ForwardRequest(
-            TARGET, prompt[:end], n_logits=0, rows_from=rows_from, scope=config.scope
+            TARGET, prompt[:end], 0, rows_from=rows_from, scope=config.scope, whole=prompt
         )
         n_cached += max(0, forward.n_cached - begin)
         seconds += forward.seconds

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 WIDEST = 1 << 16  # positions
 SHORTEST, LONGEST = 1e-12, 1e6  # seconds: other times cannot have been measured
 PROBED = 0.05  # standard deviation of the logarithm of a probe's timing
+
+
+def credible(seconds: Iterable[float]) -> tuple[float, ...]:
+    """Return the times of wider and wider batches, of which none is faster than the first.
+
+    A batch contains the work of one position, so if it was faster, other programs held the first one up.
+    """
+    first, *others = seconds
+    return (first, *(max(first, each) for each in others))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from math import exp, hypot, log, log2, sqrt
 
 import numpy as np
 
-from llamaspec.length.cost_curve import LONGEST, PROBED, SHORTEST, WIDEST, CostCurve
+from llamaspec.length.cost_curve import LONGEST, PROBED, SHORTEST, WIDEST, CostCurve, credible
 from llamaspec.length.estimates import Array, Belief, Expected
 from llamaspec.values import NO_ATTENTION, Attention
 
@@ -237,7 +237,7 @@ class Costs:
         scale = self._of(self._scale)
         return CostCurve(
             (1, *known),
-            tuple(_possible(scale * self._ratio(width)) for width in (1, *known)),
+            credible(_possible(scale * self._ratio(width)) for width in (1, *known)),
             _possible(self.drafting_seconds(1)) if self.knows_step else 0.0,
             _possible(self.reading_seconds) if self._knows_reading else 0.0,
             (0.0, *(min(self._deviation(width), GUESS) for width in known)),

@@ -23,7 +23,7 @@ from llamaspec.llama.kv_cache import Prepared
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import BATCH, DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
-from llamaspec.llama.row_contexts import DraftContext, DraftModel, draft_weights
+from llamaspec.llama.row_contexts import DraftCache, DraftContext, DraftModel, draft_weights
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.protocols import Unprepared
 from llamaspec.values import MTP, ForwardRequest, HiddenRows, Logits, Rows, Source
@@ -68,9 +68,9 @@ class BlockDraft(DraftModel):
         weights = draft_weights(file, target.weights, options, on_load)
         with closing(weights):  # the context keeps them alive
             self.identity = weights.keys.identity
-            self.stores = [PrefixStore(limit_of=target.store)]
-            self.context = DraftContext(weights, options, file, target.context, self._abort, *self.stores)
-        self._with_caches = [self.context]
+            store = PrefixStore(limit_of=target.store)
+            self.context = DraftContext(weights, options, file, target.context, self._abort, store)
+        self.caches = [DraftCache(self.context, store, options, target.weights.keys.release)]
         self.batch_size = self.context.batch_size
 
     def prepare(self, batch: Sequence[Prepared]) -> list[int | Unprepared]:

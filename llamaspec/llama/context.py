@@ -44,6 +44,7 @@ from llamaspec.llama.options import (
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.resources import ThreadGovernor, governors
 from llamaspec.llama.runtime import AbortFlag, Handle, Said
+from llamaspec.llama.state_sizes import STATES_BACK
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows
 
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 HALVES = {"f16", "bf16"}  # the cache types that our attention reads
 CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
 CONTEXT_BYTES = 1 << 30  # and at most as much as the weights, or this if they are smaller
-STATES_BACK = 8  # earlier states for llama.cpp to keep: (1 + this) times the memory of one
 
 
 class Context:
@@ -80,6 +80,7 @@ class Context:
         is_head: bool = False,
     ) -> None:
         self.weights = weights  # only for facts about them: the caller may have closed them
+        self._states: RecurrentCache | None = None  # the cache, if layers keep states
         self.context_size = options.n_ctx or _free_context_size(weights, options)
         keeps_states = weights.facts.keeps_states and not is_head  # heads keep keys and values
         n_wanted = self.context_size if keeps_states else max(self.context_size, options.n_cells or 0)
@@ -103,7 +104,6 @@ class Context:
         self._governor = self._governors[is_sensitive] if self._governors else None
         self._n_threads = options.threads or resources.default_threads()
         self.cache: KVCache | RecurrentCache
-        self._states: RecurrentCache | None = None  # the cache, if layers keep states
         store = store or PrefixStore()
         if keeps_states:
             from llamaspec.llama.recurrent import RecurrentCache
@@ -113,7 +113,7 @@ class Context:
                 self.context_size,
                 can_restore=_can_restore_states(weights),
                 store=store,
-                ends=weights.vocabulary.ends,
+                marks=(weights.vocabulary.ends, tuple(weights.vocabulary.controls.values())),
             )
         else:
             n_sequences = _n_sequences(options)
@@ -144,7 +144,11 @@ class Context:
         if self._states is not None:
             number, request = batch[0]
             while (n := self._states.pause(request)) is not None:
-                self.evaluate([(number, request.prefill(n))])
+                self._evaluate([(number, request.prefill(n))], 0)
+                self._keep_rows(number)
+        return self._evaluate(batch, n_padding)
+
+    def _evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int) -> list[Logits]:
         numbers = [number for number, _ in batch]
         segments = [self.cache.segment(number, request) for number, request in batch]
         new = [(number, segment.tokens) for number, segment in zip(numbers, segments, strict=True)]
@@ -248,10 +252,15 @@ class Context:
     def close(self) -> None:
         """Free the context as soon as no view of its logits is left. Later calls do nothing."""
         self._handle = None
+        if self._states is not None:
+            self._states.close()
 
     def hidden(self, number: int) -> HiddenRows | None:
         """Return None: this context returns no hidden rows."""
         return None
+
+    def _keep_rows(self, number: int) -> None:
+        """Do nothing: this context returns no hidden rows."""
 
     def _note_rows(self, batch: Sequence[tuple[int, ForwardRequest]], segments: Sequence[Segment]) -> None:
         """Do nothing: this context returns no hidden rows."""
@@ -321,7 +330,7 @@ def _free_context_size(weights: Weights, options: ModelOptions) -> int:
     elif leaves_main_memory(options):
         room = free_gpu_bytes()  # the weights are loaded already
     if weights.facts.keeps_states:
-        n_bytes, room = 0, room // 4  # each sequence gets its own context
+        n_bytes, room = 0, max(0, room - weights.states_bytes) // 4  # each sequence gets its own context
     per_token = weights.kv_bytes_per_token(options) + attention_bytes_per_token(weights, options)
     return default_context_size(weights.trained_context_size, per_token, n_bytes, room)
 
@@ -371,7 +380,7 @@ def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
     if leaves_main_memory(options, weights.devices):
         return
     per_token = weights.kv_bytes_per_token(options) + attention_bytes_per_token(weights, options)
-    n_bytes, room = per_token * n_cells, resources.available_bytes()
+    n_bytes, room = per_token * n_cells + weights.states_bytes, resources.available_bytes()
     if n_bytes > room:
         raise MemoryFullError(
             f"a context of {n_cells} tokens needs {n_bytes / 2**30:.1f} GiB, but only "

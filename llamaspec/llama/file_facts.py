@@ -8,6 +8,7 @@ tests/llama/test_needed_memory.py.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.files import file_identity
 from llamaspec.llama import resources
-from llamaspec.llama.context import STATES_BACK, attention_bytes, default_context_size
+from llamaspec.llama.context import attention_bytes, default_context_size
 from llamaspec.llama.devices import free_gpu_bytes, leaves_main_memory
 from llamaspec.llama.gguf_file import (
     PARTS,
+    TOKENS,
     GgufFile,
     TensorFacts,
+    active_parameters,
     file_parts,
     heads_per_key,
     kv_row_sizes,
@@ -31,7 +34,9 @@ from llamaspec.llama.gguf_file import (
     read_gguf,
 )
 from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions, cache_bytes
+from llamaspec.llama.recurrent import N_DRAFTED
 from llamaspec.llama.runtime import ggml_function
+from llamaspec.llama.state_sizes import can_restore, n_states, state_bytes
 
 _FILE_TYPES = {  # general.file_type -> "Q4_K_M"
     value: name.removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_")
@@ -41,12 +46,6 @@ _FILE_TYPES = {  # general.file_type -> "Q4_K_M"
 
 _TENSOR_TYPES = {value for name, value in vars(lib).items() if name.startswith("GGML_TYPE_")}
 _TENSOR_TYPES.discard(lib.GGML_TYPE_COUNT)
-
-NUMBER_BYTES = 4  # states are f32
-_BOTH = {"falcon-h1"}  # architectures whose layers each have attention and a state
-_ROLLS_BACK = {  # architectures of which llama.cpp keeps earlier states (llm_arch_supports_rs_rollback)
-    "qwen35", "qwen35moe", "nemotron_h", "nemotron_h_moe", "lfm2", "lfm2moe",
-}  # fmt: skip
 
 
 class Kind(Enum):
@@ -87,6 +86,7 @@ class FileFacts:
     size: str = ""  # of its parameters, such as "1.5B"
     quantization: str = ""  # such as "Q4_K_M"
     n_bytes: int = 0  # of all parts of the file
+    token_bytes: int = 0  # that are read for each token: less than all in a mixture of experts
     context_length: int = 0  # tokens that the model was trained on
     embedding_length: int = 0
     block_count: int = 0
@@ -103,22 +103,48 @@ class FileFacts:
 
 _Change = tuple[tuple[int, int], ...]  # time and size of each part
 _known: dict[Path, tuple[_Change, FileFacts]] = {}
+_prints: dict[Path, tuple[_Change, frozenset[str]]] = {}
+_TAIL = 128  # tokens at the end of a vocabulary that two models of a family may not share
 
 
 def file_facts(path: Path) -> FileFacts:
     """Read the facts; OSError if the file cannot be read. A file that has not changed is read once."""
-    parts = file_parts(path)
-    found = [part.stat() for part in parts]
-    change = tuple((each.st_mtime_ns, each.st_size) for each in found)
-    known = _known.get(path)
+    change, known = _change_of(path), _known.get(path)
     if known is None or known[0] != change:
-        known = _known[path] = change, _read_facts(parts, [each.st_size for each in found])
+        known = _known[path] = change, _read_facts(file_parts(path), [size for _, size in change])
     return known[1]
+
+
+def vocabulary_prints(path: Path) -> frozenset[str]:
+    """Return hashes of the tokens of a file, which has one in common with files of the same tokens.
+
+    Up to 128 more tokens at the end make no difference. OSError if the file cannot be read; a file that has
+    not changed is read once.
+    """
+    change, known = _change_of(path), _prints.get(path)
+    if known is None or known[0] != change:
+        known = _prints[path] = change, _read_prints(path)
+    return known[1]
+
+
+def _read_prints(path: Path) -> frozenset[str]:
+    found = read_gguf(path, with_tokens=True)
+    tokens, kind = found.metadata.get(TOKENS) or [], found.text("tokenizer.ggml.model").encode()
+    whole = len(tokens) // _TAIL * _TAIL
+    beginnings = {n for n in (len(tokens), whole, whole - _TAIL) if n > 0}
+    return frozenset(hashlib.sha256(b"\0".join([kind, *tokens[:n]])).hexdigest() for n in beginnings)
+
+
+def _change_of(path: Path) -> _Change:
+    found = [part.stat() for part in file_parts(path)]
+    return tuple((each.st_mtime_ns, each.st_size) for each in found)
 
 
 def _read_facts(paths: Sequence[Path], sizes: Sequence[int]) -> FileFacts:
     parts = [read_gguf(path) for path in paths]
-    found = parts[0]
+    found, n_bytes = parts[0], sum(sizes)
+    n_parameters = sum(math.prod(each.sizes) for part in parts for each in part.tensors.values())
+    n_active = active_parameters(found, n_parameters) or n_parameters
     return FileFacts(
         kind=_kind_of(found, {name for part in parts for name in part.tensors}),
         fault=_fault(parts, sizes),
@@ -126,7 +152,8 @@ def _read_facts(paths: Sequence[Path], sizes: Sequence[int]) -> FileFacts:
         basename=found.text("general.basename"),
         size=found.text("general.size_label"),
         quantization=_FILE_TYPES.get(found.number("general.file_type", -1), ""),
-        n_bytes=sum(sizes),
+        n_bytes=n_bytes,
+        token_bytes=n_bytes * n_active // max(1, n_parameters),
         context_length=found.number("context_length"),
         embedding_length=found.number("embedding_length"),
         block_count=found.number("block_count"),
@@ -183,55 +210,39 @@ def _tensor_bytes(tensor: TensorFacts) -> int:
 # Memory
 
 
-def needed_bytes(path: Path, options: ModelOptions, n_sequences: int = 1) -> int:
-    """Return the bytes that a model needs to run some sequences at the same time.
+def needed_bytes(path: Path, options: ModelOptions, n_sequences: int = 1, *, is_draft: bool = False) -> int:
+    """Return the bytes that a model, or a draft model, needs to run some sequences at the same time.
 
     Weights are mapped, but evaluations are fast only while they are in memory. If layers keep states, each
-    sequence has a context of its own. May raise OSError.
+    sequence has a context of its own, and copies of states beside those that count as stored. May raise
+    OSError.
     """
     found = read_gguf(path)
     n_weights = sum(part.stat().st_size for part in file_parts(path))
     rows = kv_row_sizes(found)
     key_bytes, value_bytes = cache_bytes(options.cache_type_k), cache_bytes(options.cache_type_v)
     per_token = sum(n_key * key_bytes + n_value * value_bytes for n_key, n_value in rows)
-    per_layer = _state_numbers(found) * NUMBER_BYTES
-    n_layers = sum(row == (0, 0) or found.architecture in _BOTH for row in rows) if per_layer else 0
+    per_state, n_kept = state_bytes(found), n_states(found)
     is_here = per_token > 0 and not leaves_main_memory(options)
     shared = attention_bytes(options, heads_per_key(found)) if is_here else 0  # contexts evaluate in turn
     n_ctx = options.n_ctx or _default_context(
-        found, options, per_token + shared, n_weights, keeps_states=n_layers > 0
+        found, options, per_token + shared, n_weights, n_kept * per_state
     )
-    if not n_layers:
+    if not per_state:
         return n_weights + round((per_token + shared) * max(n_ctx, options.n_cells or 0))
-    has_window = found.number("attention.sliding_window") > 0
-    n_states = 1 + STATES_BACK if found.architecture in _ROLLS_BACK and not has_window else 1
-    per_sequence = round(per_token * n_ctx + per_layer * n_layers * n_states)
+    n_copied = (N_DRAFTED if is_draft else int(n_kept == 1)) if can_restore(found) else 0
+    per_sequence = round(per_token * n_ctx + per_state * (n_kept + n_copied))
     return n_weights + shared * n_ctx + n_sequences * per_sequence
 
 
-def _state_numbers(found: GgufFile) -> int:
-    """Return the size of the state of a layer that keeps one, in numbers; 0 = no layer does."""
-    width = found.number("embedding_length")
-    if head_size := found.number("wkv.head_size"):  # RWKV
-        return width * (found.number("token_shift_count", 2) + head_size)
-    if length := found.number("shortconv.l_cache"):  # LFM2
-        return width * (length - 1)
-    n_conv = max(0, found.number("ssm.conv_kernel") - 1)
-    if size := found.number("kda.head_dim"):  # Kimi Linear
-        n_heads = found.number("attention.head_count")
-        return 3 * (n_conv or 3) * n_heads * size + size * size * n_heads
-    n_inner, n_state = found.number("ssm.inner_size"), found.number("ssm.state_size")  # Mamba
-    return n_conv * (n_inner + 2 * found.number("ssm.group_count") * n_state) + n_state * n_inner
-
-
 def _default_context(
-    found: GgufFile, options: ModelOptions, per_token: float, n_weights: int, *, keeps_states: bool
+    found: GgufFile, options: ModelOptions, per_token: float, n_weights: int, n_states_bytes: int
 ) -> int:
     """Return the context that is chosen if nobody gives one, with the memory that is free now."""
     room = resources.available_bytes()
     if leaves_main_memory(options):
         room = max(0, free_gpu_bytes() - n_weights)
-    if keeps_states:
-        n_weights, room = 0, room // 4
+    if n_states_bytes:
+        n_weights, room = 0, max(0, room - n_states_bytes) // 4
     trained = found.number("context_length", DEFAULT_CONTEXT)
     return default_context_size(trained, per_token, n_weights, room)

@@ -25,6 +25,7 @@ from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.row_contexts import (
+    DraftCache,
     DraftContext,
     DraftModel,
     HeadContext,
@@ -254,13 +255,13 @@ class PredictionHeads(DraftModel):
         self.source = Source.MTP if draft is None else Source.EAGLE3
         self.longest = None if n_heads == 1 else n_heads  # draft tokens in one round; None = any number
         self._heads: list[Head | SharedHead] = []
-        self.stores: list[PrefixStore] = []  # one for each head that has a cache of its own
         try:
             if path is None:
                 for i in range(n_heads):
-                    self.stores.append(store := PrefixStore(limit_of=target.store))
+                    store = PrefixStore(limit_of=target.store)
                     context = HeadContext(target.weights, options, i, abort=self._abort, store=store)
                     self._heads.append(Head(context))
+                    self.caches.append(DraftCache(context, store, options, target.weights.keys.release, i))
             else:
                 local = replace(options, workers=(), devices=None, tensor_split=())
                 if draft is None:
@@ -271,13 +272,13 @@ class PredictionHeads(DraftModel):
                 else:
                     with closing(draft_weights(draft, target.weights, local, on_load)) as weights:
                         self.identity = weights.keys.identity
-                        self.stores.append(store := PrefixStore(limit_of=target.store))
+                        store = PrefixStore(limit_of=target.store)
                         own = DraftContext(weights, local, draft, target.context, self._abort, store)
                         self._heads.append(Eagle3Head(own))
+                        self.caches.append(DraftCache(own, store, local, target.weights.keys.release))
         except BaseException:
             self.close()
             raise
-        self._with_caches = [head.context for head in self._heads if isinstance(head, Head)]
         self.batch_size = self._heads[0].context.batch_size
 
     def prepare(self, batch: Sequence[Prepared]) -> Sequence[int | Unprepared]:

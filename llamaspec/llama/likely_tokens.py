@@ -18,9 +18,9 @@ import numpy.typing as npt
 from llamaspec.kernels import PANEL
 from llamaspec.values import TokenArray
 
-N_FIRST, N_LAST = 65536, 512  # rows that are always computed
-MOST = 0.6  # maximum share of these of all rows; with more, little is saved
-WINDOW, N_RARE = 128, 6  # last tokens of a sequence, and how many panels of theirs may be other ones
+N_FIRST, N_LAST = 81920, 512  # rows that are always computed
+MOST = 0.65  # maximum share of these of all rows; with more, little is saved
+WINDOW, N_RARE = 128, 4  # last tokens of a sequence, and how many panels of theirs may be other ones
 
 Panels = npt.NDArray[np.int32]
 

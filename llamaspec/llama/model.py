@@ -81,6 +81,8 @@ class LlamaModel:
         The machine has no room for the weights or the KV cache.
     """
 
+    part: tuple[object, ...] = ()  # what names its prefixes beside its file and options
+
     def __init__(
         self,
         path: Path,
@@ -377,7 +379,7 @@ class LlamaModel:
                 except MemoryFullError as error:  # until another sequence ends and leaves its context
                     return ContextFullError(str(error))
                 self._contexts += free
-            context = max(free, key=lambda each: each.cache.n_known(request.tokens, request.scope))
+            context = max(free, key=lambda each: each.cache.n_known(request.reusable, request.scope))
         return context.cache.prepare_all([entry])[0]
 
 

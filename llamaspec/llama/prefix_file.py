@@ -20,14 +20,15 @@ from pathlib import Path
 
 import numpy as np
 
-from llamaspec.llama.prefix_store import Node
+from llamaspec.llama.prefix_store import Checkpoint, Node
 from llamaspec.values import NO_SCOPE
 
 SUFFIX = ".prefix"
 KEY_LENGTH = 32  # characters of the key of a model or of a node
-_MAGIC = b"llamaspec prefix 5\n"
-# Magic, the parent's key, the scope, flags, tokens, bytes.
-_HEAD = struct.Struct(f"<{len(_MAGIC)}s{KEY_LENGTH}s{len(NO_SCOPE)}siiq")
+_MAGIC = b"llamaspec prefix 6\n"
+# Magic, the parent's key, the scope, flags, checkpoints, tokens, bytes.
+_HEAD = struct.Struct(f"<{len(_MAGIC)}s{KEY_LENGTH}s{len(NO_SCOPE)}siiiq")
+_TABLE = np.dtype([("n", "<i8"), ("n_bytes", "<i8")])  # of a checkpoint: its tokens, the bytes of its state
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _WHOLE, _SHARED = 1, 2  # flags of a node
 
@@ -54,14 +55,17 @@ class NodeFile:
     @property
     def n_bytes(self) -> int:
         """Size of the file."""
-        return _HEAD.size + self.node.tokens.nbytes + self.node.content.nbytes + _DIGEST_BYTES
+        table = _TABLE.itemsize * len(self.node.checkpoints)
+        return _HEAD.size + table + self.node.n_bytes + _DIGEST_BYTES
 
     def write(self, used: int) -> None:
         """Write the file in one step, as last used at a time in nanoseconds. May raise OSError."""
         node, path = self.node, self.path
-        sizes = len(node.tokens), len(node.content)
+        sizes = len(node.checkpoints), len(node.tokens), len(node.content)
         head = _HEAD.pack(_MAGIC, self.parent.encode(), node.scope, _flags(node), *sizes)
-        parts = (head, node.tokens.data, node.content.data)
+        table = np.array([(each.n, len(each.state)) for each in node.checkpoints], _TABLE)
+        parts: list[bytes | memoryview] = [head, table.tobytes(), node.tokens.data, node.content.data]
+        parts += [each.state.data for each in node.checkpoints]
         new = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
         try:
             with open(new, "xb", opener=_open_new) as file:
@@ -97,18 +101,24 @@ def read_node(path: Path, parents: Mapping[str, Node]) -> tuple[str, Node]:
         head = file.read(_HEAD.size)
         if len(head) < _HEAD.size:
             raise DamagedError
-        magic, parent, scope, flags, n, n_bytes = _HEAD.unpack(head)
-        n_all = _HEAD.size + 4 * n + n_bytes + _DIGEST_BYTES
-        if magic != _MAGIC or min(n - 1, n_bytes) < 0 or n_all != os.fstat(file.fileno()).st_size:
+        magic, parent, scope, flags, n_checkpoints, n, n_bytes = _HEAD.unpack(head)
+        n_file = os.fstat(file.fileno()).st_size
+        if magic != _MAGIC or min(n_checkpoints, n - 1, n_bytes) < 0 or n_checkpoints > n_file:
+            raise DamagedError
+        table = np.fromfile(file, _TABLE, n_checkpoints)
+        sizes = [4 * n, n_bytes, *table["n_bytes"].tolist()]
+        if min(sizes) < 0 or _HEAD.size + table.nbytes + sum(sizes) + _DIGEST_BYTES != n_file:
             raise DamagedError
         before = parent.decode(errors="replace")
         if before not in parents:
             raise LookupError
-        tokens, content = np.fromfile(file, np.uint8, 4 * n), np.fromfile(file, np.uint8, n_bytes)
-        if file.read() != _digest(path.parent.name, head, tokens.data, content.data):
+        parts = [np.fromfile(file, np.uint8, size) for size in sizes]
+        if file.read() != _digest(path.parent.name, head, table.tobytes(), *(part.data for part in parts)):
             raise DamagedError
+    tokens, content, *states = parts
     node = Node(parents[before], tokens.view(np.int32), content, scope)
     node.is_whole, node.is_shared = bool(flags & _WHOLE), bool(flags & _SHARED)
+    node.checkpoints = tuple(map(Checkpoint, table["n"].tolist(), states))
     return _key(before, node), node
 
 

@@ -36,7 +36,8 @@ from llamaspec.llama.prefix_file import (
 from llamaspec.llama.prefix_store import Node, PrefixStore
 
 if TYPE_CHECKING:
-    from llamaspec.llama.model import LlamaModel
+    from llamaspec.llama.options import ModelOptions
+    from llamaspec.llama.weights import Weights
 
 T = TypeVar("T")
 Report = Callable[[str], object]  # receives a line
@@ -47,6 +48,34 @@ SAVED_BYTES = 1 << 30  # maximum bytes that one of them writes
 REST = 3.0  # seconds of rest after each second of writing
 COPIED = 2048  # tokens that are copied to the store at once, between two evaluations
 STALE_SECONDS = 60.0  # a temporary file that is not written to for so long is that of a killed process
+
+
+class Cached(Protocol):
+    """A model, or a draft that reads its rows: its KV cache has a store."""
+
+    @property
+    def store(self) -> PrefixStore:
+        """The store."""
+        ...
+
+    @property
+    def weights(self) -> Weights:
+        """Its file, opened."""
+        ...
+
+    @property
+    def options(self) -> ModelOptions:
+        """How it was opened."""
+        ...
+
+    @property
+    def part(self) -> tuple[object, ...]:
+        """What names its prefixes beside its file and options."""
+        ...
+
+    def store_finished(self, n_most: int, /) -> int:
+        """Copy some tokens of finished sequences to the store; return how many, 0 = none is left."""
+        ...
 
 
 class Call(Protocol):
@@ -102,7 +131,7 @@ class PrefixFolder:
             )
 
     @contextmanager
-    def keeping(self, models: Sequence[LlamaModel], report: Report, call: Call) -> Iterator[None]:
+    def keeping(self, models: Sequence[Cached], report: Report, call: Call) -> Iterator[None]:
         """During the block, load the saved sequences of some models, and save new ones every now and then."""
         is_over, told = threading.Event(), set[str]()
 
@@ -132,7 +161,7 @@ class PrefixFolder:
 
     def load(
         self,
-        models: Sequence[LlamaModel],
+        models: Sequence[Cached],
         report: Report,
         call: Call = call_here,
         is_over: threading.Event | None = None,
@@ -163,7 +192,7 @@ class PrefixFolder:
 
     def save(
         self,
-        models: Sequence[LlamaModel],
+        models: Sequence[Cached],
         report: Report,
         call: Call = call_here,
         max_bytes: float = math.inf,
@@ -216,21 +245,21 @@ class PrefixFolder:
                 yield file, stamp
             after[file.key] = last_uses[file.node]  # without room, it is not tried again before it is used
 
-    def folder_of(self, model: LlamaModel) -> Path:
+    def folder_of(self, model: Cached) -> Path:
         """Return the folder of a model."""
         return self.path / prefix_key(model)
 
 
-def store_finished(model: LlamaModel, call: Call, is_over: threading.Event | None = None) -> None:
+def store_finished(model: Cached, call: Call, is_over: threading.Event | None = None) -> None:
     """Copy the finished sequences of a model to its store, a few tokens at once, until `is_over` is set."""
     while call(partial(model.store_finished, COPIED)):
         if is_over is not None and is_over.is_set():
             return
 
 
-def prefix_key(model: LlamaModel) -> str:
+def prefix_key(model: Cached) -> str:
     """Return a key of a model's prefixes: other weights, settings or builds of llama.cpp have another."""
-    how = [*model.options.computing, model.options.heads]
+    how = [*model.options.computing, model.options.heads, *model.part]
     key = json.dumps([model.weights.keys.release, runtime.backend_description(), *how])
     return hashlib.sha256(key.encode()).hexdigest()[:KEY_LENGTH]
 

@@ -23,6 +23,8 @@ import numpy.typing as npt
 
 from llamaspec.values import NO_SCOPE, NO_TOKENS, Scope, TokenArray, n_common, serves
 
+REPLACED = -(1 << 62)  # the last use of a node that is the first to go
+
 Bytes = npt.NDArray[np.uint8]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,6 +85,7 @@ class _Room:
 
     limit: int  # bytes
     n_bytes: int = 0
+    n_lent: int = 0  # bytes of states that running sequences keep
     roots: list[Node] = field(default_factory=list)
     left: dict[str, Node] = field(default_factory=dict)  # roots of closed stores, the first closed one first
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -91,6 +94,11 @@ class _Room:
     def counted_bytes(self) -> int:
         """Return the bytes of all nodes."""
         return sum(node.n_bytes for root in self.roots for node in root.below())
+
+    @property
+    def n_over(self) -> int:
+        """Return the bytes over the limit; negative if there is room."""
+        return self.n_bytes + self.n_lent - self.limit
 
     def drop(self, root: Node) -> None:
         """Give up a root, and free the nodes below it at once, although they refer to each other."""
@@ -122,6 +130,7 @@ class PrefixStore:
         self._room: _Room = _Room(limit) if limit_of is None else limit_of._room
         self.root = Node(None, NO_TOKENS, np.empty(0, dtype=np.uint8))
         self._room.roots.append(self.root)
+        self._n_lent = 0
 
     @property
     def limit(self) -> int:
@@ -197,17 +206,25 @@ class PrefixStore:
     ) -> None:
         """Store a sequence whose content cannot be cut, and drop the beginnings of it in the same scope.
 
-        A beginning `is_shared` is not dropped.
+        A beginning `is_shared` is not dropped. Another sequence of which only the end differs, after its last
+        checkpoint, is the first to go: usually the answer of a turn, which the template has written anew.
         """
         if not self.limit:
             return
         for node in [each for each in self.root.children if each.scope == scope]:
-            is_beginning = n_common(node.tokens, tokens) == len(node.tokens)
-            if is_beginning and (not node.is_shared or len(node.tokens) == len(tokens)):
+            n = n_common(node.tokens, tokens)
+            if n == len(node.tokens) and (not node.is_shared or n == len(tokens)):
                 self._remove(node)
+            elif not is_shared and node.checkpoints and n >= node.checkpoints[-1].n:
+                node.last_used = REPLACED
         node = Node(self.root, tokens.copy(), content, scope, is_whole=True, is_shared=is_shared)
         node.checkpoints = checkpoints
         self.add(node)
+
+    def n_shared(self, tokens: TokenArray, scope: Scope = NO_SCOPE) -> int:
+        """Return how many of the first tokens one of the stored sequences has, wherever its states are."""
+        nodes = [each for each in self.root.children if serves(each.scope, scope)]
+        return max((n_common(each.tokens, tokens) for each in nodes), default=0)
 
     def touch(self, found: KnownPrefix) -> None:
         """Record a use of the nodes."""
@@ -223,10 +240,19 @@ class PrefixStore:
         node.last_used = next(room.clock)
         node.parent.children.append(node)
         room.n_bytes += node.n_bytes
-        while room.n_bytes > room.limit:
+        while room.n_over > 0:
             if self._drop_leaf(room.roots) is node:
                 return False
         return True
+
+    @_locked
+    def lend(self, n_bytes: int) -> None:
+        """Leave room to states that a sequence in a context keeps; negative: take it back."""
+        room = self._room
+        self._n_lent += n_bytes
+        room.n_lent += n_bytes
+        while room.n_over > 0 and room.n_bytes:
+            self._drop_leaf(room.roots)
 
     @_locked
     def add_older(self, node: Node, last_used: int) -> Node | None:
@@ -244,7 +270,7 @@ class PrefixStore:
                 return child
         if not self.has_room(node.n_bytes):
             return None
-        while room.n_bytes + node.n_bytes > room.limit:
+        while room.n_over + node.n_bytes > 0:
             self._drop_leaf(room.left.values())
         node.last_used = last_used
         parent.children.append(node)
@@ -253,7 +279,7 @@ class PrefixStore:
 
     def has_room(self, n_bytes: int) -> bool:
         """Whether `n_bytes` fit into the limit beside what is here, without what closed stores have left."""
-        n_missing = self.n_bytes + n_bytes - self.limit
+        n_missing = self._room.n_over + n_bytes
         return n_missing <= 0 or n_missing <= self.n_left
 
     def by_last_use(self) -> list[tuple[Node, int]]:
@@ -320,8 +346,9 @@ class PrefixStore:
 
     def _leave_room(self) -> None:
         self._room.roots.remove(self.root)
+        self._room.n_lent -= self._n_lent  # contexts that are still open give it back to the new room
         self.root = Node(None, NO_TOKENS, np.empty(0, dtype=np.uint8))
-        self._room = _Room(0, roots=[self.root])
+        self._room = _Room(0, n_lent=self._n_lent, roots=[self.root])
 
     def _drop_leaf(self, roots: Iterable[Node]) -> Node:
         """Drop the least recently used leaf below some roots, and return it."""

@@ -3,13 +3,14 @@
 A state is overwritten with every token, so llama.cpp cannot forget a part of it. To roll back, the cache
 returns to an earlier state and the tokens since then are evaluated again. The earlier state is one that
 llama.cpp kept (`n_rs_seq`; it is right only within the last evaluation, though llama.cpp allows more), or a
-checkpoint that was copied before an evaluation. The keys and values of a hybrid are cut as usual. Sequences
-cannot share such a memory, so each has its own context. When another sequence starts in a context, the state
-of the previous one goes to the store, with its checkpoints.
+checkpoint. The keys and values of a hybrid are cut as usual. Sequences cannot share such a memory, so each
+has its own context. When another sequence starts in a context, the state of the previous one goes to the
+store, with its checkpoints.
 
-The state after the first message of a prompt goes to the store, too, so that conversations with the same
-system prompt share it. A message ends with a token that ends answers. Copies of a state are large, so later
-messages have none of their own.
+Checkpoints are kept where later requests probably branch off: near the end of a prompt, where it has left
+what was seen before, at the end of its first message, and here and there along a long one. The evaluation
+of a prompt pauses at these places. The state after the first message goes to the store at once, so that
+conversations with the same system prompt share it. tests/test_kept_states.py.
 """
 
 from __future__ import annotations
@@ -23,32 +24,42 @@ from llama_cpp import llama_cpp as lib
 from llamaspec.errors import ContextFullError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.cells import CachedSequence, copy_state, put_state
+from llamaspec.llama.checkpoints import Checkpoints
 from llamaspec.llama.kv_cache import MIN_COPIED, Prepared
-from llamaspec.llama.prefix_store import Checkpoint, Node, PrefixStore
-from llamaspec.values import NO_SCOPE, ForwardRequest, Scope, TokenArray, serves
+from llamaspec.llama.prefix_store import Node, PrefixStore
+from llamaspec.values import NO_SCOPE, TARGET, ForwardRequest, Scope, TokenArray, serves
 
-MAX_CHECKPOINTS = 4
-SPACING = 8  # minimum number of tokens between two checkpoints, unless a long draft is verified
+HEADER = 32  # last tokens of a prompt that a template may write in another way in the next request
+FAR = 2048  # tokens without a kept checkpoint
+SPACING = 8  # tokens between two checkpoints of a draft model, whose last tokens may be rejected at any time
+N_DRAFTED = 4  # latest checkpoints of a draft model: enough for a draft of 32 tokens
 MAX_REPEATED = 512  # maximum tokens that are evaluated again because their hidden rows are wanted
 SEQUENCE = 0  # llama.cpp's seq_id
-_FLAGS = lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 
 
 class RecurrentCache:
     """The memory of a context with recurrent states: one sequence at a time. Its methods are the KV cache's.
 
     `size` is the length of the longest sequence. `can_restore` says whether llama.cpp can restore a state.
-    `ends` are the tokens that end a message.
+    `marks` are tokens between messages: those that end one, and those to look for in a prompt without these.
     """
 
     def __init__(
-        self, context: Any, size: int, *, can_restore: bool, store: PrefixStore, ends: Sequence[int] = ()
+        self,
+        context: Any,
+        size: int,
+        *,
+        can_restore: bool,
+        store: PrefixStore,
+        marks: Sequence[Sequence[int]] = (),
     ) -> None:
         self._context, self._memory = context, lib.llama_get_memory(context)
         self.size = size
-        self._store, self._can_restore, self._ends = store, can_restore, list(ends)
-        self._border = 0  # tokens of the first message of the sequence; 0 if its state is not kept
-        self._checkpoints: list[Checkpoint] = []  # ascending
+        self._store, self._can_restore, self._marks = store, can_restore, [list(each) for each in marks]
+        self._border = 0  # tokens of the first message of the sequence; 0 = short
+        self._places: Sequence[int] = ()  # where the state of the sequence is kept, ascending
+        self._checkpoints = Checkpoints(context, SEQUENCE, store)
+        self._is_drafting = False  # the sequence is a draft model's
         self._held = CachedSequence(SEQUENCE)
         self.running: dict[int, CachedSequence] = {}  # by the number of the running sequence; at most one
         self._is_settled = True  # llama.cpp holds what is recorded here: no evaluation was interrupted
@@ -64,15 +75,17 @@ class RecurrentCache:
         """Prepare the only request; return its number of cached tokens."""
         ((number, request, _),) = batch
         n_before = request.n_reusable
+        self._is_drafting = request.model != TARGET
         if number not in self.running:
-            self._start(request.tokens[:n_before], request.scope)
+            self._start(request)
             self.running = {number: self._held}
         n_shared = self._held.shared(request.tokens)
         if n_shared == n_before == request.n_tokens:
             return [n_shared]  # and keep the tokens after these: the next request may want them
         if n_shared > n_before and not self._can_cut(self._held.n, n_before):
             n_kept = min(n_shared, request.n_before)
-            if n_kept - self._nearest(n_before) > MAX_REPEATED and self._can_cut(self._held.n, n_kept):
+            n_repeated = n_kept - self._checkpoints.nearest(n_before)
+            if n_repeated > MAX_REPEATED and self._can_cut(self._held.n, n_kept):
                 return [self._cut(n_kept)]  # rather have some hidden rows missing
         return [self._cut(min(n_shared, n_before))]
 
@@ -82,15 +95,15 @@ class RecurrentCache:
         A pause between the missing tokens and the draft is for a checkpoint. Otherwise they would be
         evaluated again after the next rejection, with more of them every round.
         """
-        if self._held.n < self._border < request.n_before:
-            return self._border
-        is_long = request.n_before - self._held.n >= SPACING
-        return request.n_before if self._can_restore and request.n_scored > 1 and is_long else None
+        n = self._held.n
+        is_long = request.n_before - n >= SPACING
+        pause = request.n_before if is_long and self._verifies(request.n_scored) else None
+        return next((place for place in self._places if n < place < request.n_before), pause)
 
     def known(self, tokens: TokenArray, scope: Scope) -> int:
         """Return how many of the first tokens the cache holds, can return to, and may give to a scope."""
         n = self._held.known(tokens, scope)
-        return n if self._can_cut(self._held.n, n) else self._nearest(n)
+        return n if self._can_cut(self._held.n, n) else self._checkpoints.nearest(n)
 
     def n_known(self, tokens: TokenArray, scope: Scope = NO_SCOPE) -> int:
         """Return how many of the first tokens need not be evaluated again for a sequence of some scope."""
@@ -102,9 +115,17 @@ class RecurrentCache:
 
     def begin(self, n_scored: int) -> None:
         """Start an evaluation that scores some positions: take a checkpoint if it may be needed."""
-        n, verifies = self._held.n, n_scored - 1 > self._n_states_back
-        if self._can_restore and n and n - self._nearest(n) >= (1 if verifies else SPACING):
-            self._take_checkpoint()
+        n, taken = self._held.n, self._checkpoints
+        if self._can_restore and n:
+            n_since = n - taken.nearest(n)
+            if n - taken.nearest(n, only_kept=True) >= (1 if n in self._places else FAR):
+                taken.keep(n)
+                if n == self._border:
+                    self._put(is_shared=True)
+            elif n_since and self._verifies(n_scored):
+                taken.take(n, 1)
+            elif n_since >= SPACING and self._is_drafting:
+                taken.take(n, N_DRAFTED)
         self._is_settled = False
 
     def commit(self, evaluated: Sequence[tuple[int, TokenArray]], n_padding: int = 0) -> None:
@@ -113,8 +134,6 @@ class RecurrentCache:
         self._n_last = len(tokens)
         self._hold(tokens)
         self._is_settled = True
-        if self._held.n == self._border:
-            self._put(is_shared=True)
 
     def release(self, number: int) -> None:
         """End the sequence; its tokens stay until another one starts."""
@@ -124,7 +143,7 @@ class RecurrentCache:
     def forget(self) -> None:
         """Empty the memory."""
         self._held.n, self._n_last, self._is_settled = 0, 0, False  # first, as in `_cut`
-        self._checkpoints = []
+        self._checkpoints.cut(0)
         lib.llama_memory_clear(self._memory, True)
         self._is_settled = True
 
@@ -132,6 +151,10 @@ class RecurrentCache:
         """Empty the memory and the store."""
         self.forget()
         self._store.clear()
+
+    def close(self) -> None:
+        """Give up the checkpoints."""
+        self._checkpoints.cut(0)
 
     def fault(self) -> str | None:
         """Return how the records of the store contradict themselves; None if they do not."""
@@ -159,13 +182,16 @@ class RecurrentCache:
             return
         state = copy_state(self._context, SEQUENCE)
         if state is not None:
-            checkpoints = () if is_shared else tuple(self._checkpoints)
+            checkpoints = () if is_shared else tuple(self._checkpoints.kept)
             tokens = held.tokens[: held.n]
             self._store.put_whole(tokens, state, checkpoints, is_shared=is_shared, scope=held.scope)
 
-    def _start(self, tokens: TokenArray, scope: Scope) -> None:
-        """Make room for another sequence: store the previous one, and restore the beginning of `tokens`."""
-        n, found, held = self.known(tokens, scope), self._store.find(tokens, scope), self._held
+    def _start(self, request: ForwardRequest) -> None:
+        """Make room for another sequence: store the previous one, and restore the beginning of this one."""
+        tokens, scope, held = request.reusable, request.scope, self._held
+        n, found = self.known(tokens, scope), self._store.find(tokens, scope)
+        whole = request.tokens if request.whole is None else request.whole
+        n_shared = max(held.known(whole, scope), self._store.n_shared(whole, scope))
         is_better = found.n >= n + MIN_COPIED
         if is_better or held.n >= n + MIN_COPIED or held.scope != scope:
             self._put()
@@ -175,12 +201,22 @@ class RecurrentCache:
         elif not serves(held.scope, scope):
             self.forget()
         held.scope = scope
-        self._border = self._end_of_first_message(tokens)
+        self._border = self._end_of_first_message(whole)
+        # A draft with hidden rows needs that of the token before the branch.
+        places = {self._border, n_shared - 1, len(whole) - HEADER} if self._can_restore else ()
+        self._places = sorted(each for each in places if each >= max(n, found.n) + HEADER)
 
     def _end_of_first_message(self, tokens: TokenArray) -> int:
-        """Return the length of the first message of a prompt; 0 if it is short."""
-        ends = np.flatnonzero(np.isin(tokens[MIN_COPIED:], self._ends))
-        return MIN_COPIED + int(ends[0]) + 1 if len(ends) else 0
+        """Return the length of the first message of a prompt, without the mark behind it; 0 = short."""
+        for marks in self._marks:
+            found = np.flatnonzero(np.isin(tokens[MIN_COPIED:], marks))
+            if len(found):
+                return MIN_COPIED + int(found[0])
+        return 0
+
+    def _verifies(self, n_scored: int) -> bool:
+        """Whether rejected tokens of an evaluation may take a sequence farther back than llama.cpp can."""
+        return self._can_restore and n_scored - 1 > self._n_states_back
 
     def _put_back(self, node: Node) -> None:
         """Restore a stored sequence."""
@@ -190,7 +226,7 @@ class RecurrentCache:
             self.forget()
             return
         self._hold(node.tokens)
-        self._checkpoints = list(node.checkpoints)
+        self._checkpoints.replace(node.checkpoints)
         self._is_settled = True
 
     def _hold(self, tokens: TokenArray) -> None:
@@ -201,13 +237,13 @@ class RecurrentCache:
         n_held, self._held.n = self._held.n, 0  # first, so that an exception in between does no harm
         # Also if there seems to be nothing to remove: an interrupted evaluation leaves unrecorded positions.
         if not n or not self._can_cut(n_held, n) or not self._remove(n):
-            n = self._nearest(n)
-            if not (n and self._restore(n) and self._remove(n)):
+            n = self._checkpoints.nearest(n)
+            if not (n and self._checkpoints.restore(n) and self._remove(n)):
                 lib.llama_memory_seq_rm(self._memory, SEQUENCE, -1, -1)
                 n = 0
         if n < n_held:
             self._n_last = 0
-        self._checkpoints = [checkpoint for checkpoint in self._checkpoints if checkpoint.n <= n]
+        self._checkpoints.cut(n)
         self._held.n, self._is_settled = n, True
         return n
 
@@ -216,23 +252,3 @@ class RecurrentCache:
 
     def _remove(self, n: int) -> bool:
         return bool(lib.llama_memory_seq_rm(self._memory, SEQUENCE, n, -1))
-
-    def _nearest(self, n: int) -> int:
-        """Return the position of the last checkpoint within the first `n` tokens; 0 = none."""
-        return max((checkpoint.n for checkpoint in self._checkpoints if checkpoint.n <= n), default=0)
-
-    def _restore(self, n: int) -> bool:
-        """Restore the checkpoint after exactly `n` tokens; False if that fails."""
-        (state,) = [checkpoint.state for checkpoint in self._checkpoints if checkpoint.n == n]
-        return put_state(self._context, SEQUENCE, state, _FLAGS)
-
-    def _take_checkpoint(self) -> None:
-        """Copy the state. At the limit, drop the checkpoint whose neighbours are closest together."""
-        self._checkpoints = [each for each in self._checkpoints if each.n != self._held.n]
-        if len(self._checkpoints) == MAX_CHECKPOINTS:
-            borders = [0, *(checkpoint.n for checkpoint in self._checkpoints)]
-            spans = [after - before for before, after in zip(borders, borders[2:], strict=False)]
-            del self._checkpoints[int(np.argmin(spans))]
-        state = copy_state(self._context, SEQUENCE, _FLAGS)
-        if state is not None:
-            self._checkpoints.append(Checkpoint(self._held.n, state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -70,18 +70,34 @@ class TargetContext(RowContext):
         self._layers, self._n_layers = options.hidden_layers, int(lib.llama_model_n_layer(weights.pointer))
         # Of each sequence of the last evaluation: its first row in the batch, their number, and the position.
         self._places: dict[int, tuple[int, int, int]] = {}
+        self._kept: HiddenRows | None = None  # of the parts of an evaluation before the last
         for layer in self._layers:
             if layer < self._n_layers:
                 keep_layer(self.pointer, layer)
         if options.heads or self._n_layers in self._layers:
             show_hidden_rows(self.pointer, scored_only=False)
 
+    def evaluate(self, batch: Sequence[tuple[int, ForwardRequest]], n_padding: int = 0) -> list[Logits]:
+        """Evaluate prepared requests together; return a view of the logits of each: [n_scored, V]."""
+        self._kept = None
+        return super().evaluate(batch, n_padding)
+
     def hidden(self, number: int) -> HiddenRows | None:
         """Return the rows of the last evaluation that a sequence has asked for, valid until the next one."""
         place = self._places.get(number)
         if place is None:
             return None
-        first, n, position = place
+        found, kept = self._rows_at(*place), self._kept
+        if kept is None or kept.end != found.start:
+            return found
+        return HiddenRows(kept.start, np.concatenate((kept.rows, found.rows)))
+
+    def _keep_rows(self, number: int) -> None:
+        """Keep the rows of a part of an evaluation while the rest is evaluated."""
+        found = self.hidden(number)
+        self._kept = None if found is None else found._replace(rows=found.rows.copy())
+
+    def _rows_at(self, first: int, n: int, position: int) -> HiddenRows:
         if not self._layers:
             return HiddenRows(position, self.hidden_rows(first + n)[first:])
         rows = [
@@ -193,6 +209,31 @@ def draft_weights(
     return weights
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftCache:
+    """The KV cache of a draft that reads hidden rows, or of a head, and what names its prefixes."""
+
+    context: RowContext
+    store: PrefixStore
+    options: ModelOptions
+    target: str  # the key of the target's file, whose rows it reads
+    number: int = 0  # of the head
+
+    @property
+    def weights(self) -> Weights:
+        """The draft's file, opened."""
+        return self.context.weights
+
+    @property
+    def part(self) -> tuple[object, ...]:
+        """What names its prefixes beside its file and options."""
+        return self.number, self.target
+
+    def store_finished(self, n_most: int) -> int:
+        """Copy some tokens of finished sequences to the store; return how many, 0 = none is left."""
+        return self.context.cache.store_finished(n_most)
+
+
 class DraftModel:
     """What the drafts that read hidden rows have in common as models of the engine."""
 
@@ -203,7 +244,7 @@ class DraftModel:
 
     def __init__(self) -> None:
         self._abort = AbortFlag()
-        self._with_caches: list[RowContext] = []  # its contexts that have a KV cache of their own
+        self.caches: list[DraftCache] = []  # one for each context that has a KV cache of its own
         self._latest: dict[int, HiddenRows] = {}  # of the latest evaluation, by the number of the sequence
 
     def hidden(self, number: int) -> HiddenRows | None:
@@ -212,17 +253,17 @@ class DraftModel:
 
     def release(self, number: int) -> None:
         """End a sequence. Its tokens in the KV caches may serve others."""
-        for context in self._with_caches:
-            context.cache.release(number)
+        for each in self.caches:
+            each.context.cache.release(number)
 
     def forget(self) -> None:
         """Empty the KV caches."""
-        for context in self._with_caches:
-            context.clear()
+        for each in self.caches:
+            each.context.clear()
 
     def recover(self) -> str | None:
         """Check the KV caches while no sequence runs. Empty those that contradict themselves; return how."""
-        faults = [context.recover() for context in self._with_caches]
+        faults = [each.context.recover() for each in self.caches]
         return next((fault for fault in faults if fault is not None), None)
 
     def attended(self, n_tokens: int) -> float:

@@ -35,6 +35,7 @@ from llamaspec.llama.gguf_file import (
 from llamaspec.llama.huge_pages import HugePages, NewMappings
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.runtime import Handle
+from llamaspec.llama.state_sizes import n_states, state_bytes
 from llamaspec.llama.trial import FileKeys, ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary, read_spellings
 
@@ -145,6 +146,9 @@ class Weights:
             keeps_states=is_recurrent or bool(lib.llama_model_is_hybrid(self.pointer)),
             keeps_positions=not is_recurrent,
         )
+        self.states_bytes = (
+            state_bytes(file) * n_states(file) if self.facts.keeps_states else 0
+        )  # in a context
         self._kv_row_sizes = [] if is_recurrent else kv_row_sizes(file)
         self.heads_per_key = heads_per_key(file)
 

@@ -23,7 +23,7 @@ from llamaspec.llama.model import LlamaModel, MemoryFacts
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.measure.findings import OK, PROBLEM, WARNING, Finding, check, option_findings
-from llamaspec.measure.machine import CROWDED, MachineFacts, look_at_machine
+from llamaspec.measure.machine import CROWDED, LoadWatch, MachineFacts, load_in_words, look_at_machine
 from llamaspec.measure.probe import STEPS, Probe, measure, sample_tokens
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
@@ -300,22 +300,28 @@ def pair_findings(
                     found = acceptance_finding(pair)
                 yield found
             topic = "draft cost"
+            watch = LoadWatch()
             with working("timing the pair"):
                 timed = measure(pair, STEPS)
-            yield pace_finding(timed, is_known=known is not None)
+            yield pace_finding(timed, load_in_words(watch.n_taken()), is_known=known is not None)
     except LlamaspecError as error:
         yield Finding.of_error(topic, error)
     if known is not None:
         yield Finding(OK, "speed-up", known)
 
 
-def pace_finding(timed: Probe, *, is_known: bool = False) -> Finding:
-    """Check that a draft step is cheap enough; if the pair's verdict is known, no warning is needed."""
+def pace_finding(timed: Probe, load: str | None = None, *, is_known: bool = False) -> Finding:
+    """Check that a draft step is cheap enough; if the pair's verdict is known, no warning is needed.
+
+    Beside the `load` of other programs, times tell nothing.
+    """
     curve = timed.curve
     single, step = curve.verify_seconds[0], curve.draft_step_seconds
     ratio = single / step
     text = f"a token takes {1e3 * single:.2f} ms in the target, {1e3 * step:.2f} ms in the draft: "
     text += f"{ratio:.1f} times as fast" if ratio > 1 else "no faster than the target"
+    if load is not None:
+        return Finding(WARNING, "draft cost", f"{text}; but {load} meanwhile", "stop them and try again")
     remedy = (
         f"use a draft at least {CHEAP:.0f} times as fast as the target, or measure with `llamaspec compare`"
     )

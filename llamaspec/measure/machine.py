@@ -95,6 +95,14 @@ def _seconds_of_children() -> float:
     return seconds
 
 
+def load_in_words(n_taken: float) -> str | None:
+    """Say that other programs used `n_taken` hardware threads, if that is too many; None if it is not."""
+    n_physical, n_logical = resources.default_threads(), resources.n_hardware_threads()
+    if not too_many_taken(n_taken, n_physical, n_logical):
+        return None
+    return f"other programs used {n_taken:.1f} of {n_logical} hardware threads"
+
+
 def too_many_taken(n_taken: float, n_physical: int, n_logical: int) -> bool:
     """Whether other programs use so many hardware threads that less than all cores are left."""
     return n_taken >= max(0.5, n_logical - n_physical + 0.5)

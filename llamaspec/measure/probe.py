@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.cost_curve import CostCurve, credible
 from llamaspec.length.costs import DENSE
 from llamaspec.measure.turns import Progress, Spread, take_turns
 from llamaspec.pair import Pair
@@ -111,7 +111,7 @@ class Probe:
         attention, share = self._attention_costs()
         return CostCurve(
             tuple(timing.width for timing in self.widths),
-            tuple(timing.timings[0].median for timing in self.widths),
+            credible(timing.timings[0].median for timing in self.widths),
             self.draft_step.median if self.draft_step else 0.0,
             attention=attention,
             attention_share=share,

@@ -62,7 +62,7 @@ def choices(catalog: Catalog, room: Room) -> list[Choice]:
 def _choices(catalog: Catalog) -> Iterator[Choice]:
     for entry in catalog.entries.values():
         try:
-            models = [entry] if entry.draft is None else [entry, catalog.find(entry.draft.partition(":")[0])]
+            models = [entry] if entry.draft is None else [entry, catalog.find(entry.draft)]
         except ModelFileError:  # the draft is not in the catalog
             continue
         sizes = [_weights_bytes(model) for model in models]

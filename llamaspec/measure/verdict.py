@@ -150,7 +150,7 @@ def in_words(curve: CostCurve) -> list[str]:
     if curve.draft_step_seconds:
         said[0] += f", {1e3 * curve.draft_step_seconds:.2f} ms in the draft"
     extra = [
-        f"{(each / first - 1) / (width - 1):.0%} at batch size {width}"
+        f"{max(0.0, each / first - 1) / (width - 1):.0%} at batch size {width}"
         for width, each in zip(curve.widths[1:], seconds, strict=True)
         if width in CALIBRATED
     ]

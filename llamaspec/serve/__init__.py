@@ -63,8 +63,12 @@ class ServeSettings:
 
         An address is always right: only a name can resolve to this machine for the web page of a stranger.
         """
-        known = {_plain(each) for each in ("localhost", self.host, *self.allowed_hosts)}
-        return _plain(name) in known or address_of(name.strip("[]")) is not None
+        is_own = _plain(name) in map(_plain, ("localhost", self.host))
+        return is_own or self.is_allowed_host(name) or address_of(name.strip("[]")) is not None
+
+    def is_allowed_host(self, name: str) -> bool:
+        """Whether this is one of the names of the server besides its addresses, such as a proxy's."""
+        return _plain(name) in map(_plain, self.allowed_hosts)
 
     def knows_key(self, given: str) -> bool:
         """Whether a key is valid. Takes the same time however many characters are right."""

@@ -14,12 +14,13 @@ from llamaspec.chat.messages import CallDelta, ContentDelta, Delta, ReasoningDel
 from llamaspec.engine.completion import StopReason
 from llamaspec.serve.bodies import (
     AnswerOptions,
-    Count,
     Fields,
     GenerationBody,
+    Limit,
     ModelBody,
     ReasoningFields,
     Stops,
+    Whole,
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
 from llamaspec.serve.http_errors import anthropic_error
@@ -44,7 +45,7 @@ class ThinkingFields(Fields):
     """Whether the model reasons before it answers, and how much."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    budget_tokens: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None
 
 
 class CountTokensBody(ReasoningFields, ModelBody):
@@ -72,7 +73,7 @@ class CountTokensBody(ReasoningFields, ModelBody):
 class MessagesBody(GenerationBody, CountTokensBody):
     """A conversation to answer."""
 
-    max_tokens: Count
+    max_tokens: Annotated[Limit, Field(ge=0)]
     stop_sequences: Stops | None = None
 
     def answer_options(self) -> AnswerOptions:

@@ -1,7 +1,8 @@
 """The application: the endpoints of all APIs, access control, the log, and the server that runs them.
 
 A server without keys answers only requests that name it in `Host`. Otherwise a web page whose domain resolves
-to its address (DNS rebinding) could use it. tests/serve/test_security.py.
+to its address (DNS rebinding) could use it. With keys, any name and any origin are fine.
+tests/serve/test_security.py.
 
 On SIGTERM or Ctrl-C the server refuses new requests. Running requests have a grace period to finish; then
 they end with an error that says so. tests/serve/test_stopping.py.
@@ -41,6 +42,7 @@ from llamaspec.serve import (
     ollama,
     ollama_models,
     openai_chat,
+    openai_compaction,
     openai_responses,
     status,
 )
@@ -50,6 +52,7 @@ from llamaspec.serve.http_errors import RequestError, error_response
 from llamaspec.serve.loading import with_loaded
 from llamaspec.serve.log import MODEL, Write, response_line
 from llamaspec.serve.models import Models
+from llamaspec.serve.paths import with_plain_paths
 from llamaspec.serve.served_model import ModelSource
 from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, Endpoint, Service, in_time
 
@@ -59,6 +62,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 ENDPOINTS = (
     *openai_chat.ENDPOINTS,
     *openai_responses.ENDPOINTS,
+    *openai_compaction.ENDPOINTS,
     *anthropic.ENDPOINTS,
     *ollama.ENDPOINTS,
     *ollama_models.ENDPOINTS,
@@ -88,11 +92,15 @@ def make_app(models: Models) -> ASGIApp:
     for endpoint in ENDPOINTS:
         method = endpoint.method or ("GET" if endpoint.body is None else "POST")
         routes.append(Route(endpoint.path, _EndpointApp(models, endpoint), methods=[method]))
-    middleware = [Middleware(_logging, models=models), Middleware(_access_control, settings=settings)]
+    middleware = [
+        Middleware(with_plain_paths, known=KNOWN_PATHS),
+        Middleware(_logging, models=models),
+        Middleware(_access_control, settings=settings),
+    ]
     if settings.cors_origins:
         origins, methods = settings.cors_origins, ("GET", "POST")
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=("*",))
-        middleware.insert(1, cors)
+        middleware.insert(2, cors)
     return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _routing_error})
 
 
@@ -188,15 +196,9 @@ def _access_control(app: ASGIApp, settings: ServeSettings) -> ASGIApp:
 def _check_access(scope: Scope, settings: ServeSettings) -> None:
     """Raise a RequestError if a request is not allowed; note its API key in the scope."""
     headers = Headers(scope=scope)
-    host = headers.get("host", "")
-    if not settings.keys and not settings.knows_host(_host_name(host)):
-        raise RequestError(
-            403, "the Host header does not name this server; use its address, or --allowed-host"
-        )
-    origin, allowed = headers.get("origin", f"http://{host}"), settings.cors_origins
-    if origin.partition("://")[2].lower() != host.lower() and origin not in allowed and "*" not in allowed:
-        raise RequestError(403, "web pages of other origins are not allowed; see --cors-origin")
-    if settings.keys and scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
+    if not settings.keys:
+        _check_host_and_origin(headers.get("host", ""), headers.get("origin"), settings)
+    elif scope["path"] not in PUBLIC_PATHS and scope["method"] != "OPTIONS":
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         given = (bearer, headers.get("x-api-key", ""))
@@ -205,6 +207,22 @@ def _check_access(scope: Scope, settings: ServeSettings) -> None:
             message = "a valid API key is needed; send Authorization: Bearer KEY"
             raise RequestError(401, message, code="invalid_api_key")
         scope[OWNER] = key
+
+
+def _check_host_and_origin(host: str, origin: str | None, settings: ServeSettings) -> None:
+    """Raise a RequestError if a page of a stranger may have sent the request.
+
+    With a key, this need not be checked: such a page does not know the key. A proxy may pass on the name that
+    its clients use in `Host`, or replace it, so that only the origin of the server's own page has it.
+    """
+    if not settings.knows_host(_host_name(host)):
+        remedy = "use its address, --allowed-host NAME, or an API key"
+        raise RequestError(403, f"the Host header does not name this server; {remedy}")
+    if origin is None or "*" in settings.cors_origins or origin in settings.cors_origins:
+        return
+    name = origin.partition("://")[2].lower()
+    if name != host.lower() and not settings.is_allowed_host(name):
+        raise RequestError(403, "web pages of other origins are not allowed; see --cors-origin")
 
 
 # An address in brackets, or a name; a port may follow.

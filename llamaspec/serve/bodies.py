@@ -33,6 +33,7 @@ from llamaspec.llama.options import MAX_DRAFT
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import ServeSettings
+from llamaspec.serve.compression import IDENTITY, decompressed
 from llamaspec.serve.http_errors import UNSUPPORTED, RequestError, invalid
 
 MAX_STOPS = 32
@@ -47,6 +48,12 @@ _NUMBER = re.compile(r"[+-]?[0-9]+")
 _TINY_TOP_P = 1e-9  # stands for a top-p of 0: keeps only the most probable token
 _Body = TypeVar("_Body", bound="Fields")
 
+
+def _whole(given: Any) -> Any:
+    """Turn 40.0 into 40: some clients have only one type of numbers."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=MAX_STOPS)]
 OneOrMoreStops = Annotated[Stops, BeforeValidator(lambda given: [given] if isinstance(given, str) else given)]
 BiasedText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -54,10 +61,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)] | Literal[False]  # false: never
 Biases = Annotated[dict[BiasedText, Bias], Field(max_length=MAX_BIASES)]
 BiasPairs = Annotated[list[tuple[int | BiasedText, Bias]], Field(max_length=MAX_BIASES, fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]  # one error, not millions
-Count = Annotated[int, Field(ge=1, lt=1 << 31)]
-CountOrAny = Count | Literal[-1]  # -1, as in llama-server: as many as fit
+Whole = Annotated[int, BeforeValidator(_whole)]  # also 40.0
+Limit = Annotated[Whole, Field(ge=-1, lt=1 << 31)]  # tokens; 0: only process the prompt, -1: as many as fit
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]  # cached tokens serve only the same salt
-TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # Of an image or a file, perhaps with escapes. A run has only one place to begin, so that time is linear.
@@ -86,19 +93,20 @@ def without_half_pairs(body: bytes) -> bytes:
 
 async def parse_body(http: Request, kind: type[_Body], settings: ServeSettings) -> _Body:
     """Return the checked body of a request; RequestError if it is wrong, too large or too slow."""
-    encoding = http.headers.get("content-encoding", "identity")
-    if encoding.lower() != "identity":
-        raise RequestError(415, f"the body is compressed ({encoding}); send it uncompressed")
-    seconds = settings.body_seconds
+    encoding = http.headers.get("content-encoding", IDENTITY).strip().lower()
+    limit, seconds = settings.body_bytes + settings.base64_bytes, settings.body_seconds
     try:
-        body = await asyncio.wait_for(_read(http, settings.body_bytes + settings.base64_bytes), seconds)
+        body = await asyncio.wait_for(_read(http, limit), seconds)
     except asyncio.TimeoutError:
         raise RequestError(408, f"the body did not arrive within {seconds:g} seconds") from None
-    if len(body) <= LONG_BYTES:
-        return _checked(kind, body, settings.body_bytes)
-    return await asyncio.get_running_loop().run_in_executor(
-        _checker, _checked, kind, body, settings.body_bytes
-    )
+
+    def checked() -> _Body:
+        plain = body if encoding == IDENTITY else decompressed(body, encoding, limit)
+        return _checked(kind, plain, settings.body_bytes)
+
+    if len(body) <= LONG_BYTES and encoding == IDENTITY:
+        return checked()
+    return await asyncio.get_running_loop().run_in_executor(_checker, checked)
 
 
 def _checked(kind: type[_Body], body: bytes, limit: int) -> _Body:
@@ -216,7 +224,7 @@ class SpeculativeFields(Fields):
     """How to draft. Under the coupled rule the completion does not depend on these fields."""
 
     enabled: bool | None = None
-    max_draft: Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
+    max_draft: Annotated[Whole, Field(ge=0, le=MAX_DRAFT)] | None = None
     rule: Literal["coupled", "rejection", "block"] | None = None
     ngram: bool | None = None
     spans: bool | None = None  # mark drafted text in the stream
@@ -228,13 +236,13 @@ class SamplingFields(Fields):
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    repeat_last_n: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
+    seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     logit_bias: Biases | BiasPairs | None = None
     ignore_eos: bool | None = None
     speculative: SpeculativeFields | None = None
@@ -289,7 +297,7 @@ class SamplingFields(Fields):
 class AnswerOptions:
     """Options of the answers to a request, in the same form for every API."""
 
-    limit: int | None = None  # maximum number of tokens; None or negative: as many as fit
+    limit: int | None = None  # maximum number of tokens; None or negative: as many as fit; 0: see `Limit`
     seed: int = 0
     n: int = 1  # answers to each prompt; answer i uses seed + i
     stops: Sequence[str] = ()
@@ -335,7 +343,7 @@ class ReasoningFields(Fields):
 
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     enable_thinking: bool | None = None
-    thinking_budget_tokens: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    thinking_budget_tokens: Annotated[Whole, Field(ge=-1, lt=1 << 31)] | None = None
 
     def reasoning_options(
         self, effort: str | None = None, budget: int | None = None, off: bool = False

@@ -6,7 +6,7 @@ tests/serve/test_shapes.py, tests/serve/test_schemas.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as default
 from functools import lru_cache
@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
-from llamaspec.chat.families import HARMONY, AnswerFormat
+from llamaspec.chat.families import HARMONY
+from llamaspec.chat.notation import AnswerFormat
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
 from llamaspec.errors import ConstraintError
 from llamaspec.pair import Pair
@@ -23,6 +24,7 @@ from llamaspec.protocols import Constraint
 from llamaspec.sampling.constraint import MAX_TEXT, WHITESPACE
 from llamaspec.sampling.schemas import subschemas, without_prose
 from llamaspec.serve.bodies import Fields, JsonObject
+from llamaspec.serve.custom_tools import input_schema
 from llamaspec.serve.http_errors import bad_field, not_supported
 from llamaspec.serve.message_fields import ToolUse
 from llamaspec.values import TokenArray
@@ -147,7 +149,7 @@ class Constraints:
         answer_format = prompt.answer_format
         functions = [tool["function"] for tool in use.tools]
         functions = [each for each in functions if not use.is_named or each["name"] == use.choice]
-        tools = await run_in_threadpool(_tool_texts, functions, use.strict, answer_format)
+        tools = await run_in_threadpool(_tool_texts, functions, use, answer_format)
 
         async def compiled(answer_format: AnswerFormat, thinking: bool) -> _Calls:
             options = answer_format, thinking, use.is_forced, use.is_parallel, tools
@@ -175,7 +177,7 @@ class Constraints:
     ) -> _Calls:
         """Compile tools, given as JSON; the arguments of one that does not compile become any object."""
         several = [json.loads(tool) for tool in tools]
-        any_object = {"x-guidance": {**_spaces(answer_format), "lenient": True}}
+        noted = [f"{tool['name']} ({tool['why']})" for tool in several if tool["why"]]
         free: dict[int, str] = {}  # tool -> why its arguments may be any object
 
         def compiled(several: Sequence[Schema]) -> Constraint | None:
@@ -185,9 +187,10 @@ class Constraints:
 
         while True:
             for i in free:
-                several[i]["parameters"] = any_object
+                several[i]["parameters"] = several[i]["free"]
             try:
-                return _Calls(compiled(several), [f"{several[i]['name']} ({why})" for i, why in free.items()])
+                calls = compiled(several)
+                return _Calls(calls, noted + [f"{several[i]['name']} ({why})" for i, why in free.items()])
             except ConstraintError as error:
                 wrong: dict[int, str] = {}
                 if not free:
@@ -251,14 +254,21 @@ def _spaces(answer_format: AnswerFormat) -> Mapping[str, Any]:
     return _AS_RENDERED
 
 
-def _tool_texts(
-    functions: Sequence[Schema], strict: Set[str], answer_format: AnswerFormat
-) -> tuple[str, ...]:
-    """Return what is compiled of each tool, as JSON."""
+def _tool_texts(functions: Sequence[Schema], use: ToolUse, answer_format: AnswerFormat) -> tuple[str, ...]:
+    """Return what is compiled of each tool, as JSON; `free` replaces `parameters` that do not compile."""
     texts = []
     for function in functions:
-        name, schema = function["name"], without_prose(function["parameters"])
+        name, schema, free, why = function["name"], function["parameters"], {}, ""
+        if (form := use.customs.get(name)) is not None:
+            free = schema
+            try:
+                schema = input_schema(form)
+            except ConstraintError as error:
+                why = str(error)
         # If lenient, llguidance ignores keywords that it does not know.
-        schema.setdefault("x-guidance", {**_spaces(answer_format), "lenient": name not in strict})
-        texts.append(json.dumps({"name": name, "parameters": schema, "strict": name in strict}))
+        lenient = {**_spaces(answer_format), "lenient": True}
+        schema, free = without_prose(schema), {**free, "x-guidance": lenient}
+        schema.setdefault("x-guidance", {**lenient, "lenient": name not in use.strict})
+        tool = {"name": name, "parameters": schema, "free": free, "why": why, "strict": name in use.strict}
+        texts.append(json.dumps(tool))
     return tuple(texts)

@@ -1,7 +1,8 @@
 """From the conversation of a request to its prompt, and from prompts to jobs.
 
-The chat APIs differ only in names: each maps its body to a `ChatRequest`. Text from clients never becomes
-a control token. tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/serve/test_beginnings.py.
+The chat APIs differ only in names: each maps its body to a `ChatRequest`. Text of a conversation never
+becomes a control token; a prompt to continue may contain them, as in llama-server.
+tests/serve/test_tools.py, tests/serve/test_thinking.py, tests/serve/test_beginnings.py.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 from starlette.concurrency import run_in_threadpool
 
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.families import HARMONY, JSON_CALL, AnswerFormat
+from llamaspec.chat.families import HARMONY, JSON_CALL
 from llamaspec.chat.infill import infill_prompt
 from llamaspec.chat.messages import Message
+from llamaspec.chat.notation import AnswerFormat
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.prompt import asked, begun_answer, render_prompt
 from llamaspec.chat.template import RESERVED, ChatTemplate, texts_in
@@ -135,14 +137,21 @@ class RequestBuilder:
         return self._context_size * max(map(len, map(self.vocabulary.text, range(self.vocabulary.size))))
 
     def tokenized(self, given: str | Sequence[int | str]) -> TokenArray:
-        """Return the tokens of a text to continue, or of a list of texts and token ids."""
+        """Return the tokens of a text to continue, or of a list of texts and token ids.
+
+        Editors and text frontends write the marks of a model themselves, and often the first one, too, which
+        the tokenizer adds.
+        """
         tokens: list[int] = []
         for part in [given] if isinstance(given, str) else given:
             if isinstance(part, int):
                 tokens.append(part)
             elif part:
                 self.check_size(part, "prompt")
-                tokens += self.vocabulary.tokenize(part.encode(), add_special=not tokens).tolist()
+                more = self.vocabulary.tokenize(part.encode(), add_special=not tokens, parse_special=True)
+                tokens += more.tolist()
+        if tokens[:2] == [self.vocabulary.bos] * 2:
+            del tokens[0]
         self.check_token_ids(tokens, "prompt")
         return self._checked(np.array(tokens, dtype=np.int32), "prompt")
 
@@ -206,7 +215,7 @@ class RequestBuilder:
         """Return the prompt of a conversation."""
         use, wanted = request.tool_use, request.response_format
         answer_format = self.answer_format
-        if use.is_forced and answer_format.calls is None:
+        if use.is_forced and (answer_format.calls is None or not self.takes_tools):
             answer_format = replace(answer_format, calls=JSON_CALL)
         is_begun = bool(begun_answer(request.messages).text)  # its reasoning is over
         budget = self._reasoning_budget if request.reasoning.budget is None else request.reasoning.budget

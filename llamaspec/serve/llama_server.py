@@ -14,16 +14,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.chat.messages import ContentDelta, Delta, TokenLogprobs
 from llamaspec.engine.completion import StopReason
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.serve.bodies import AnswerOptions, Count, Fields, ModelBody, TokenIds, TopLogprobs, refused
+from llamaspec.serve.bodies import AnswerOptions, Fields, Limit, ModelBody, TokenIds, TopLogprobs, Whole
 from llamaspec.serve.http_errors import not_supported
 from llamaspec.serve.jobs import RequestBuilder
-from llamaspec.serve.openai_chat import OpenAIBody
+from llamaspec.serve.openai_chat import ChatBody, OpenAIBody
 from llamaspec.serve.request_queue import Finished
 from llamaspec.serve.response_forms import Data, Form, WholeAnswer, figures, logprob_list, sse
 from llamaspec.serve.service import Endpoint, Service
@@ -48,23 +48,23 @@ class NativeBody(OpenAIBody):
     """Fields of `/completion` and `/infill`."""
 
     n: Literal[1] | None = None  # the response has room for one answer
-    n_predict: Count | Literal[-1, 0] | None = None  # 0: only process the prompt; -1: as many as fit
-    t_max_predict_ms: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None  # 0: no limit
+    n_predict: Limit | None = None
+    t_max_predict_ms: Annotated[Whole, Field(ge=0, lt=1 << 31)] | None = None  # 0: no limit
     n_probs: TopLogprobs | None = None  # most probable tokens to list with each token
     response_fields: Annotated[list[str], Field(max_length=MAX_FIELDS)] | None = (
         None  # such as "timings/prompt_n"
     )
 
     @property
-    def is_warm_up(self) -> bool:
-        """Whether the request only processes the prompt, so that it is cached."""
-        return self.n_predict == 0
+    def limit(self) -> int | None:
+        """The maximum number of tokens."""
+        return self.max_tokens if self.n_predict is None else self.n_predict
 
     def answer_options(self) -> AnswerOptions:
         """Return the options of its answer."""
         return replace(
             super().answer_options(),
-            limit=1 if self.is_warm_up else self.n_predict or self.max_tokens,
+            limit=self.limit,
             n_logprobs=self.n_probs or None,
             max_seconds=self.t_max_predict_ms / 1e3 if self.t_max_predict_ms else None,
         )
@@ -86,12 +86,11 @@ class InfillBody(NativeBody):
 
     def answer_options(self) -> AnswerOptions:
         """Return the options of its answer. An editor waits for it at the cursor."""
-        return replace(super().answer_options(), is_interactive=not self.is_warm_up)
+        return replace(super().answer_options(), is_interactive=self.limit != 0)
 
     def prompt_tokens(self, vocabulary: LlamaVocabulary, context_size: int) -> TokenArray:
         """Return the prompt; PromptError if the model has no infill tokens."""
-        n_predict = self.n_predict if self.n_predict is not None else self.max_tokens
-        n_predict = USUAL_TOKENS if n_predict is None or n_predict < 0 else n_predict
+        n_predict = USUAL_TOKENS if self.limit is None or self.limit < 0 else self.limit
         prefix = self.input_prefix + (self.prompt or "")
         files = [File(each.filename or "file", each.text) for each in self.input_extra or ()]
         room = context_size - min(n_predict, context_size // 4)
@@ -131,8 +130,7 @@ class NativeForm(Form):
     def whole(self, answers: Sequence[WholeAnswer]) -> Data:
         """Return the response object, or those of its fields that the client asked for."""
         (answer,) = answers
-        content = "" if self._body.is_warm_up else answer.message.text
-        whole = {**self._last(answer.end, content), **self._probabilities(answer.logprobs)}
+        whole = {**self._last(answer.end, answer.message.text), **self._probabilities(answer.logprobs)}
         paths = self._body.response_fields
         if not paths:
             return whole
@@ -141,7 +139,7 @@ class NativeForm(Form):
     def _add(self, index: int, delta: Delta) -> bytes:
         assert isinstance(delta, ContentDelta)  # a plain completion has neither reasoning nor calls
         part = {"index": index, "content": delta.text, **self._probabilities(delta.logprobs), "stop": False}
-        return b"" if self._body.is_warm_up else sse(part)
+        return sse(part)
 
     def _probabilities(self, tokens: Sequence[TokenLogprobs]) -> Data:
         if not self._body.n_probs:
@@ -158,7 +156,7 @@ class NativeForm(Form):
             "content": content,
             "stop": True,
             "model": self._model,
-            "tokens_predicted": 0 if self._body.is_warm_up else done.summary.n_tokens,
+            "tokens_predicted": done.summary.n_tokens,
             "tokens_evaluated": done.n_prompt_tokens,
             "tokens_cached": done.n_cached,
             "has_new_line": "\n" in done.text,
@@ -184,7 +182,7 @@ class TokenizeBody(ModelBody):
 
     content: str
     add_special: bool | None = None
-    parse_special: Annotated[bool | None, refused("text never becomes control tokens on this server")] = None
+    parse_special: bool | None = None  # null: true, as for prompts
     with_pieces: bool | None = None
 
 
@@ -197,7 +195,8 @@ class DetokenizeBody(ModelBody):
 async def _tokenize(service: Service, _: Request, body: TokenizeBody) -> Response:
     vocabulary = service.builder.vocabulary
     content, special = body.content.encode(), bool(body.add_special)
-    ids = await run_in_threadpool(vocabulary.tokenize, content, add_special=special)
+    marks = body.parse_special is not False
+    ids = await run_in_threadpool(vocabulary.tokenize, content, add_special=special, parse_special=marks)
     return StreamingResponse(_token_list(vocabulary, ids, bool(body.with_pieces)), media_type=_JSON)
 
 
@@ -234,7 +233,45 @@ def _text_of(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> Iterator[str
     yield json.dumps(decoder.decode(b"", final=True), ensure_ascii=False)[1:-1] + '"}'
 
 
+# Models, and chat templates.
+
+
+class NamedModelBody(ModelBody):
+    """A request to load a model."""
+
+    model: str
+
+
+class UnloadBody(NamedModelBody):
+    """A request to unload a model."""
+
+    def unloaded(self, model: str) -> dict[str, Any]:
+        """Return the response to a request that only unloads its model."""
+        return {"success": True}
+
+
+async def _loaded(*_: object) -> Response:
+    """Answer once the model is loaded; unlike llama-server, whose answer comes before."""
+    return JSONResponse({"success": True})
+
+
+async def _apply_template(service: Service, _: Request, body: ChatBody) -> Response:
+    """Return the prompt that a conversation becomes."""
+    request = await run_in_threadpool(body.chat_request)
+    prompt = await service.builder.rendered(request, must_fit=False)
+    vocabulary = service.builder.vocabulary
+
+    def text() -> str:
+        tokens = prompt.tokens.tolist()
+        return b"".join(vocabulary.piece(i) or vocabulary.text(i) for i in tokens).decode(errors="replace")
+
+    return JSONResponse({"prompt": await run_in_threadpool(text)})
+
+
 ENDPOINTS = (
+    Endpoint("/models/load", _loaded, NamedModelBody),
+    Endpoint("/models/unload", _loaded, UnloadBody),
+    Endpoint("/apply-template", _apply_template, ChatBody),
     Endpoint("/completion", _complete, NativeCompletionBody),
     Endpoint("/infill", _infill, InfillBody),
     Endpoint("/tokenize", _tokenize, TokenizeBody),

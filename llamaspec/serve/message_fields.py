@@ -8,22 +8,46 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from llamaspec.chat.messages import Message, ToolCall
+from llamaspec.chat.messages import Message, ToolCall, finite
 from llamaspec.serve.bodies import Fields, FieldsByType, JsonList, JsonObject
 from llamaspec.serve.http_errors import bad_field, not_supported
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")  # types of parts
 _PARTS = (*_TEXTS, "thinking", "redacted_thinking", "tool_use", "tool_result")  # known types
 MAX_MESSAGES = 4096
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+# Names of roles in newer and older clients, and in data sets.
+_ROLES = {"developer": "system", "function": "tool", "ipython": "tool", "human": "user", "ai": "assistant",
+          "model": "assistant"}  # fmt: skip
+Role = Annotated[
+    Literal["system", "user", "assistant", "tool"],
+    BeforeValidator(lambda given: _ROLES.get(given, given) if isinstance(given, str) else given),
+]
 # Claude Code begins the system prompt with this header. Its values change with each request, and a cached
 # prompt can be reused only up to the first token that differs. github.com/ggml-org/llama.cpp/pull/21793
 _BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:(\s*[\w-]+=[^;\s]*;)*\s*")
+
+
+def _as_parts(given: Any) -> Any:
+    """Return a list of parts for a single one."""
+    return [given] if isinstance(given, dict) else given
+
+
+def _as_result(given: Any) -> Any:
+    """Return the content of a result as text or parts; anything else, which a tool may give, as JSON."""
+    parts = _as_parts(given)
+    if parts is None or isinstance(parts, str):
+        return parts
+    is_known = isinstance(parts, list) and all(map(_is_part, parts))
+    return parts if is_known else json.dumps(finite(given), ensure_ascii=False)
+
+
+def _is_part(given: Any) -> bool:
+    return isinstance(given, ContentPart) or (isinstance(given, dict) and isinstance(given.get("type"), str))
 
 
 class ContentPart(FieldsByType):
@@ -38,10 +62,15 @@ class ContentPart(FieldsByType):
     name: str | None = None
     input: JsonObject | str | JsonList | None = None  # an object, unless the call was cut off
     tool_use_id: str | None = None  # of tool_result, as the next
-    content: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
+    content: Annotated[
+        str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None,
+        BeforeValidator(_as_result),
+    ] = None
 
 
-Content = str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
+_Content = str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)]
+Content = Annotated[_Content, BeforeValidator(_as_parts)]
+Result = Annotated[_Content, BeforeValidator(_as_result)]
 
 
 class FunctionFields(Fields):
@@ -65,11 +94,17 @@ class MessageFields(Fields):
     content: Content | None = None
     name: str | None = None
     tool_calls: Annotated[list[CallFields], Field(max_length=MAX_MESSAGES)] | None = None
+    function_call: FunctionFields | None = None  # of older clients, whose calls have no ids
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | dict[str, Any] | list[Any] | None = (
         None  # another server's name for it; text, or objects of its own
     )
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _result(cls, given: Any, info: ValidationInfo) -> Any:
+        return _as_result(given) if info.data.get("role") == "tool" else given
 
 
 def conversation(field: str, messages: Iterable[tuple[int, MessageFields]]) -> list[Message]:
@@ -117,8 +152,8 @@ def _part_text(part: ContentPart, place: str, *, may_omit: bool) -> str:
 
 def _messages(fields: MessageFields, place: str, *, is_last: bool) -> list[Message]:
     """Return a message, after the tool results among its parts, which become messages of their own."""
-    role = {"developer": "system", "function": "tool"}.get(fields.role, fields.role)
-    content, is_assistant = fields.content, role == "assistant"
+    role, content = fields.role, fields.content
+    is_assistant = role == "assistant"
     if role == "tool":
         text = text_of(content, f"{place}.content", may_omit=True)
         return [Message("tool", text, name=fields.name, tool_call_id=fields.tool_call_id)]
@@ -128,6 +163,8 @@ def _messages(fields: MessageFields, place: str, *, is_last: bool) -> list[Messa
         ToolCall(call.id or "", call.function.name, _as_text(call.function.arguments))
         for call in fields.tool_calls or ()
     ]
+    if is_assistant and (function := fields.function_call) is not None:
+        calls.append(ToolCall("", function.name, _as_text(function.arguments)))
     thoughts = fields.reasoning_content or fields.reasoning
     text, reasoning, results = "", thoughts if isinstance(thoughts, str) else "", list[Message]()
     for i, part in enumerate(parts_of(content)):
@@ -178,6 +215,14 @@ _CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "requ
 _NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
+class CustomFormat(Fields):
+    """What the input of a custom tool must match."""
+
+    type: str | None = None  # text, or grammar with the next two
+    syntax: str | None = None
+    definition: str | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ToolUse:
     """The tools of a request, and how the model may use them."""
@@ -188,6 +233,7 @@ class ToolUse:
     is_parallel: bool = True
     strict: Set[str] = frozenset()  # names of the tools whose schemas must be enforced
     left_out: Sequence[str] = ()  # type and name of each tool that is not a function
+    customs: Mapping[str, CustomFormat] = field(default_factory=dict)  # formats of the custom tools, by name
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:
@@ -209,6 +255,7 @@ class ToolFields(Fields):
     parameters: JsonObject | None = None
     input_schema: JsonObject | None = None  # Anthropic's parameters
     strict: bool | None = None
+    format: CustomFormat | None = None  # of a custom tool
     function: ToolFields | None = None
     tools: Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)] | None = None  # of a namespace
 

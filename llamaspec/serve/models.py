@@ -14,12 +14,12 @@ from contextlib import ExitStack
 
 from llamaspec.errors import LlamaspecError
 from llamaspec.llama.weights import LoadProgress
+from llamaspec.model_names import choices, matching
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.loader import Loader
 from llamaspec.serve.log import ServerLog, Write
 from llamaspec.serve.metrics import Metrics, ModelMetrics
-from llamaspec.serve.model_names import choices, matching
 from llamaspec.serve.request_queue import RequestQueue
 from llamaspec.serve.served_model import ModelSource, ServedModel, Status
 from llamaspec.serve.service import Service
@@ -107,11 +107,12 @@ class Models:
         if model is not None:
             return model
         refused = [source for source in self._sources if source.refusal is not None]
-        found = matching(name, [(source.name, *source.aliases) for source in refused])
-        if found is not None:
-            message = f"{refused[found].name} {refused[found].refusal}"
+        for i in matching(name, [(source.name, *source.aliases) for source in refused])[:1]:
+            message = f"{refused[i].name} {refused[i].refusal}"
             raise RequestError(400, message, field="model", code="model_not_usable")
         message = f"not found; {choices(name, list(self._models))}"
+        if several := self._matching(name):
+            message = f"means several models: {', '.join(each.name for each in several)}; name one of them"
         raise RequestError(404, message, field="model", code="model_not_found")
 
     async def _current(self, chosen: Callable[[], ServedModel | None]) -> ServedModel | None:
@@ -132,8 +133,13 @@ class Models:
         return max(known, key=lambda model: model.last_used, default=None)
 
     def _match(self, name: str) -> ServedModel | None:
-        found = matching(name, [(model.name, *model.source.aliases) for model in self._models.values()])
-        return None if found is None else self.all[found]
+        found = self._matching(name)
+        return found[0] if len(found) == 1 else None
+
+    def _matching(self, name: str) -> list[ServedModel]:
+        """Return the models that a name may mean."""
+        found = matching(name, [(model.name, *model.source.aliases) for model in self.all])
+        return [self.all[i] for i in found]
 
     def _take(self) -> None:
         """Take over what the last look has found: new models, and new sources of those that are not loaded.

@@ -28,6 +28,7 @@ from llamaspec.serve.bodies import (
     OneOrMoreStops,
     ReasoningFields,
     ReasoningOptions,
+    Whole,
     refused,
 )
 from llamaspec.serve.constraints import Prompt, ResponseFormat
@@ -57,18 +58,7 @@ class OllamaOptions(GenerationBody):
     """`options` of a request."""
 
     stop: OneOrMoreStops | None = None
-    num_predict: Annotated[int, Field(ge=-1 << 31, lt=1 << 31)] | None = None  # below 0: as many as fit
-
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_numbers(cls, given: Any) -> Any:
-        """Turn 42.0 into 42: some clients have only one type of numbers."""
-        if not isinstance(given, dict):
-            return given
-        return {
-            key: int(value) if isinstance(value, float) and value.is_integer() else value
-            for key, value in given.items()
-        }
+    num_predict: Annotated[Whole, Field(ge=-1 << 31, lt=1 << 31)] | None = None  # below 0: as many as fit
 
     def answer_options(self) -> AnswerOptions:
         """Return the options of its answer."""

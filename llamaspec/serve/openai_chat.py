@@ -17,15 +17,16 @@ from llamaspec.chat.messages import CallDelta, ContentDelta, Delta, ReasoningDel
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.serve.bodies import (
     AnswerOptions,
-    CountOrAny,
     Effort,
     Fields,
     GenerationBody,
     JsonObject,
+    Limit,
     OneOrMoreStops,
     ReasoningFields,
     TokenIds,
     TopLogprobs,
+    Whole,
     refused,
 )
 from llamaspec.serve.constraints import FormatFields, ResponseFormat
@@ -77,8 +78,8 @@ class OpenAIBody(GenerationBody):
     stop: OneOrMoreStops | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None  # llama-server's
-    max_tokens: CountOrAny | None = None
-    n: Annotated[int, Field(ge=1, le=64)] | None = None
+    max_tokens: Limit | None = None
+    n: Annotated[Whole, Field(ge=1, le=64)] | None = None
     grammar: str | None = None
     json_schema: JsonObject | None = None
     response_format: FormatFields | None = None
@@ -111,7 +112,7 @@ class ChatBody(OpenAIBody, ReasoningFields):
     """A conversation to answer."""
 
     messages: Annotated[list[MessageFields], Field(max_length=MAX_MESSAGES)]
-    max_completion_tokens: CountOrAny | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
@@ -121,7 +122,7 @@ class ChatBody(OpenAIBody, ReasoningFields):
 
     def answer_options(self) -> AnswerOptions:
         """Return the options of its answers."""
-        limit = self.max_completion_tokens or self.max_tokens
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         n_logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return replace(super().answer_options(), limit=limit, n_logprobs=n_logprobs)
 
@@ -143,7 +144,7 @@ class CompletionBody(OpenAIBody):
     prompt: str | TokenIds | Annotated[Prompts[str], Field(min_length=1)] | Prompts[TokenIds]
     echo: Annotated[bool | None, refused()] = None
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
     logprobs: TopLogprobs | None = None
 
     def answer_options(self) -> AnswerOptions:

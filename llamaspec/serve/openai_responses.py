@@ -6,36 +6,40 @@ import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve.bodies import (
     AnswerOptions,
-    Count,
     Effort,
     Fields,
     FieldsByType,
     GenerationBody,
     JsonObject,
+    Limit,
     ReasoningFields,
     refused,
 )
 from llamaspec.serve.constraints import FormatFields, inner_format
+from llamaspec.serve.custom_tools import CUSTOM, InputReader, as_arguments, as_function
 from llamaspec.serve.http_errors import ContextOverflowError, bad_field, not_supported, openai_error
 from llamaspec.serve.jobs import ChatRequest
 from llamaspec.serve.message_fields import (
     MAX_MESSAGES,
     CallFields,
     Content,
+    CustomFormat,
     FunctionFields,
     MessageFields,
+    Result,
     Role,
     ToolChoiceFields,
     ToolFields,
@@ -59,9 +63,16 @@ MAX_METADATA = 1024  # entries
 # another server.
 _CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 _RESULTS = tuple(f"{kind}_output" for kind in _CALLS)
-_MESSAGES = ("message", "item_reference", "reasoning", *_CALLS, *_RESULTS)
+_COMPACTIONS = ("compaction", "compaction_summary")  # the second is an older name
+_MESSAGES = ("message", "item_reference", "reasoning", *_CALLS, *_RESULTS, *_COMPACTIONS)
 _ITEMS = (*_MESSAGES, "additional_tools")
+SUMMARY_MARK = "llamaspec summary: "  # begins the content of our items of compaction, which is plain text
+_SUMMARIZED = "Summary of the conversation so far:\n\n"
 _NOT_KEPT = "this server keeps no conversations; send the whole conversation as input"
+
+
+# Types of items with calls, and what the names of their events have.
+_ARGUMENTS = {"function_call": "function_call_arguments", "custom_tool_call": "custom_tool_call_input"}
 
 
 class InputItem(FieldsByType):
@@ -78,9 +89,23 @@ class InputItem(FieldsByType):
     arguments: str | JsonObject | None = None  # of function_call
     input: str | None = None  # of custom_tool_call
     action: JsonObject | None = None  # of local_shell_call
-    output: Content | None = None
+    output: Result | None = None
     summary: Content | None = None  # of reasoning
+    encrypted_content: str | None = None  # of compaction
     tools: Tools | None = None  # of additional_tools
+
+    @property
+    def own_summary(self) -> str | None:
+        """The summary in an item of compaction; None if another server has encrypted it."""
+        begin, content = SUMMARY_MARK, self.encrypted_content or ""
+        return content.removeprefix(begin) if content.startswith(begin) else None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the item can become a part of the conversation."""
+        if self.type in _COMPACTIONS:
+            return self.own_summary is not None
+        return self.type in (None, *_ITEMS)
 
 
 class EffortFields(Fields):
@@ -94,7 +119,7 @@ class ResponsesBody(GenerationBody, ReasoningFields):
 
     input: str | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Limit | None = None
     text: FormatFields | None = None
     tools: Tools | None = None
     tool_choice: str | ToolChoiceFields | None = None
@@ -111,23 +136,35 @@ class ResponsesBody(GenerationBody, ReasoningFields):
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
-        given = self.input
-        items = [InputItem(role="user", content=given)] if isinstance(given, str) else given
+        items = self.items
         system = [system_message(self.instructions, "instructions")] if self.instructions else []
         messages = [*system, *(conversation("input", _messages(items)) if items or not system else ())]
-        left_out = [f"item {item.type}" for item in items if item.type not in (None, *_ITEMS)]
-        use = tool_use(self.functions[0], self.tool_choice, self.parallel_tool_calls)
+        left_out = [f"item {item.type}" for item in items if not item.is_known]
+        use = tool_use(list(map(as_function, self.functions[0])), self.tool_choice, self.parallel_tool_calls)
+        use = replace(use, customs=self.customs)
         reasoning = self.reasoning_options(None if self.reasoning is None else self.reasoning.effort)
         wanted = inner_format(self.text, "text")
         return ChatRequest(messages, "input", use, reasoning, wanted, left_out)
 
+    @property
+    def items(self) -> list[InputItem]:
+        """The conversation as items."""
+        given = self.input
+        return [InputItem(role="user", content=given)] if isinstance(given, str) else given
+
     @cached_property
     def functions(self) -> tuple[list[ToolFields], dict[str, tuple[str, str]]]:
         """What `without_namespaces` makes of the tools of the request and of its items."""
-        items = [] if isinstance(self.input, str) else self.input
-        return without_namespaces(
-            [*(self.tools or ()), *(tool for item in items for tool in item.tools or ())]
-        )
+        more = (tool for item in self.items for tool in item.tools or ())
+        return without_namespaces([*(self.tools or ()), *more])
+
+    @cached_property
+    def customs(self) -> dict[str, CustomFormat]:
+        """The formats of the custom tools, by the model's names for them."""
+        tools = self.functions[0]
+        return {
+            tool.name: tool.format or CustomFormat() for tool in tools if tool.type == CUSTOM and tool.name
+        }
 
 
 def _messages(items: Sequence[InputItem]) -> list[tuple[int, MessageFields]]:
@@ -148,7 +185,7 @@ def _messages(items: Sequence[InputItem]) -> list[tuple[int, MessageFields]]:
 
 
 def _message(item: InputItem, place: str) -> MessageFields | None:
-    """Return the message of an item; None for reasoning that is encrypted or empty."""
+    """Return the message of an item; None for what is encrypted, and for empty reasoning."""
     kind = item.type or "message"
     if kind == "item_reference":
         raise not_supported(f"{place}.type", _NOT_KEPT)
@@ -159,12 +196,15 @@ def _message(item: InputItem, place: str) -> MessageFields | None:
     if kind == "reasoning":
         reasoning = text_of(item.content or item.summary, f"{place}.content")
         return MessageFields(role="assistant", reasoning_content=reasoning) if reasoning else None
+    if kind in _COMPACTIONS:
+        summary = item.own_summary
+        return None if summary is None else MessageFields(role="user", content=f"{_SUMMARIZED}{summary}")
     call_id = required(item.call_id or item.id, f"{place}.call_id")
     if kind in _RESULTS:
         return MessageFields(role="tool", content=item.output, tool_call_id=call_id)
     name, arguments = item.name, item.arguments
     if kind == "custom_tool_call":
-        arguments = json.dumps({"input": item.input or ""}, ensure_ascii=False)
+        arguments = as_arguments(item.input or "")
     elif kind == "local_shell_call":
         name, arguments = "local_shell", json.dumps(item.action or {}, ensure_ascii=False)
     name = called(required(name, f"{place}.name"), item.namespace)
@@ -184,13 +224,21 @@ async def _respond(service: Service, http: Request, body: ResponsesBody) -> Resp
     return await service.respond(http, body, [prompt], form)
 
 
+async def _count(service: Service, http: Request, body: ResponsesBody) -> Response:
+    """Count the tokens of a conversation."""
+    request = await run_in_threadpool(body.chat_request)
+    prompt = await service.builder.rendered(request, must_fit=False)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+
 class ResponsesForm(Form):
     """Writes a response object or its events. An output item grows and closes before the next opens."""
 
     def __init__(self, model: str, body: ResponsesBody, default: Sampling | None = None) -> None:
         options, sampling = body.chosen_options, body.sampling(default=default)
         self._drafting = options.drafting
-        self._namespaces = body.functions[1]
+        self._namespaces, self._customs = body.functions[1], body.customs
+        self._reader = InputReader()  # of the open call of a custom tool
         echoed = {"tools", "tool_choice", "reasoning", "text", "instructions", "metadata"}
         self._head: Data = {
             "id": new_id("resp_"),
@@ -261,11 +309,19 @@ class ResponsesForm(Form):
         if isinstance(delta, CallDelta):
             namespace, name = self._namespaces.get(delta.name, (None, delta.name))
             names = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+            if delta.name in self._customs:
+                self._reader = InputReader()
+                return self._open("custom_tool_call", "ctc", call_id=delta.id, **names, input="")
             return self._open("function_call", "fc", call_id=delta.id, **names, arguments="")
         begun: list[Data] = []
-        more: Data = {"delta": delta.text}
+        text = delta.text
+        if self._item["type"] == "custom_tool_call" and isinstance(delta, ArgumentsDelta):
+            text = self._reader.feed(text)
+            if not text:
+                return []
+        more: Data = {"delta": text}
         if isinstance(delta, ArgumentsDelta):
-            more["type"] = "response.function_call_arguments.delta"
+            more["type"] = f"response.{_ARGUMENTS[self._item['type']]}.delta"
         elif isinstance(delta, ReasoningDelta):
             more["type"] = "response.reasoning_text.delta"
             if self._item["type"] != "reasoning":
@@ -274,7 +330,7 @@ class ResponsesForm(Form):
             more |= {"type": "response.output_text.delta", "logprobs": []}
             if self._item["type"] != "message":
                 begun = self._open("message", "msg", content=[], role="assistant")
-        self._text += delta.text
+        self._text += text
         return [*begun, more | self._place()]
 
     def _open(self, kind: str, prefix: str, **fields: Any) -> list[Data]:
@@ -283,7 +339,7 @@ class ResponsesForm(Form):
         self._item = {"type": kind, "id": item_id, "status": "in_progress", **fields}
         added = {"item_id": item_id, "output_index": len(self._done), "item": dict(self._item)}
         events.append({"type": "response.output_item.added", **added})
-        if kind != "function_call":
+        if kind not in _ARGUMENTS:
             part = {"part": self._part(), **self._place()}
             events.append({"type": "response.content_part.added", **part})
         return events
@@ -298,6 +354,9 @@ class ResponsesForm(Form):
             item["arguments"] = text
             done = {"arguments": text, "name": item["name"], **place}
             events = [{"type": "response.function_call_arguments.done", **done}]
+        elif item["type"] == "custom_tool_call":
+            item["input"] = text = text + self._reader.finish()
+            events = [{"type": "response.custom_tool_call_input.done", "input": text, **place}]
         else:
             part = self._part()
             item["content"] = [part]
@@ -319,11 +378,14 @@ class ResponsesForm(Form):
 
     def _place(self) -> Data:
         place = {"item_id": self._item.get("id"), "output_index": len(self._done)}
-        return place if self._item["type"] == "function_call" else {**place, "content_index": 0}
+        return place if self._item["type"] in _ARGUMENTS else {**place, "content_index": 0}
 
 
 def _failure(model: str, body: ResponsesBody, error: Exception) -> bytes:
     return bytes(ResponsesForm(model, body).refusal(error).body)
 
 
-ENDPOINTS = (Endpoint("/v1/responses", _respond, ResponsesBody, failure=_failure),)
+ENDPOINTS = (
+    Endpoint("/v1/responses", _respond, ResponsesBody, failure=_failure),
+    Endpoint("/v1/responses/input_tokens", _count, ResponsesBody),
+)

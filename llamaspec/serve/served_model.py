@@ -30,6 +30,7 @@ class ModelSource:
     needed_bytes: Callable[[], int] = lambda: 0  # an estimate of the memory that it takes once loaded
     aliases: tuple[str, ...] = ()  # other names that requests may use
     stays: bool = False  # loaded when the server starts, and never unloaded
+    beside: Path | None = None  # a file that drafts for it by default if no draft is known
     refusal: str | None = None  # why its file generates no text, as a predicate; then it is not offered
 
 

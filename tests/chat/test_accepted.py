@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from chat_models import say, session
@@ -53,9 +55,26 @@ PARTS = """{% for m in messages %}<{{ m.role }}>
 PARTS_OF_USERS = """{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' %}{{ m.content[0]['text'] }}
 {%- else %}{{ m.content + '' }}{% endif %}{% endfor %}"""
 
+# As Ministral's: no empty answer, and only short ids.
+SHORT_IDS = (
+    """{% macro check(id) %}{% if id | length != 9 %}
+{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}{% endmacro %}
+{%- for m in messages %}{% for call in m.tool_calls or [] %}{{ check(call.id) }}{% endfor %}
+{%- if m.role == 'tool' %}{{ check(m.tool_call_id) }}{% endif %}
+{%- if m.role == 'assistant' and not (m.content or m.tool_calls) %}{{ raise_exception('empty') }}{% endif %}
+{%- endfor %}"""
+    + MISTRAL
+)
+GPT_OSS = """{% set ns = namespace(call=none) %}{% for m in messages %}
+{%- if m.tool_calls %}{% set ns.call = m.tool_calls[0].function.name %}{% endif %}
+{%- if m.role == 'tool' and ns.call is none %}
+{{- raise_exception('Message has tool role, but there was no previous assistant message with a tool call!') }}
+{%- endif %}<{{ m.role }}>{{ ns.call + ':' if m.role == 'tool' }}{{ m.content }}{% endfor %}"""
+
 SYSTEM, USER, ANSWER = Message("system", "s"), Message("user", "u"), Message("assistant", "a")
 CALL = Message("assistant", "c", tool_calls=(ToolCall("abcdefghi", "probe", "{}"),))
 RESULT = Message("tool", "r", name="probe", tool_call_id="abcdefghi")
+LOST = Message("tool", "r", tool_call_id="another")
 
 
 @pytest.mark.parametrize(
@@ -80,6 +99,14 @@ RESULT = Message("tool", "r", name="probe", tool_call_id="abcdefghi")
         (MISTRAL, [SYSTEM, USER, CALL, RESULT, ANSWER, USER, USER],
          "<system>s<user>u<assistant>c<tool>r<assistant>a<user>u\n\nu"),
         (MISTRAL, [SYSTEM, ANSWER, ANSWER], "<system>s<user><assistant>a\n\na"),
+        (MISTRAL, [USER, CALL, RESULT, CALL, RESULT, USER, USER],
+         "<user>u<assistant>c<tool>r<assistant>c<tool>r<assistant>OK.<user>u\n\nu"),
+        (MISTRAL, [USER, CALL, USER], "<user>u<assistant>c<assistant>OK.<user>u"),
+        (LENIENT, [USER, CALL, RESULT, USER, LOST], "<user>u<assistant>c<tool>r<user>u<tool>r"),
+        (GPT_OSS, [SYSTEM, LOST, USER], "<system>s<assistant><tool>tool:r<user>u"),
+        (GPT_OSS, [USER, ANSWER, LOST, RESULT],
+         "<user>u<assistant>a<assistant><tool>tool:r<assistant><tool>probe:r"),
+        (GPT_OSS, [USER, CALL, replace(RESULT, tool_call_id=None)], "<user>u<assistant>c<tool>probe:r"),
         (NEMO, [SYSTEM, USER], "<user>s: u"),
         (NEMO, [SYSTEM, USER, CALL, RESULT], "<user>s\n\nu<assistant><tool>r"),
         (PARTS, [SYSTEM, USER, CALL, RESULT], "<system>s<user>u<assistant>c<tool>r"),
@@ -89,6 +116,35 @@ RESULT = Message("tool", "r", name="probe", tool_call_id="abcdefghi")
 def test_what_is_written(source: str, messages: list[Message], written: str) -> None:
     rendered = ChatTemplate(f"{source}{{# tools #}}", "<s>", "</s>").render(messages, [PROBE_TOOL])
     assert rendered.text.decode().replace("\n<", "<") == written
+
+
+@pytest.mark.parametrize(
+    ("called", "answered", "same"),
+    [
+        (["abcdefghi"], ["abcdefghi"], [0]),
+        (["call_abc123DEF456"], ["call_abc123DEF456"], [0]),
+        (["functions.f:0", "functions.f:1"], ["functions.f:1", "functions.f:0"], [1, 0]),
+        (["", ""], ["", None], [0, 1]),
+        (["call_1"], ["call_2"], [0]),
+        ([], ["call_1"], []),
+    ],
+)
+def test_ids_of_other_servers(called: list[str], answered: list[str | None], same: list[int]) -> None:
+    """Mistral's templates refused a conversation for ever once it had the ids of another server."""
+    calls = Message("assistant", "", tool_calls=tuple(ToolCall(each, "f", "{}") for each in called))
+    results = [Message("tool", "r", tool_call_id=each) for each in answered]
+    template = ChatTemplate(f"{SHORT_IDS}{{# tools #}}", "<s>", "</s>")
+    given = [USER, *([calls] if called else []), *results]
+    written = template.accepted.messages(given)
+    ids = [call.id for each in written for call in each.tool_calls]
+    result_ids = [each.tool_call_id or "" for each in written if each.role == "tool"]
+    assert len({*ids}) == len(called)
+    assert all(len(each) == 9 for each in (*ids, *result_ids))
+    assert result_ids == [ids[i] for i in same] or not called
+    assert "abcdefghi" in ids or "abcdefghi" not in called
+    later = template.accepted.messages([*given, USER, *given[1:]])
+    assert later[: len(written)] == written
+    assert template.render([*given, USER]).text
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])

@@ -193,6 +193,8 @@ def test_several_threads() -> None:
          {"text": "13"}),
         ("{{ strftime_now('%%') }}", {"text": "%"}),
         ("{{ raise_exception('No\nsystem  role.') }}", {"failure": "No system role"}),
+        ("{{ raise_exception() }}", {"failure": "it gives no reason"}),
+        ("{{ raise_exception(x.a, 1) }}", {"failure": "[1, None]"}),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", {"failure": "it recurses without end"}),
         ("{{ 1 / 0 }}", {"failure": "division by zero"}),
         ("{{ x.__class__.__mro__ }}",

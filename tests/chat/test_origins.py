@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from fakes import CountingUp, FakeModel, tokens
 from llamaspec.chat import families
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.messages import ContentDelta, ReasoningDelta
+from llamaspec.chat.notation import AnswerFormat, Reasoning
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.engine.detokenizer import Span
 from llamaspec.engine.stream import TextStream

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import notations
 from llamaspec.chat import families
-from llamaspec.chat.families import AnswerFormat, CallFormat, Reasoning, recognize
+from llamaspec.chat.families import recognize
 from llamaspec.chat.incoming import MAX_HEADER
 from llamaspec.chat.messages import (
     ArgumentsDelta,
@@ -24,7 +25,9 @@ from llamaspec.chat.messages import (
     ToolCall,
     message_of,
 )
+from llamaspec.chat.notation import AnswerFormat, CallFormat, Reasoning
 from llamaspec.chat.parse import AnswerParser
+from notations import DERIVED
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 EDIT = {
@@ -52,6 +55,9 @@ FORMATS = {
     "gemma4": AnswerFormat(families.GEMMA4, Reasoning("<|channel>thought\n", "<channel|>")),
     "gpt-oss": AnswerFormat(families.HARMONY, families.CHANNELS),
     "deepseek-r1": AnswerFormat(None, THINK),
+    "qwen3.5": AnswerFormat(families.QWEN_XML, THINK),
+    "gemma3": AnswerFormat(families.GEMMA3),
+    **DERIVED,
     "plain": AnswerFormat(),
 }
 
@@ -209,10 +215,110 @@ RECORDED: dict[str, tuple[str, str, Message]] = {
         ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Paris"}',
         answer("", PARIS),
     ),
+    "gpt-oss, a bare name, another prefix": (
+        "gpt-oss",
+        "<|channel|>commentary to=weather <|constrain|>json<|message|>{\"city\": \"Paris\"}<|call|><|start|>"
+        "assistant<|channel|>commentary to=tools.now<|message|>{}<|call|>",
+        answer("", PARIS, ("now", {})),
+    ),
     "gpt-oss, nobody's tool": (
         "gpt-oss",
         "<|channel|>commentary to=python <|constrain|>code<|message|>print()",
         answer("print()"),
+    ),
+    "a call while thinking, which ends": (
+        "qwen3",
+        '<think>I look.\n<tool_call>\n{"name": "edit", "arguments": {"file": "</tool_call>"}}\n</tool_call>\n'
+        "Then more.\n</think>\n\nDone",
+        answer("Done", ("edit", {"file": "</tool_call>"}), thought="I look.Then more."),
+    ),
+    "calls while thinking, which does not end": (
+        "qwen3.5",
+        "<think>I look.\n\n<tool_call>\n<function=edit>\n<parameter=file>\na.py\n</parameter>\n</function>\n"
+        "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        answer("", ("edit", {"file": "a.py"}), ("now", {}), thought="I look."),
+    ),
+    "no complete call while thinking": (
+        "qwen3.5",
+        "<think><tool_call>\n<function=other>\n</function>\n</tool_call> <tool_call>\n<function=now>\n"
+        "</think>Hm",
+        answer(
+            "Hm",
+            thought="<tool_call>\n<function=other>\n</function>\n</tool_call> <tool_call>\n<function=now>",
+        ),
+    ),
+    "reasoning ends twice": (
+        "qwen3",
+        "<think>a</think>\n\n</think>\nb</think>\n`</think>` or\n```\n</think>\n```\nc </think> d</think>",
+        answer("b\n`</think>` or\n```\n</think>\n```\nc </think> d", thought="a"),
+    ),
+    "without reasoning, nothing ends it": ("qwen3", "a</think>\nb", answer("a</think>\nb")),
+    "glm": (
+        "glm",
+        "Look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call><tool_call>now\n</tool_call>",
+        answer("Look.", BOTH, ("now", {})),
+    ),
+    "glm, without line breaks": (
+        "glm",
+        "<tool_call>edit<arg_key>file</arg_key><arg_value>a\n</arg_value> b</arg_value>"
+        "<arg_key>tags</arg_key><arg_value>[1]</arg_value></tool_call>",
+        answer("", ("edit", {"file": "a\n</arg_value> b", "tags": [1]})),
+    ),
+    "kimi": (
+        "kimi",
+        'Look.<|calls_begin|><|call_begin|>functions.weather:0<|argument_begin|>{"city": "Paris"}<|call_end|>'
+        "<|call_begin|>functions.now:1<|argument_begin|>{}<|call_end|><|calls_end|>",
+        answer("Look.", PARIS, ("now", {})),
+    ),
+    "deepseek 3.1": (
+        "deepseek",
+        '<｜calls▁begin｜><｜call▁begin｜>weather<｜sep｜>{"city": "Paris"}<｜call▁end｜>\n'
+        "<｜call▁begin｜>now<｜sep｜>{}<｜call▁end｜><｜calls▁end｜>",
+        answer("", PARIS, ("now", {})),
+    ),
+    "deepseek, the section stays open": (
+        "deepseek",
+        "<｜calls▁begin｜><｜call▁begin｜>now<｜sep｜>{}<｜call▁end｜> Done",
+        answer("Done", ("now", {})),
+    ),
+    "deepseek 3.2": (
+        "dsml",
+        '<｜DSML｜calls>\n<｜DSML｜invoke name="edit">\n<｜DSML｜parameter name="tags" string="true">1'
+        '</｜DSML｜parameter>\n<｜DSML｜parameter name="line" string="false">null</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜calls>",
+        answer("", ("edit", {"tags": "1", "line": None})),
+    ),
+    "lfm2": (
+        "lfm2",
+        "<|call_start|>[weather(city='Paris', days=2), now()]<|call_end|>Done",
+        answer("Done", BOTH, ("now", {})),
+    ),
+    "lfm2, values of Python": (
+        "lfm2",
+        """<|call_start|>[edit(file="a)], \\"b'", tags=[True, {'x': (None,)}], mode=b)]<|call_end|>""",
+        answer("", ("edit", {"file": "a)], \"b'", "tags": [True, {"x": [None]}], "mode": "b"})),
+    ),
+    "lfm2, no call": ("lfm2", "<|call_start|>[now(1)] [x]", answer("<|call_start|>[now(1)] [x]")),
+    "gemma 3": ("gemma3", "I look.\n```tool_code\nnow()\n```", answer("I look.", ("now", {}))),
+    "gemma 3, a list": ("gemma3", '[weather(city="Paris"), now()]', answer("", PARIS, ("now", {}))),
+    "gemma 3, no call": ("gemma3", "[a list] f(x=1)", answer("[a list] f(x=1)")),
+    "minimax": (
+        "minimax",
+        '<m:call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
+        '<invoke name="now">\n</invoke>\n</m:call>',
+        answer("", PARIS, ("now", {})),
+    ),
+    "command r": (
+        "command-r",
+        '<|ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Paris"}},\n'
+        '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>',
+        answer("", PARIS, ("now", {})),
+    ),
+    "nemotron, another tool": (
+        "nemotron",
+        '<TOOLCALL>[{"name": "x", "arguments": {}}]</TOOLCALL>',
+        answer('<TOOLCALL>[{"name": "x", "arguments": {}}]</TOOLCALL>'),
     ),
     "deepseek r1": ("deepseek-r1", "<think>\nHm.\n</think>\n\n42", answer("42", thought="Hm.")),
     "plain": ("plain", " <think>x</think> <tool_call>{}  ", answer(" <think>x</think> <tool_call>{}  ")),
@@ -244,7 +350,11 @@ FRAGMENTS = [
     '"', ":", ",", ";", "```", "json",
     '"name": "now"', '"arguments": ', '"parameters": {}', "now", "\n", " ", "\\", "x", "12", "null", ">",
     "x" * 300, " " * 70,
-    "[/THINK]", "[THINK]", "\ud800",
+    "[/THINK]", "[THINK]", "\ud800", "`",
+    "<arg_key>", "</arg_value>", "<|calls_begin|>", "<|call_begin|>functions.now:0<|argument_begin|>", "{}",
+    "<｜calls▁begin｜><｜call▁begin｜>now<｜sep｜>", "<｜call▁end｜>",
+    "<m:call><invoke name=\"now\">", "</invoke>",
+    "<|call_start|>[", "now(", "x=", ")", "'",
 ]  # fmt: skip
 
 
@@ -471,7 +581,8 @@ TEMPLATES = {
         "<|channel|>analysis<|message|>",
     ),
     "DeepSeek R1": ("content.split('</think>')[-1]", None, "<think>"),
-    "Gemma 2": ("<start_of_turn>", None, None),
+    "Gemma 3": ("<start_of_turn>", families.GEMMA3, None),
+    "LFM2": ("<|tool_list_start|>", families.LFM2, None),
     "Apriel, a list": ('<tool_call></tool_call> <tool_calls>[{"arguments": 1}]</tool_calls>', None, None),
     "Llama 3, without tools": ("<|start_header_id|>", None, None),
 }  # fmt: skip
@@ -482,6 +593,29 @@ def test_families(source: str, calls: CallFormat | None, opening: str | None) ->
     found = recognize(source)
     assert found.calls is calls
     assert (found.reasoning.opening if found.reasoning else None) == opening
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "{{ c.function.name }} {{ c.function.arguments | tojson }}",  # no mark
+        "<call>{{ c.function.arguments | tojson }}{{ c.function.name }}</call>",  # another order
+        "<call>{{ c.function.name }}{% for k in c.function.arguments %}<k>{{ k }}</k>{% endfor %}</call>",
+        "<call>{{ c.function.name[:6] }}{{ c.function.arguments | tojson }}</call>",
+        "<call>{{ c.function.name }}{{ c.function.arguments | tojson | upper }}</call>",  # not read back
+        "{{ raise_exception('no calls') }}",
+        "{{ 'x' * 99999 }}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>",
+    ],
+)
+def test_a_notation_that_cannot_be_derived_stays_text(call: str) -> None:
+    assert recognize(notations.template("", call, "", "")).calls is None
+
+
+def test_a_call_may_have_the_id_that_the_model_writes() -> None:
+    """Kimi's template shows no name but the one in the id."""
+    name, text, _ = RECORDED["kimi"]
+    calls = message_of(AnswerParser(FORMATS[name], TOOLS).feed(text)).tool_calls
+    assert [call.id for call in calls] == ["functions.weather:0", "functions.now:1"]
 
 
 def test_the_tokens_of_an_answer() -> None:

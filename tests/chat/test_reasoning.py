@@ -12,8 +12,8 @@ from chat_models import PLAIN, TEMPLATE, last, say, session
 from command import invoke, naming
 from llamaspec import EvaluationError, FixedLength, ModelOptions, Pair, Sampling, StopReason, open_pair
 from llamaspec.chat.answer_stream import AnswerStream
-from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.messages import Delta, Message, message_of
+from llamaspec.chat.notation import AnswerFormat, Reasoning
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.template import ChatTemplate
 from llamaspec.engine.stream import TextStream

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llamaspec.chat import families
-from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.messages import message_of
+from llamaspec.chat.notation import INDEX, NAME, QUOTED_NAME, AnswerFormat, CallFormat, Pairs, Reasoning
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.chat.tool_grammar import answer_grammar, tool_grammar
+from notations import DERIVED
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -33,7 +34,8 @@ MARKS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>",
     "<|end|>",
     "<|constrain|>",
-    "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>",
+    "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<arg_key>", "</arg_key>",
+    "<arg_value>", "</arg_value>", "<|calls_begin|>", "<|call_begin|>", "<|call_end|>",
 ]  # fmt: skip
 
 
@@ -120,6 +122,30 @@ CASES: dict[str, tuple[AnswerFormat, Any, list[str], list[str]]] = {
         "required",
         [ONE, f"<think>\nHm.\n</think>\n\n{ONE}"],
         ["<think>\nHm.\n</think>\n\nHello", f"<think>Hm. {ONE}"],
+    ),
+    "thinking does not end, auto": (
+        AnswerFormat(families.HERMES, THINK),
+        "auto",
+        [f"<think>Hm. {ONE}", "<think>Hm.</think>Hello"],
+        [f"<think>Hm.</think>{ONE.replace('city', 'town')}"],
+    ),
+    "keywords": (
+        DERIVED["lfm2"],
+        "required",
+        [
+            '<|call_start|>[weather(city="Paris", days=2), now()]<|call_end|>',
+            '<|call_start|>[weather(city="Paris", unit="C")]<|call_end|>',
+        ],
+        ["<|call_start|>[weather(days=2)]<|call_end|>", '<|call_start|>[weather(city="Paris",)]<|call_end|>'],
+    ),
+    "kimi": (
+        DERIVED["kimi"],
+        "required",
+        [
+            f"<|calls_begin|><|call_begin|>functions.weather:0<|argument_begin|>{PARIS}<|call_end|>"
+            "<|call_begin|>functions.now:1<|argument_begin|>{}<|call_end|><|calls_end|>",
+        ],
+        ["<|calls_begin|><|call_begin|>functions.weather:0<|argument_begin|>{}<|call_end|><|calls_end|>"],
     ),
     "qwen-xml": (
         AnswerFormat(families.QWEN_XML),
@@ -263,7 +289,7 @@ def test_names_and_schemas_of_all_kinds() -> None:
         "$defs": {"n": {"type": "integer"}},
     }
     tools = [{"function": {"name": 'x"é/\\', "parameters": odd}}]
-    for calls in families.FORMATS:
+    for calls in FAMILIES.values():
         grammar = tool_grammar(AnswerFormat(calls), tools, Bytes(MARKS).controls, is_forced=True)
         assert grammar is not None
         assert matcher_of(grammar, Bytes(MARKS))
@@ -368,16 +394,16 @@ NOTE = {
     "additionalProperties": False,
 }
 NOTES: list[Any] = [{"type": "function", "function": {"name": "note", "parameters": NOTE}}]
-FAMILIES = {
+FAMILIES: dict[str, CallFormat] = {
     "harmony": families.HARMONY, "gemma4": families.GEMMA4, "qwen-xml": families.QWEN_XML,
     "hermes": families.HERMES, "mistral-args": families.MISTRAL_ARGS, "mistral": families.MISTRAL,
-    "llama3": families.LLAMA3, "any": families.JSON_CALL,
+    "llama3": families.LLAMA3, "any": families.JSON_CALL, "gemma3": families.GEMMA3,
+    **{name: found.calls for name, found in DERIVED.items() if found.calls is not None},
 }  # fmt: skip
 TRICKS = [
     *MARKS, "</parameter>", "<parameter=kind>", "</function>", "\n", "\n", "a", " ", '"', "\\", "}", "]",
     "<function=note>", "<|call|>", "<|return|>",
 ]  # fmt: skip
-XML_TEXT = "<parameter=text>\n{}\n</parameter>\n<parameter=kind>\n{}\n</parameter>\n"
 
 
 @functools.cache
@@ -391,14 +417,24 @@ def _matcher_of(family: str, marks: tuple[str, ...]) -> Any:
 def written(family: str, text: str, kind: Any) -> tuple[str, str, str]:
     """Return a call as a model of the family writes it: what comes before its arguments, these, the rest."""
     calls = FAMILIES[family]
-    names = {families.NAME: "note", families.QUOTED_NAME: '"note"'}
+    names = {NAME: "note", QUOTED_NAME: '"note"', INDEX: "0"}
     before = "".join([*calls.opening, *(names.get(part, part) for part in calls.before_call)])
     arguments = {"text": text, "kind": kind}
-    if calls.arguments == "xml":
-        spelled = XML_TEXT.format(text, kind if isinstance(kind, str) else json.dumps(kind))
+    if calls.pairs is not None:
+        spelled = calls.pairs.between.join(pair(calls.pairs, *each) for each in arguments.items())
     else:
         spelled = gemma(arguments) if calls.arguments == "gemma" else json.dumps(arguments)
     return before, spelled, calls.after_call + "".join(calls.closing)
+
+
+def pair(pairs: Pairs, key: str, value: Any) -> str:
+    """Return an argument as a model writes it."""
+    if pairs.is_keywords:
+        return f"{key}{pairs.before_value}{json.dumps(value)}"
+    if isinstance(value, str):
+        return f"{pairs.before_key}{key}{pairs.before_value}{value}{pairs.after_value}"
+    before = pairs.before_json or pairs.before_value
+    return f"{pairs.before_key}{key}{before}{json.dumps(value)}{pairs.after_value}"
 
 
 @pytest.mark.parametrize("marks", [(), tuple(MARKS)], ids=["text", "tokens"])
@@ -410,12 +446,15 @@ def test_what_the_grammar_writes_is_read(family: str, marks: tuple[str, ...], te
         marks = tuple(MARKS)
     before, arguments, after = written(family, text, kind)
     words, matcher = Bytes([*marks]), _matcher_of(family, marks).deep_copy()
-    spelled = list(arguments.encode())  # only Gemma's quotes are tokens within the arguments
-    if family == "gemma4":
-        parts = arguments.split(f"{Q}{text}{Q}")
-        spelled = [*words.tokenize(parts[0] + Q), *text.encode(), *words.tokenize(Q)]
-        for part in parts[1:]:
-            spelled += words.tokenize(part)
+    pairs = FAMILIES[family].pairs
+    begin, end = (Q, Q) if family == "gemma4" else ("", "")
+    if pairs is not None and not pairs.is_keywords:
+        begin, end = pairs.before_value, pairs.after_value
+    spelled = list(arguments.encode())
+    if begin:  # no part of the text is a token
+        first, _, last = arguments.partition(f"{begin}{text}{end}")
+        spelled = [*words.tokenize(first + begin), *text.encode(), *words.tokenize(end)]
+        spelled += words.tokenize(last)
     tokens = [*words.tokenize(before), *spelled, *words.tokenize(after)]
     if matcher.try_consume_tokens(tokens) < len(tokens) or "\n</parameter>\n" in f"{text}\n":
         return
@@ -447,13 +486,17 @@ def test_marks_may_be_written(family: str, text: str) -> None:
         ({"type": "string", "pattern": "b"}, ["b", "abc"], ["a"]),
         ({"type": "string", "pattern": "^(on|off)$", "maxLength": 2}, ["on"], ["off", "x"]),
         ({"type": ["string", "null"], "maxLength": 1}, ["a"], ["ab"]),
+        ({"$ref": "#/$defs/text"}, ["ab"], ["a", "1"]),
+        ({"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}, ["ab"], ["a"]),
+        ({"allOf": [{"$ref": "#/$defs/mode"}]}, ["on", "9007199254740993"], ["o", "9007199254740992"]),
     ],
 )
 def test_text_in_xml_is_held_to_its_schema(
     schema: dict[str, Any], right: list[str], wrong: list[str]
 ) -> None:
     """Only "type" and "enum" were."""
-    parameters = {"type": "object", "properties": {"text": schema}, "required": ["text"]}
+    parameters: Any = {"type": "object", "properties": {"text": schema}, "required": ["text"]}
+    parameters["$defs"] = {"text": {"type": "string", "minLength": 2}, "mode": {"enum": ["on", 2**53 + 1]}}
     tools: list[Any] = [{"function": {"name": "note", "parameters": parameters}}]
     words = Bytes([])
     grammar = tool_grammar(AnswerFormat(families.QWEN_XML), tools, words.controls, is_forced=True)
@@ -465,7 +508,7 @@ def test_text_in_xml_is_held_to_its_schema(
         assert not matches(grammar, words, call.format(text)), text
 
 
-@pytest.mark.parametrize("family", ["hermes", "qwen-xml", "harmony"])
+@pytest.mark.parametrize("family", ["hermes", "qwen-xml", "harmony", "dsml", "lfm2"])
 def test_integers_of_calls_end(family: str) -> None:
     """At temperature 0, a model wrote zeros up to the limit."""
     calls, words = FAMILIES[family], Bytes(MARKS)
@@ -476,7 +519,5 @@ def test_integers_of_calls_end(family: str) -> None:
     before, _, after = written(family, "", "")
     for n_digits, is_right in ((18, True), (30, False)):
         number = "1" * n_digits
-        spelled = (
-            f"<parameter=n>\n{number}\n</parameter>\n" if calls.arguments == "xml" else f'{{"n":{number}}}'
-        )
+        spelled = f'{{"n":{number}}}' if calls.pairs is None else pair(calls.pairs, "n", int(number))
         assert matches(grammar, words, before + spelled + after) is is_right

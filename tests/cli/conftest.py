@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from llamaspec import LlamaModel
+from llamaspec.measure.machine import LoadWatch
 from llamaspec.values import ForwardRequest, Logits
+
+
+@pytest.fixture(autouse=True)
+def calm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no other program use the machine: what is measured beside them is not kept."""
+    monkeypatch.setattr(LoadWatch, "n_taken", lambda _: 0.0)
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from llamaspec.chat.conversation_files import (
     save_conversation,
 )
 from llamaspec.chat.messages import Message
-from llamaspec.cli.chat_input import Typed, history_path, line_editing, read_typed
+from llamaspec.cli.chat_input import Typed, history_path, line_editing, piped_lines, read_typed
 from patience import PATIENCE, until_it_waits
 
 HELLO = Message("user", "hello")
@@ -110,6 +112,19 @@ def test_strange_files_are_not_overwritten(tmp_path: Path) -> None:
 )
 def test_messages_of_several_lines(lines: list[str], typed: Typed) -> None:
     assert read_typed(reader(lines)) == typed
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["one\r\ntwo €\n".encode(), "\ufeffone\r\ntwo €".encode(), "one\r\ntwo €\r\n".encode("utf-16")],
+)
+def test_lines_of_a_pipe_from_windows(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    """The byte order mark was a part of the first message, and UTF-16 was refused."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    read_line = piped_lines()
+    assert [read_line(""), read_line("")] == ["one", "two €"]
+    with pytest.raises(EOFError):
+        read_line("")
 
 
 @pytest.mark.parametrize("first", ['"""', "one\\"])

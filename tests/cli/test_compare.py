@@ -36,7 +36,7 @@ def test_a_single_run_has_no_spread(models: list[Path]) -> None:
 
 
 def test_a_temperature_that_looks_like_threads(models: list[Path]) -> None:
-    assert "use --threads" in compare(models, "-t", "4", "-k", "1").stderr
+    assert "use --threads" in compare(models, "--temp", "4", "-k", "1").stderr
     assert "--threads" not in compare(models, "-t", "1.5", "-k", "1").stderr
 
 

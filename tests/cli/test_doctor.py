@@ -377,6 +377,7 @@ def test_flash_attention() -> None:
 def test_pace(step: float, level: str) -> None:
     assert pace_finding(timed(0.1, step)).level == level
     assert pace_finding(timed(0.1, step), is_known=True).level == "ok", "what was measured counts more"
+    assert pace_finding(timed(0.1, step), "others", is_known=True).level == "warning", "it tells nothing"
 
 
 def test_active_parameters() -> None:

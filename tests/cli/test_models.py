@@ -15,14 +15,18 @@ from huggingface_hub import constants
 
 from command import ENTRY, Answer, environment, invoke, naming, python, said
 from hub_server import ADDRESS
-from llamaspec.catalog import Catalog, Entry, read_catalog
+from llamaspec.catalog import Catalog, Entry, add_own, read_catalog
 from llamaspec.cli.main import main
+from llamaspec.cli.output import OTHER_DRAFT
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.hub import RemoteFile
 from llamaspec.llama import resources
 from llamaspec.llama.hidden_draft_file import ONE_HEAD
 from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE
 from llamaspec.measure.recommend import Room, choices
+from llamaspec.plan import find_draft
+from model_store import ModelStore
+from tiny_models import Recipe
 
 QUANTIZATION = "big: {{repo: a/b, default: q, quantizations: {{q: {}}}}}"
 
@@ -90,9 +94,9 @@ def test_options_of_a_model_hold_where_the_command_line_gives_none(
         found: dict[str, Any] = invoke("generate", *common, *arguments, "def f(").json
         return found
 
-    greedy, hot = generated("--target", path, "-t", "0"), generated("--target", path, "-t", "2")
+    greedy, hot = generated("--target", path, "-t", "0"), generated("--target", path, "--temp", "2")
     assert generated("--pair", "mine")["text"] == generated("--target", "mine")["text"] == greedy["text"]
-    assert generated("--target", "mine", "-t", "2")["text"] == hot["text"] != greedy["text"]
+    assert generated("--target", "mine", "--temp", "2")["text"] == hot["text"] != greedy["text"]
     assert 12 < len(generated("--target", "mine", "-n", "-1")["tokens"]) < 64
     assert json.loads(invoke("models", "show", "mine", "--json").stdout)["options"] == options
     assert "n_ctx: 64" in invoke("models", "show", "mine").stdout
@@ -266,6 +270,35 @@ def test_drafts_that_are_in_no_list_are_named(own_list: Path) -> None:
     )
     answer = invoke("models", "list")
     assert answer.stderr.splitlines() == ["llamaspec: mine has the draft nobody, which is in no list"]
+
+
+def test_a_draft_may_be_a_file(own_list: Path, target_file: Path, draft_file: Path) -> None:
+    """It was said not to exist."""
+    assert invoke("models", "add", "mine", target_file, "--draft", draft_file).code == 0
+    assert find_draft("mine") == str(draft_file)
+    assert "in no list" not in invoke("list").stderr
+    assert "no such model file" in said(
+        invoke("models", "add", "yours", target_file, "--draft", "./none.gguf")
+    )
+
+
+def test_a_folder_is_listed_with_its_pairs(
+    own_list: Path, store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMASPEC_MODELS_DIR", str(tmp_path))
+    (tmp_path / "tiny.gguf").symlink_to(store.path("llama", Recipe(width=32)))
+    (tmp_path / "large.gguf").symlink_to(store.path("llama", Recipe(width=128, n_ffn=384, n_layers=4)))
+    (tmp_path / "gone.gguf").symlink_to(tmp_path / "nowhere")
+
+    def drafts() -> dict[str, str | None]:
+        return {entry["name"]: entry["draft"] for entry in json.loads(invoke("list", "--json").stdout)}
+
+    found = drafts()
+    assert (found["large"], found["tiny"], "gone" in found) == ("tiny", None, False)
+    assert OTHER_DRAFT in invoke("list").stderr
+    add_own(Entry("mine", path=str(tmp_path / "large.gguf")))
+    found = drafts()
+    assert (found["mine"], "large" in found) == (None, False)
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])

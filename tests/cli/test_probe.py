@@ -9,10 +9,13 @@ import pytest
 
 from command import invoke, naming
 from llamaspec import LlamaModel, Pair
-from llamaspec.length.cost_curve import CostCurve
+from llamaspec.length.cost_curve import CostCurve, credible
+from llamaspec.length.costs import Costs
 from llamaspec.llama import runtime
-from llamaspec.measure.probe import Effort, measure
-from llamaspec.measure.verdict import verdict
+from llamaspec.measure.machine import LoadWatch
+from llamaspec.measure.probe import Effort, Probe, WidthTiming, measure
+from llamaspec.measure.turns import Spread
+from llamaspec.measure.verdict import in_words, verdict
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -35,7 +38,33 @@ def test_json_has_the_widths_the_conclusions_and_the_verdict(models: list[Path])
     widths, costs = zip(
         *((row["width"], row["timings"][0]["median"]) for row in found["widths"]), strict=True
     )
-    assert found["verdict"] == verdict(CostCurve(widths, costs, found["draft_step"]["median"]))
+    assert found["verdict"] == verdict(CostCurve(widths, credible(costs), found["draft_step"]["median"]))
+
+
+def test_a_wider_batch_is_never_cheaper() -> None:
+    """A busy machine gave -51 % as the cost of another position, and that was kept."""
+    held_up = [WidthTiming(width, (Spread(t, t, t),), 0.0) for width, t in ((1, 0.2), (2, 0.1), (4, 0.3))]
+    curve = Probe((64,), (), tuple(held_up), None).curve
+    assert curve.verify_seconds == (0.2, 0.2, 0.3)
+    assert "0% at batch size 2" in in_words(curve)[1]
+    assert "-" not in in_words(CostCurve((1, 2), (0.2, 0.1), 0.0))[1]  # kept by an earlier release
+    costs = Costs(CostCurve((1, 2), (0.2, 0.1), 0.0)).learned()
+    assert costs.verify_seconds[1] == costs.verify_seconds[0]
+
+
+def test_what_other_programs_slow_down_is_said_and_not_kept(
+    models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only bench said so."""
+    monkeypatch.setattr(LoadWatch, "n_taken", lambda _: 1000.0)
+    pair = naming(models)
+    for command in (
+        ("probe", *pair, "--quick"),
+        ("compare", *pair, "-r", "1", "-n", "8", "-p", "x"),
+        ("generate", *pair, "-n", "8", "--explain", "x"),
+    ):
+        assert "warning: other programs used 1000.0 of " in invoke(*command).stderr
+    assert "not been probed" in invoke("probe", *pair, "--show").stderr
 
 
 def test_what_was_found_is_shown_again_and_forgotten(models: list[Path]) -> None:

@@ -34,12 +34,22 @@ def test_places_of_the_prompt(models: list[Path], tmp_path: Path, arguments: lis
     assert (answer.json["text"], answer.json["prompt_tokens"]) == (right.text, right.n_prompt_tokens)
 
 
-@pytest.mark.parametrize("content", [b"x\n\n", b"x\r\n", "é€\n".encode(), b" x "])
-def test_a_prompt_is_taken_byte_for_byte(models: list[Path], tmp_path: Path, content: bytes) -> None:
-    """The newline at the end belongs to the prompt, from a file and from a pipe."""
+@pytest.mark.parametrize(
+    ("content", "prompt"),
+    [
+        *((each.encode(), each) for each in ("x\n\n", "x\r\n", "é€\n", " x ")),
+        ("\ufeffx".encode(), "x"),
+        ("é€\r\n".encode("utf-16"), "é€\r\n"),  # as PowerShell's > writes it
+        ("\ufeffé€".encode("utf-16-be"), "é€"),
+    ],
+)
+def test_a_prompt_is_taken_byte_for_byte(
+    models: list[Path], tmp_path: Path, content: bytes, prompt: str
+) -> None:
+    """The newline at the end belongs to the prompt, from a file or a pipe; a byte order mark does not."""
     file = tmp_path / "prompt.txt"
     file.write_bytes(content)
-    right = expected(models, 3, 4, prompt=content.decode())
+    right = expected(models, 3, 4, prompt=prompt)
     for arguments, stdin in ((["-f", str(file)], b""), (["-"], content)):
         answer = generate(*arguments, "--seed", "3", "-n", "4", "--json", models=models, stdin=stdin)
         assert answer.json["prompt_tokens"] == right.n_prompt_tokens

@@ -71,6 +71,7 @@ def test_an_address_may_leave_out_the_file(hub: Hub, cache: Path) -> None:
         ("hf:acme/two-GGUF", "has several models; name one"),
         ("hf:acme/two-GGUF:Q4_K", r"has no such model; .*two-Q4_K_M.gguf, two-Q4_K_S.gguf"),
         ("large:8b", "is called large:8b; "),
+        ("hf.co/acme/two-GGUF:latest", "has several models; name one"),
         ("hf:acme/none", "cannot list the models of acme/none|has no such model"),
     ):
         with pytest.raises(ModelFileError, match=says):
@@ -84,6 +85,33 @@ def test_an_address_may_leave_out_the_file(hub: Hub, cache: Path) -> None:
     n_requests, hub.listing = hub.n_requests, b"no more answers"
     assert resolve_model("hf:acme/big-GGUF") == locate_model("hf:acme/big-GGUF:q8_0") == path
     assert hub.n_requests == n_requests
+
+
+def test_names_are_spelled_as_in_requests(hub: Hub, own_list: Path, cache: Path) -> None:
+    """Each of these was a name to the server, and most were none to the commands."""
+    own_list.write_text(own_list.read_text().replace("big:\n", "qwen3-8b:\n"))
+    file, draft = find_remote(ADDRESS), "small"
+    for name in ("qwen3:8b", "QWEN3-8B:latest", "qwen3:8b-q8_0", "hf.co/acme/big-GGUF:q8_0"):
+        assert (find_remote(name), find_draft(name)) == (file, draft)
+    assert find_remote("huggingface.co/acme/big-GGUF:latest") == file
+    for command in ("show", "pull", "path"):
+        assert invoke("models", command, "qwen3:8b").code == 0
+    assert invoke("models", "add", "mine", "hf.co/acme/big-GGUF:Q8_0", "--draft", "SMALL").code == 0
+    assert find_draft("mine:latest") == "SMALL"
+    assert invoke("models", "path", "Mine").stdout == invoke("models", "path", ADDRESS).stdout
+    assert "removed your entry" in invoke("models", "remove", "mine:latest").stderr
+
+
+def test_a_fetched_file_has_a_name(hub: Hub, cache: Path) -> None:
+    """Only the server knew it."""
+    hub.files |= {f"acme/two-GGUF/two-{kind}.gguf": hub.files[BIG] for kind in ("Q4_0", "Q8_0")}
+    path = resolve_model("hf:acme/two-GGUF:Q4_0")
+    assert locate_model("two:q4_0") == locate_model("two") == locate_model("hf.co/acme/two-GGUF") == path
+    resolve_model("hf:acme/two-GGUF:Q8_0")
+    several = "means several models: hf:acme/two-GGUF:two-Q4_0.gguf, hf:acme/two-GGUF:two-Q8_0.gguf; name one"
+    for name in ("two", "hf.co/acme/two-GGUF"):
+        with pytest.raises(ModelFileError, match=several):
+            locate_model(name)
 
 
 def test_the_address_of_a_page(hub: Hub, cache: Path) -> None:

@@ -168,6 +168,17 @@ def test_a_state_replaces_only_beginnings_of_its_scope() -> None:
     assert [store.find(text(60), scope).n for scope in scopes] == [40, 50]
 
 
+def test_an_answer_that_was_written_anew_is_the_first_to_go() -> None:
+    """Turns of a conversation, whose template drops reasoning, took the room of other conversations."""
+    state, size = np.zeros(100, dtype=np.uint8), 300
+    store = PrefixStore(4 * size)
+    store.put_whole(text(50, 1), state)
+    store.put_whole(text(50), state, (Checkpoint(20, state),))
+    store.put_whole(np.append(text(30), text(20, 2)), state)  # instead of the last 20 tokens
+    store.put_whole(text(50, 3), state)
+    assert [store.find(text(50, seed)).n for seed in (0, 1, 3)] == [0, 50, 50]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_sequences_compared_with_a_list(seed: int) -> None:
     rng, store, known = np.random.default_rng(seed), PrefixStore(LARGE), list[TokenArray]()

@@ -7,8 +7,8 @@ import pytest
 
 from forward_requests import MEMORIES, Count, RandomRows, evaluate, request, text
 from llamaspec.errors import ContextFullError
-from llamaspec.llama.recurrent import SPACING
-from llamaspec.values import TARGET, ForwardRequest
+from llamaspec.llama.recurrent import HEADER, SPACING
+from llamaspec.values import DRAFT, TARGET, ForwardRequest
 from model_store import OpenModel
 
 CUT = ("llama", "gemma3")  # models whose memory can be cut
@@ -106,7 +106,7 @@ def test_states_go_back_to_a_checkpoint(opened: OpenModel, evaluated: Count, kin
     """If llama.cpp keeps no earlier states, only tokens since the last checkpoint are evaluated again."""
     model, costs = opened(kind), []
     for n in (50, 55, 53, 54):  # a checkpoint is taken at 50
-        model.forward(request(n))
+        model.forward(ForwardRequest(DRAFT, text(n)))
         costs.append(evaluated.taken())
     assert costs == [50, 5, back, 1]
 
@@ -114,14 +114,14 @@ def test_states_go_back_to_a_checkpoint(opened: OpenModel, evaluated: Count, kin
 def test_a_stored_sequence_keeps_its_own_checkpoints(opened: OpenModel) -> None:
     """Once, a sequence that continued from the same states overwrote those in the store."""
     model = opened("mamba")
-    for n in (20, 40, 60, 80, 100):
-        model.forward(request(n), number=0)
+    model.forward(request(100), number=0)
     model.release(0)
-    branch = np.append(text(70), text(60, 1))
-    for n in (75, 85, 95, 105, 115):
-        model.forward(ForwardRequest(TARGET, branch[:n]), number=1)
+    model.forward(ForwardRequest(TARGET, np.append(text(80), text(60, 1))), number=1)
     model.release(1)
-    assert model.prepare([(2, ForwardRequest(TARGET, np.append(text(65), text(5, 2))), 0)]) == [60]
+    for number, n, n_cached in ((2, 75, 100 - HEADER), (3, 100, 100)):
+        wanted = ForwardRequest(TARGET, np.append(text(n), text(5, number)))
+        assert model.prepare([(number, wanted, 0)]) == [n_cached]
+        model.release(number)
 
 
 @pytest.mark.parametrize(("kind", "verifies", "most"), [
@@ -146,7 +146,7 @@ def test_the_cost_of_rejected_draft_tokens(
             model.forward(ForwardRequest(TARGET, path, draft=draft))
         else:
             for end in range(n_draft + 1):
-                model.forward(ForwardRequest(TARGET, np.concatenate([path, draft[:end]])))
+                model.forward(ForwardRequest(DRAFT, np.concatenate([path, draft[:end]])))
         assert evaluated.taken() - n_draft - n_new <= most
         path = np.concatenate([path, draft[:n_accepted], rng.integers(2, 288, 1).astype(np.int32)])
 

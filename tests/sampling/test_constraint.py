@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
 import threading
 from collections.abc import Callable, Iterator
+from time import process_time
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -17,6 +20,7 @@ from llamaspec import LlamaModel, ModelOptions
 from llamaspec.errors import ConstraintError
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.constraint import MAX_TEXT, Grammar, Grammars
+from llamaspec.sampling.schemas import compilable
 from llamaspec.values import NO_TOKENS, TokenArray
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -74,6 +78,84 @@ def accepts(grammar: Grammar, vocabulary: LlamaVocabulary, text: str) -> bool:
     while b"".join(vocabulary.piece(token) for token in ids.tolist()) != text.encode():
         ids = ids[1:]
     return grammar.start_sequence().is_complete(ids)
+
+
+A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}
+LEAF = {"properties": {"next": {"$ref": "#/$defs/leaf"}, "a": {"type": "integer"}}}
+FIRST = {"type": "object", "properties": {"kind": {"const": "x"}, **A["properties"]}, "required": ["kind"]}
+SECOND = {"type": "object", "properties": {"kind": {"const": "y"}}, "required": ["kind"]}
+EITHER = {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+AT_A = {"$ref": "#/$defs/x"}
+# Schemas, what they allow, and what they allow only if invented keys are allowed.
+CLOSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (A, ["{}", '{"a":1}'], ['{"c":1}', '{"a":1,"c":1}']),
+    ({**A, "additionalProperties": True}, ['{"a":1,"c":1}'], []),
+    ({**A, "additionalProperties": {"type": "null"}}, ['{"a":1,"c":null}'], []),
+    ({**A, "patternProperties": {"^x": {"type": "null"}}}, ['{"x1":null}'], ['{"c":1}']),
+    ({"type": "object"}, ['{"c":{"d":1}}'], []),
+    ({"type": "object", "properties": {}}, ["{}"], ['{"c":1}']),
+    ({**A, "required": ["a", "b"]}, ['{"a":1,"b":[2]}'], ['{"a":1,"b":2,"c":3}']),
+    ({"type": ["object", "null"], **A}, ["null", '{"a":1}'], ['{"c":1}']),
+    ({"properties": {"o": A, "l": {"items": A}}}, ['{"o":{"a":1},"l":[{"a":1}]}'],
+     ['{"o":{"c":1}}', '{"l":[{"c":1}]}']),
+    ({"anyOf": [A, B]}, ['{"a":1}', '{"b":1}'], ['{"c":1}']),
+    ({"oneOf": [FIRST, SECOND]}, ['{"kind":"x","a":1}', '{"kind":"y"}'], ['{"kind":"y","a":1}']),
+    ({**EITHER, "properties": A["properties"]}, ['{"a":1}', '{"b":1}', '{"a":1,"b":1}'], ['{"a":1,"c":1}']),
+    ({"allOf": [A, B]}, ['{"a":1,"b":2}', '{"b":1}'], ['{"a":1,"c":1}']),
+    ({"allOf": [A]}, ['{"a":1}'], ['{"c":1}']),
+    ({**A, "allOf": [{**B, "required": ["b"]}]}, ['{"a":1,"b":2}'], ['{"a":1,"b":2,"c":1}']),
+    ({"allOf": [A, {"additionalProperties": {"type": "integer"}}]}, ['{"a":1,"c":2}'], []),
+    ({**AT_A, "$defs": {"x": A}}, ['{"a":1}'], ['{"c":1}']),
+    ({"$defs": {"x": A}, "allOf": [AT_A, B], "properties": {"o": AT_A}}, ['{"a":1,"b":2,"o":{"a":1}}'],
+     ['{"c":1}', '{"o":{"b":1}}']),
+    ({"$defs": {"x": {"allOf": [{"$ref": "#/$defs/y"}]}, "y": A}, "allOf": [AT_A, B]}, ['{"a":1,"b":2}'],
+     ['{"c":1}']),
+    ({"$defs": {"leaf": LEAF}, "$ref": "#/$defs/leaf"}, ['{"next":{"next":{"a":1}}}'], ['{"next":{"c":1}}']),
+    ({"$defs": {"leaf": LEAF}, "allOf": [{"$ref": "#/$defs/leaf"}, B]}, ['{"next":{"a":1},"b":1}'],
+     ['{"next":{"b":1}}', '{"c":1}']),
+    ({"properties": {"in": {"$ref": "#"}, "a": {"type": "null"}}}, ['{"in":{"in":{"a":null}}}'],
+     ['{"in":{"c":1}}']),
+    ({"definitions": {"a/b": A}, "items": {"$ref": "#/definitions/a~1b"}}, ['[{"a":1}]'], ['[{"c":1}]']),
+    ({"properties": {"const": {"const": {"properties": {}}}, "properties": A}},
+     ['{"const":{"properties":{}},"properties":{"a":1}}'], ['{"properties":{"c":1}}']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "more"), CLOSED, ids=range(len(CLOSED)))
+def test_objects_have_only_named_properties(
+    byte_level: LlamaVocabulary, schema: dict[str, Any], good: list[str], more: list[str]
+) -> None:
+    """Once, small models invented keys until the limit. The schema itself allows all of these texts."""
+    grammar = Grammars(byte_level).json_schema({**schema, "x-guidance": {"whitespace_flexible": False}})
+    for text in good + more:
+        jsonschema.validate(json.loads(text), schema)
+        assert accepts(grammar, byte_level, text) is (text in good), text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": 5, **A},
+        {"allOf": {"a": 1}},
+        {"properties": [1], "anyOf": [A]},
+        {"properties": {"a": 1}, "required": [2], "allOf": [5, None]},
+        {"$defs": 5, "allOf": [{"$ref": "#/items"}, {"$ref": "#/no"}, {"$ref": 5}], "items": A},
+        {"allOf": [{"$ref": "#/anyOf/7"}, {"$ref": "other.json"}], "anyOf": []},
+    ],
+)
+def test_malformed_schemas_are_not_our_fault(byte_level: LlamaVocabulary, schema: dict[str, Any]) -> None:
+    assert isinstance(compilable(schema), dict)
+    with contextlib.suppress(ConstraintError):
+        Grammars(byte_level).json_schema(schema)
+
+
+def test_many_references_take_no_time() -> None:
+    """A chain of compositions, which all want the names of the rest."""
+    n = 4_000
+    chain = {str(i): {"allOf": [{"$ref": f"#/$defs/{i + 1}"}, A]} for i in range(n)}
+    begin = process_time()
+    compilable({"$defs": {**chain, str(n): A}, "$ref": "#/$defs/0"})
+    assert process_time() - begin < 2
 
 
 @pytest.mark.parametrize("kind", list(MAKE))
@@ -271,6 +353,12 @@ INTEGER = {"type": "integer"}
         ({"$ref": "#/$defs/n", "$defs": {"n": INTEGER}}, ["1"], [f"{DIGITS}99"]),
         ({"enum": [10**25]}, [str(10**25)], [DIGITS]),
         ({"const": {"type": "integer"}}, ['{"type":"integer"}'], []),
+        (INTEGER | {"minimum": 2**53 + 1}, [str(2**53 + 2)], [str(2**53)]),
+        (INTEGER | {"maximum": -(2**53) - 1}, [str(-(2**53) - 2)], [str(-(2**53))]),
+        (INTEGER | {"exclusiveMinimum": 2**53}, [str(2**53 + 2)], [str(2**53)]),
+        (INTEGER | {"exclusiveMaximum": 2**53 + 1, "maximum": 2**54}, [str(2**53)], [str(2**53 + 1)]),
+        (INTEGER | {"minimum": -(2**63), "maximum": 2**64 - 1}, ["0", str(2**63 - 1)], [str(2**63)]),
+        ({"type": "number", "maximum": 2**53 + 1}, [str(2**53)], [str(2**53 + 2)]),
     ],
 )  # fmt: skip
 def test_an_integer_ends(
@@ -282,3 +370,12 @@ def test_an_integer_ends(
         assert accepts(grammar, byte_level, text), text
     for text in wrong:
         assert not accepts(grammar, byte_level, text), text
+
+
+@pytest.mark.parametrize(
+    "schema", [{"enum": [1, 2**53 + 1]}, {"const": {"a": [-(2**53) - 1]}}, {"const": 10**400}]
+)
+def test_integers_that_would_change_are_refused(byte_level: LlamaVocabulary, schema: Any) -> None:
+    """llguidance reads them as floating-point numbers, so another number was enforced."""
+    with pytest.raises(ConstraintError, match=r"beyond 2\^53"):
+        Grammars(byte_level).json_schema(schema)

@@ -41,14 +41,12 @@ def function(name: str) -> dict[str, Any]:
 
 def test_tools_that_are_no_functions_are_left_out(talker: Served) -> None:
     """The log names them once, without control characters."""
-    custom = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}}
-    tools = [function("exec_command"), custom, {"type": "web_search"}, {"type": "local\x1b[2Jshell"}]
+    tools = [function("exec_command"), {"type": "web_search"}, {"type": "local\x1b[2Jshell"}]
     for _ in range(2):
         answer = talker.post(RESPONSES, {"input": "Hi", "tools": tools, "max_output_tokens": 2})
         assert answer.status_code == 200, answer.text
     assert [line for line in talker.log if "left out" in line] == [
-        "left out of requests: tool custom apply_patch, tool local\\x1b[2Jshell, "
-        "tool web_search; only functions can be called"
+        "left out of requests: tool local\\x1b[2Jshell, tool web_search; only functions can be called"
     ]
     nested = [{"type": "custom", "custom": {"name": "apply_patch"}}]
     chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": nested, "max_tokens": 2}

@@ -6,7 +6,10 @@ import gzip
 import json
 import re
 import socket
+import sys
 import time
+import tracemalloc
+import zlib
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,10 +19,16 @@ from llamaspec import Pair
 from llamaspec.errors import FetchError, LlamaspecError, PromptError, RowsMissingError
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.bodies import Fields, _checked
+from llamaspec.serve.compression import decompressed
 from llamaspec.serve.http_errors import RequestError, as_request_error, error_response
 from llamaspec.serve.jobs import RequestBuilder
 from patience import PATIENCE
 from serving import Served, served
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = [{"type": "image_url"}]
@@ -86,7 +95,6 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text"}]}]}],
         "max_tokens": 5}, 400, "messages.0.content.0.content.0.text"),
-    ("/tokenize", {"content": "a", "parse_special": True}, 400, "parse_special"),
     ("/detokenize", {"tokens": [1 << 50]}, 400, "tokens"),
 ]  # fmt: skip
 
@@ -126,6 +134,7 @@ def test_a_body_that_is_not_a_json_object_is_refused(server: Served, path: str, 
         ("PUT", "/api/chat", 405, "takes POST"),
         ("POST", "/api/delete", 405, "takes DELETE"),
         ("POST", "/v1/embeddings", 404, "does not compute embeddings; use Ollama"),
+        ("POST", "/embeddings", 404, "does not compute embeddings; use Ollama"),
         ("POST", "/api/embed", 404, "does not compute embeddings; use Ollama"),
         ("POST", "/api/embeddings", 404, "does not compute embeddings; use Ollama"),
     ],
@@ -262,11 +271,27 @@ def test_a_model_that_does_not_fill_in(server: Served) -> None:
 
 
 def test_control_tokens_in_a_message_stay_text(server: Served, demo: Pair) -> None:
-    """Otherwise a user could forge a turn."""
-    end = demo.target.vocabulary.text(demo.target.vocabulary.eos).decode()
-    ids = server.post("/tokenize", {"content": f"a{end}b"}).json()["tokens"]
-    assert demo.target.vocabulary.eos not in ids
-    assert server.post("/detokenize", {"tokens": ids}).json()["content"].strip() == f"a{end}b"
+    """Otherwise a user could forge a turn. In a prompt to continue, editors write them themselves."""
+    vocabulary = demo.target.vocabulary
+    bos, end = (vocabulary.text(token).decode() for token in (vocabulary.bos, vocabulary.eos))
+    text = f"{bos}a{end}b"
+    read, plain = (len(vocabulary.tokenize(text.encode(), parse_special=marks)) for marks in (True, False))
+    assert read < plain
+    asks: dict[str, tuple[dict[str, Any], str]] = {
+        TEXT: ({"prompt": text}, "prompt_tokens"),
+        NATIVE: ({"prompt": text}, "tokens_evaluated"),
+        "/api/generate": ({"prompt": text, "raw": True, "stream": False}, "prompt_eval_count"),
+    }
+    for path, (body, count) in asks.items():
+        answer = server.post(path, {**body, "max_tokens": 1, "options": {"num_predict": 1}}).json()
+        assert answer.get("usage", answer)[count] == read - 1, path  # of two at the beginning, one counts
+    said = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    assert server.post(CHAT, said).json()["usage"]["prompt_tokens"] > plain
+    for marks in (None, True, False):
+        ids = server.post("/tokenize", {"content": text, "parse_special": marks}).json()["tokens"]
+        assert (vocabulary.eos in ids) is (marks is not False)
+        written = server.post("/detokenize", {"tokens": ids}).json()["content"].strip()
+        assert written == ("ab" if marks is not False else text)
 
 
 @pytest.mark.parametrize(
@@ -307,12 +332,50 @@ def test_faults_of_all_kinds() -> None:
     assert (broken.status, broken.message) == (500, "internal error: KeyError")
 
 
-def test_a_compressed_body_is_refused_by_name(server: Served) -> None:
-    response = server.client.post(
-        "/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers={"Content-Encoding": "gzip"}
-    )
-    assert response.status_code == 415
-    assert "gzip" in response.json()["error"]["message"]
+def deflated(data: bytes) -> bytes:
+    """Return deflate without a header, as some clients send it."""
+    return zlib.compress(data)[2:-4]
+
+
+SHORT = b'{"prompt": "a", "max_tokens": 1}'
+BOMBS = {"gzip": gzip.compress(bytes(100 << 20), 1), "zstd": zstd.compress(bytes(100 << 20))}
+wide = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: 27})
+COMPRESSED: list[tuple[str, bytes, int, str]] = [
+    ("gzip", gzip.compress(SHORT), 200, ""),
+    ("GZip", gzip.compress(SHORT.ljust(8 << 20)), 200, ""),
+    ("deflate", zlib.compress(SHORT), 200, ""),
+    ("deflate", deflated(SHORT), 200, ""),
+    ("zstd", zstd.compress(SHORT), 200, ""),
+    ("gzip", gzip.compress(SHORT.ljust((8 << 20) + 1)), 413, "larger than"),
+    ("gzip", BOMBS["gzip"], 413, "larger than"),
+    ("zstd", BOMBS["zstd"], 413, "larger than"),
+    ("gzip", gzip.compress(SHORT)[:-1], 400, "cut off"),
+    ("zstd", zstd.compress(SHORT)[:-1], 400, "cut off"),
+    ("gzip", b"", 400, "cut off"),
+    ("zstd", gzip.compress(SHORT), 400, "cannot be unpacked as zstd"),
+    ("zstd", wide.compress(SHORT) + wide.flush(), 400, "cannot be unpacked as zstd"),
+    ("gzip", gzip.compress(SHORT) * 2, 400, "one frame"),
+    ("br", SHORT, 415, "gzip, deflate, zstd or identity"),
+    ("gzip, zstd", SHORT, 415, "gzip, deflate, zstd or identity"),
+]
+
+
+@pytest.mark.parametrize(("encoding", "body", "status", "told"), COMPRESSED, ids=range(len(COMPRESSED)))
+def test_a_compressed_body(server: Served, encoding: str, body: bytes, status: int, told: str) -> None:
+    response = server.client.post(TEXT, content=body, headers={"Content-Encoding": encoding})
+    assert response.status_code == status, response.text
+    assert told in response.text
+
+
+@pytest.mark.parametrize("encoding", BOMBS)
+def test_a_bomb_is_not_unpacked(encoding: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match="larger than 1000000 bytes"):
+            decompressed(BOMBS[encoding], encoding, 1_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -118,6 +119,35 @@ def test_without_a_limit_the_answer_fills_the_context(server: Served) -> None:
     body = {**HI, "max_completion_tokens": -1, "max_tokens": 1, "grammar": 'root ::= "a long answer"'}
     answer = server.post("/v1/chat/completions", body).json()
     assert answered("/v1/chat/completions", answer) == "a long answer"
+
+
+@pytest.mark.parametrize("path", [*ASKED, "/completion"])
+def test_a_limit_of_zero_only_processes_the_prompt(server: Served, path: str) -> None:
+    """As in llama-server's API and Anthropic's, so that the next request finds it."""
+    prompt = "def f(x):" + path.replace("/", " ") * 4
+    said = {"messages": [{"role": "user", "content": prompt}]}
+    body = (said if "messages" in ALL_ASKED[path] else {"input": prompt, "prompt": prompt}) | {"seed": 1}
+    none, some = ({**body, "max_tokens": n, "max_output_tokens": n} for n in (0, 2))
+    answer = server.post(path, none)
+    assert answer.status_code == 200, answer.text
+    timings = answer.json()["timings"]
+    assert (timings["predicted_n"], timings["cache_n"] + timings["prompt_n"] > 9) == (0, True)
+    if path in ASKED:
+        assert answered(path, answer.json()) == ""
+    assert re.search(r'"(length|max_tokens|max_output_tokens|limit)"', answer.text)
+    assert '"predicted_n":0' in server.post(path, {**none, "stream": True}).text
+    again = server.post(path, some).json()["timings"]
+    assert (again["prompt_n"], again["predicted_n"]) == (1, 2)
+
+
+def test_whole_numbers_with_a_point() -> None:
+    """Some clients have only one type of numbers."""
+    given = {"seed": 1.0, "top_k": 40.0, "max_tokens": 8.0, "repeat_last_n": -1.0, "n": 1.0}
+    body = CompletionBody.model_validate_json(json.dumps({"prompt": "a", **given}))
+    assert {name: getattr(body, name) for name in given} == given
+    assert all(type(getattr(body, name)) is int for name in given)
+    options = OllamaOptions.model_validate_json('{"num_predict": 42.0, "temperature": 1}')
+    assert (options.num_predict, options.temperature) == (42, 1.0)
 
 
 def test_the_window_of_the_penalties() -> None:

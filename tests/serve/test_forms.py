@@ -23,8 +23,9 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from llamaspec.chat.families import HERMES, AnswerFormat
+from llamaspec.chat.families import HERMES
 from llamaspec.chat.messages import ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta, TokenLogprobs
+from llamaspec.chat.notation import AnswerFormat
 from llamaspec.chat.parse import AnswerParser
 from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import MessagesBody, MessagesForm

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llamaspec import Pair
-from llamaspec.chat.messages import Message
+from llamaspec.chat.messages import Message, ToolCall
 from llamaspec.serve.anthropic import MessagesBody
 from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.ollama import OllamaChatBody
@@ -104,6 +104,54 @@ def test_reasoning_under_either_name(name: str) -> None:
 def test_reasoning_in_a_form_of_another_server_is_left_out() -> None:
     given = told("assistant", "Yes") | {"reasoning": {"id": "rs_1"}}
     assert chat(told("user", "Hi"), given)[1].reasoning is None
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"temp": 22}, '{"temp": 22}'),
+        ([{"temp": 22}, {"temp": "–"}], '[{"temp": 22}, {"temp": "–"}]'),
+        (["a", "b"], '["a", "b"]'),
+        (22.5, "22.5"),
+        (False, "false"),
+        (None, ""),
+        ({"type": "text", "text": "22"}, "22"),
+        ([{"type": "text", "text": "2"}, {"type": "text", "text": "2"}], "22"),
+        ({"type": "image_url"}, "[image_url left out: not text]"),
+    ],
+)
+def test_a_result_of_any_form(content: Any, text: str) -> None:
+    """Tools give objects, and many clients send them as they are. That was refused in every later turn."""
+    hi = told("user", "Hi")
+    results = {
+        "chat": chat(hi, told("tool", content)),
+        "ollama": ollama(hi, told("tool", content)),
+        "messages": messages_api(
+            told("user", {"type": "tool_result", "tool_use_id": "a", "content": content})
+        ),
+        "responses": responses(hi, {"type": "function_call_output", "call_id": "a", "output": content}),
+    }
+    assert {api: messages[-1].text for api, messages in results.items()} == dict.fromkeys(results, text)
+
+
+def test_messages_of_older_clients() -> None:
+    """A single part instead of a list, the roles of data sets and of Llama 3, and calls without ids."""
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    assert chat(
+        told("human", {"type": "text", "text": "Hi"}),
+        told("ai", None) | {"function_call": call},
+        told("function", "22") | {"name": "f"},
+        told("model", "22."),
+        told("ipython", "23"),
+        told("developer", "Go on."),
+    ) == [
+        Message("user", "Hi"),
+        Message("assistant", "", tool_calls=(ToolCall("", "f", '{"a": 1}'),)),
+        Message("tool", "22", name="f"),
+        Message("assistant", "22."),
+        Message("tool", "23", name="f"),
+        Message("system", "Go on."),
+    ]
 
 
 def test_a_compacted_conversation(demo: Pair) -> None:

@@ -15,6 +15,7 @@ import yaml
 from llamaspec import open_pair
 from llamaspec.cli.model_options import ModelChoice, ModelChoices
 from llamaspec.cli.offered_models import served_models
+from llamaspec.cli.output import OTHER_DRAFT
 from llamaspec.cli.served_models import Serving
 from llamaspec.llama.file_facts import Kind
 from llamaspec.opening import Drafting
@@ -28,6 +29,8 @@ from shelf import OPTIONS
 from tiny_models import without_tensors
 
 TEXT = "/v1/completions"
+PAIRED = replace(WHOLE, width=128, n_heads=4, n_kv_heads=4, n_layers=4, n_ffn=384)
+SMALL = {"width": 32, "n_heads": 2, "n_kv_heads": 2, "n_ffn": 64}
 
 
 @pytest.fixture
@@ -50,12 +53,12 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @contextmanager
-def serving_folder(folder: Path, **settings: Any) -> Iterator[Served]:
+def serving_folder(folder: Path, draft: str | None = None, **settings: Any) -> Iterator[Served]:
     """Serve a folder in this process."""
-    choice = ModelChoice("", None, False, Copying.OFF, False, OPTIONS, OPTIONS)
+    choice = ModelChoice("", draft, False, Copying.OFF, False, OPTIONS, OPTIONS)
     config, log = ServeSettings(port=0, memory_bytes=1 << 40, **settings), list[str]()
     serving = Serving(Drafting(draft_length=2), parallel=2)
-    models = served_models(ModelChoices(choice, None, ()), folder, serving, config, log.append)
+    models = served_models(ModelChoices(choice, draft, ()), folder, serving, config, log.append)
     try:
         with serve(models, open_socket(config), log) as server:
             yield server
@@ -142,6 +145,17 @@ def test_one_name_of_several_files(folder: Path, store: ModelStore, tmp_path: Pa
     assert all(name in line for name in places if name.endswith("/x"))
 
 
+def test_a_name_of_two_quantizations(folder: Path, store: ModelStore) -> None:
+    """It was not found, as if there were none."""
+    for seed, name in enumerate(("x-Q4_0", "x-Q8_0", "y")):
+        (folder / f"{name}.gguf").symlink_to(store.path("llama", replace(WHOLE, seed=seed)))
+    with serving_folder(folder) as server:
+        refused = ask(server, "x:latest")
+        assert refused.status_code == 404
+        told = refused.json()["error"]["message"]
+        assert told == "model: means several models: x-Q4_0, x-Q8_0; name one of them"
+
+
 def test_a_file_that_moves_is_found_again(folder: Path, store: ModelStore) -> None:
     """Its requests failed until the server was started again."""
     (folder / "x.gguf").symlink_to(store.path("llama", WHOLE))
@@ -215,3 +229,44 @@ def test_requests_at_the_same_time_wait_for_the_same_look(
         for client in clients:
             client.join()
     assert ([answer.status_code for answer in answers], n_looks) == ([200, 200], 1)
+
+
+def test_models_that_fit_are_a_pair(
+    folder: Path, store: ModelStore, tmp_path: Path, lines: list[str]
+) -> None:
+    """Both were offered as models that have nothing to do with each other."""
+    big, small = store.path("llama", PAIRED), store.path("llama", PAIRED.draft(n_layers=1, **SMALL))
+    (folder / "big.gguf").symlink_to(big)
+    (folder / "small.gguf").symlink_to(small)
+
+    expected = {path.stem: alone(path) for path in sorted(folder.iterdir())}
+
+    def drafts(server: Served, name: str) -> int:
+        assert text(ask(server, name)) == expected.get(name, expected["big"])
+        return len(server.client.get(f"/props?model={name}").json()["drafts"])
+
+    with serving_folder(folder) as server:
+        assert (names(server), drafts(server, "big"), drafts(server, "small")) == (["big", "small"], 1, 0)
+    assert lines == [f"paired, because their tokens and sizes fit: big with small; {OTHER_DRAFT}"]
+    with serving_folder(folder, draft="none") as server:
+        assert drafts(server, "big") == 0
+    (tmp_path / "models.yaml").write_text(yaml.safe_dump({"mine": {"path": str(folder / "big.gguf")}}))
+    with serving_folder(folder) as server:
+        assert drafts(server, "mine") == 0
+    assert len(lines) == 1
+
+
+def test_a_draft_beside_a_model_that_cannot_be_loaded(
+    folder: Path, store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a trial finds what is wrong with it, and the target answers without."""
+    (folder / "big.gguf").symlink_to(store.path("llama", PAIRED))
+    draft = store.path("llama", PAIRED.draft(n_layers=1, **SMALL))
+    without_tensors(draft, folder / "small.gguf", "blk.0.ffn_up")
+    told: list[str] = []
+    monkeypatch.setattr("llamaspec.cli.served_models.say", told.append)
+    monkeypatch.setenv("LLAMASPEC_TRUST_FILES", "0")
+    with serving_folder(folder) as server:
+        assert text(ask(server, "big")) == alone(folder / "big.gguf")
+    (line,) = [line for line in told if "draft" in line]
+    assert line.startswith("continuing without the draft: ")

@@ -57,6 +57,20 @@ def test_the_name_of_a_request_chooses_the_model(shelf: Shelf, name: str) -> Non
         assert statuses(server) == dict.fromkeys(NAMES, "unloaded") | {"beta": "loaded"}
 
 
+def test_models_are_loaded_and_unloaded_as_in_llama_server(shelf: Shelf) -> None:
+    with several(shelf) as server:
+        for path, value in (
+            ("load", "loaded"),
+            ("load", "loaded"),
+            ("unload", "unloaded"),
+            ("unload", "unloaded"),
+        ):
+            assert server.post(f"/models/{path}", {"model": "org/beta"}).json() == {"success": True}
+            assert statuses(server)["beta"] == value
+        assert server.post("/models/load", {"model": "nobody"}).status_code == 404
+        assert server.post("/models/unload", {}).status_code == 400
+
+
 def test_without_a_name_the_last_model_answers(shelf: Shelf) -> None:
     with several(shelf) as server:
         refused = ask(server, None)

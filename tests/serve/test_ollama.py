@@ -50,14 +50,6 @@ def test_chat_as_a_stream(client: ollama.Client, expected: str) -> None:
     assert (last.done, last.done_reason, last.eval_count) == (True, "length", N)
 
 
-@pytest.mark.parametrize("more", [{"num_predict": 24.0, "seed": 11.0}, {"num_predict": 24, "temperature": 1}])
-def test_whole_numbers_may_have_a_decimal_point(server: Served, more: dict[str, Any]) -> None:
-    body = {"prompt": "def f(x):", "options": {**OPTIONS, **more}, "stream": False}
-    answer = server.post("/api/generate", body)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["eval_count"] == N
-
-
 def test_generate_uses_the_chat_template_unless_raw(
     client: ollama.Client, server: Served, expected: str
 ) -> None:

@@ -50,11 +50,29 @@ def test_a_server_without_keys_knows_its_names() -> None:
     assert not any(map(open_.knows_host, ("evil.example", "box.example.evil.example", "box", "")))
 
 
-def test_a_request_with_a_key_may_name_any_host(demo: Pair) -> None:
+def test_a_request_with_a_key_may_come_through_any_proxy(demo: Pair) -> None:
+    """A proxy that passes on `Host`, or one that replaces it, in front of the server's own page."""
     with served(demo, keys=("k",)) as server:
-        asks = {"Host": "llm.example", "Authorization": "Bearer k"}
-        assert server.client.get("/v1/models", headers=asks).status_code == 200
-        assert server.client.get("/v1/models", headers={"Host": "llm.example"}).status_code == 401
+        for host in ("llm.example", "127.0.0.1"):
+            asks = {"Host": host, "Origin": "https://llm.example", "Authorization": "Bearer k"}
+            assert server.post("/v1/completions", BODY, headers=asks).status_code == 200
+            del asks["Authorization"]
+            assert server.post("/v1/completions", BODY, headers=asks).status_code == 401
+            assert server.client.get("/", headers=asks).status_code == 200
+
+
+def test_a_proxy_of_a_server_without_keys(demo: Pair) -> None:
+    """If it replaced `Host`, every message of the page was refused."""
+    with served(demo, allowed_hosts=("llm.example",)) as server:
+        for host, origin, status in (
+            ("llm.example", "https://llm.example", 200),
+            ("127.0.0.1:8080", "https://llm.example", 200),
+            ("127.0.0.1:8080", "https://llm.example:444", 403),
+            ("127.0.0.1:8080", "http://localhost", 403),
+            ("other.example", "https://llm.example", 403),
+        ):
+            asks = {"Host": host, "Origin": origin}
+            assert server.post("/v1/completions", BODY, headers=asks).status_code == status, asks
 
 
 def test_pages_of_other_origins_are_refused(server: Served) -> None:
@@ -76,7 +94,9 @@ def test_pages_of_an_allowed_origin_are_answered(demo: Pair) -> None:
         allowed = {"Origin": origin, "Authorization": "Bearer k"}
         assert server.post("/v1/completions", BODY, headers=allowed).status_code == 200
         other = server.post("/v1/completions", BODY, headers={**allowed, "Origin": "https://evil.example"})
-        assert other.status_code == 403
+        assert "access-control-allow-origin" not in other.headers  # its browser does not show it the answer
+        asks["Origin"] = "https://evil.example"
+        assert server.client.options("/v1/completions", headers=asks).status_code == 400
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])

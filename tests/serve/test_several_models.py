@@ -155,7 +155,7 @@ def test_unloading_frees_memory(store: ModelStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["step35", "eagle3", "dspark"])
-def test_what_a_draft_has_stored_is_freed_with_its_model(store: ModelStore, kind: str) -> None:
+def test_what_a_draft_has_stored_is_left_with_its_model(store: ModelStore, kind: str) -> None:
     """What heads, and drafts that read hidden rows, have stored took room from the other models for good."""
     flat = Recipe(dtype="q8_0", spread=0.02)
     target = store.path(kind if kind == "step35" else "llama", flat)
@@ -166,9 +166,12 @@ def test_what_a_draft_has_stored_is_freed_with_its_model(store: ModelStore, kind
         assert heads is not None
         for prompt in ("the end of the beginning of", "once upon a time in the middle of"):  # the next one
             opened.pair.stream(prompt * 3, seed=1, max_tokens=40).run()  # sends what has ended to the store
-        assert all(each.root.children for each in heads.stores)
-        assert shared.n_bytes > 0
-    shared.drop_left(1 << 30)  # of the target
+        assert all(each.store.root.children for each in heads.caches)
+    assert shared.n_bytes == shared.n_left > 0
+    with served(target, draft, shared).open(lambda _: None) as opened:
+        assert opened.pair.heads is not None
+        assert all(each.store.root.children for each in opened.pair.heads.caches)
+    shared.drop_left(1 << 30)
     assert (shared.n_bytes, shared.fault()) == (0, None)
 
 

@@ -44,6 +44,38 @@ def test_health(demo: Pair) -> None:
         assert server.client.get("/health").status_code == 503
 
 
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/models", "data"),
+        ("/v1/models/", "data"),
+        ("//v1//models", "data"),
+        ("/v1/v1/models", "data"),
+        ("/v1/api/tags/", "models"),
+        ("/models/target", "meta"),
+        ("/v1/props", "total_slots"),
+        ("/completions", "choices"),
+        ("/v1/completion", "content"),
+        ("/v1/v1/chat/completions/", "choices"),
+        ("/messages", "stop_reason"),
+        ("/responses", "output"),
+        ("/v1/", None),
+        ("/v2/models", None),
+        ("/v1/models.json", None),
+        ("/openai/v1/models", None),
+    ],
+)
+def test_paths_that_clients_make(server: Served, path: str, told: str | None) -> None:
+    """A base URL with one `/v1` too few or too many, or with a slash at its end, cost a client a 404."""
+    said = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    text = {"prompt": "a", "max_tokens": 1}
+    bodies = {"chat": said, "messages": said, "completion": text, "responses": {"input": "a", **text}}
+    body = next((body for name, body in bodies.items() if name in path), None)
+    answer = server.client.request("GET" if body is None else "POST", f"{server.url}{path}", json=body)
+    assert answer.status_code == (404 if told is None else 200), answer.text
+    assert told is None or told in answer.json()
+
+
 def test_props_models_and_the_page(demo: Pair) -> None:
     with served(demo, alias="mine") as server:
         props = server.client.get("/props").json()
@@ -124,3 +156,10 @@ def test_a_model_whose_name_has_slashes(demo: Pair) -> None:
             answer = server.client.get(f"/v1/models/{name}")
             assert [answer.json()] == listed
         assert server.client.get("/v1/models/org").json()["error"]["code"] == "model_not_found"
+
+
+def test_the_prompt_of_a_conversation(server: Served) -> None:
+    """As llama-server's /apply-template has it; also of a conversation that is too long."""
+    for text in ("Hé 😀", "a b " * 600):
+        answer = server.post("/apply-template", {"messages": [{"role": "user", "content": text}]})
+        assert answer.json()["prompt"].endswith(f"# user: {text}\n# assistant:")

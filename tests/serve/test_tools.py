@@ -13,8 +13,8 @@ import pytest
 from pydantic import BaseModel
 
 from llamaspec import Pair, open_pair
-from llamaspec.chat.families import AnswerFormat, Reasoning
 from llamaspec.chat.messages import Message, ToolCall
+from llamaspec.chat.notation import AnswerFormat, Reasoning
 from llamaspec.engine.completion import Completion, StopReason, summarize
 from llamaspec.serve.anthropic import CountTokensBody, MessagesBody
 from llamaspec.serve.http_errors import RequestError

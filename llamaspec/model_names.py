@@ -1,6 +1,6 @@
-"""Names of models in requests: as llamaspec lists them, and as Ollama, llama-server and the hub write them.
+"""Names of models in commands and requests, as llamaspec, Ollama, llama-server and the hub write them.
 
-tests/serve/test_model_names.py.
+tests/test_model_names.py.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from collections import Counter
 from collections.abc import Sequence, Set
 
 _LONGEST, _N_SHOWN = 200, 5  # characters of a name that are compared; names that are shown
-_PREFIXES = ("hf:", "hf.co/", "huggingface.co/")
+PREFIXES = ("hf:", "hf.co/", "huggingface.co/")
 _QUANTIZATION = re.compile(r"[-._:](ud-)?(iq|q|tq)[0-9][a-z0-9_]*$|[-._:](bf16|f16|f32|mxfp4[a-z0-9_]*)$")
 
 
-def matching(name: str, names: Sequence[Sequence[str]]) -> int | None:
-    """Return the index of the model that a request means; `names` are those of each model.
+def matching(name: str, names: Sequence[Sequence[str]]) -> list[int]:
+    """Return the indices of the models that a name means: of one, of none, or of several that it may mean.
 
-    A name is exact, or differs in case, or in ":" for "-" as in Ollama's `qwen3:8b`; `:latest` and `.gguf`
-    may follow it. It may leave out the quantization if only one model has the rest of the name. Otherwise
-    None.
+    `names` are those of each model. A name is exact, or differs in case, or in ":" for "-" as in Ollama's
+    `qwen3:8b`; `:latest` and `.gguf` may follow it. It may leave out the quantization.
     """
     exact = [i for i, several in enumerate(names) if name in several]
     if exact:
-        return exact[0]
+        return exact[:1]
     wanted = plain(name)
-    for form in (plain, _family):
+    for form in (plain, family):
         found = [i for i, several in enumerate(names) if wanted in map(form, several)]
-        if len(found) == 1:
-            return found[0]
-    return None
+        if found:
+            return found
+    return []
 
 
 def choices(name: str, names: Sequence[str]) -> str:
@@ -73,7 +72,7 @@ def distinct(models: Sequence[Sequence[str]], taken: Set[str]) -> list[str]:
 def plain(name: str) -> str:
     """Return a name in the form in which names are compared."""
     found = name.strip().lower()
-    for prefix in _PREFIXES:
+    for prefix in PREFIXES:
         found = found.removeprefix(prefix)
     return found.removesuffix(":latest").removesuffix(".gguf").replace(":", "-")
 
@@ -84,6 +83,6 @@ def quantization_of(name: str) -> str:
     return "" if found is None else found[0][1:]
 
 
-def _family(name: str) -> str:
+def family(name: str) -> str:
     """Return a name for comparison without its quantization."""
     return _QUANTIZATION.sub("", plain(name))
