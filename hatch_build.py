@@ -52,6 +52,7 @@ class KernelsHook(BuildHookInterface[Any]):
     """Puts the library into wheels."""
 
     PLUGIN_NAME = "custom"
+    _is_foreign = False
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Build the library, or say why there is none; `version` is "standard" or "editable"."""
@@ -64,6 +65,12 @@ class KernelsHook(BuildHookInterface[Any]):
         build_data["artifacts"].append(f"/{LIBRARY}")  # although git ignores it
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform.replace('-', '_')}"  # any Python: ctypes loads it
+        self._is_foreign = platform != sysconfig.get_platform()
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove a library for another platform: the checkout would take it for its own."""
+        if self._is_foreign:
+            (Path(self.root) / LIBRARY).unlink()
 
 
 def missing(reason: NotBuiltError) -> str:

@@ -250,6 +250,18 @@ def test_a_wheel_with_kernels_is_for_one_platform_and_any_python(small: Path, tm
         assert b"Root-Is-Purelib: false" in content.read(metadata)
 
 
+@pytest.mark.skipif(which("aarch64-linux-gnu-g++") is None, reason="needs a cross-compiler")
+def test_a_wheel_for_another_platform_leaves_nothing_in_the_checkout(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "linux-x86_64")
+    monkeypatch.setenv("CXX", "aarch64-linux-gnu-g++")
+    made = built(small, tmp_path)
+    assert made.name.endswith("-py3-none-linux_aarch64.whl")
+    assert LIBRARY in files_of(made)
+    assert not (small / LIBRARY).exists()
+
+
 def test_without_a_compiler_the_wheel_is_for_every_platform(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
