@@ -73,4 +73,4 @@ def test_the_memory_of_attention(store: ModelStore, tmp_path: Path) -> None:
     assert none == 0
     assert 0.5 < most / found["estimate"] < 1.1
     assert later == most  # a short text between long ones
-    assert -most <= change < -0.9 * most  # after many short texts
+    assert -1.1 * most < change < -0.9 * most  # after many short texts
