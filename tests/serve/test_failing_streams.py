@@ -66,8 +66,8 @@ APIS: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {
 }
 
 
-def never_loads(shelf: Shelf) -> None:
-    shelf.gates[MODEL] = threading.Event()
+def never_loads(_: Shelf) -> None:
+    """Its gate stays closed."""
 
 
 def is_damaged(shelf: Shelf) -> None:
@@ -141,11 +141,14 @@ def test_while_the_model_is_loading(
     """Once, `/v1/responses` had another API's error, and at the time limit no API had one."""
     monkeypatch.setattr("llamaspec.serve.loading.SILENT_SECONDS", 0.0)
     fault(shelf)
+    gate = shelf.gates[MODEL] = threading.Event()  # so that all streams begin before it fails
     with (
         ThreadPoolExecutor(len(APIS)) as clients,
         several(shelf, **settings) as server,
         streaming(server, clients) as streams,
     ):
+        if MODEL in shelf.faults:
+            gate.set()
         then(server)
         check(streams, message)
 
