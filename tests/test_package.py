@@ -37,6 +37,8 @@ FILES = (  # beside modules
     "measure/tasks.yaml",
     "serve/page/page.js",
     "serve/page/vendor/markdown-it.umd.min.js",
+    "serve/page/vendor/highlight.min.js",
+    "serve/page/vendor/temml.min.js",
     "serve/page/vendor/LICENSES",
     "py.typed",
 )

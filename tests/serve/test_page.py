@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +68,7 @@ def ask(page: Page, text: str, n: int = 24) -> str:
     field(page, "Message").fill(text)
     field(page, "Message").press("Enter")
     expect(page.locator("article.assistant")).to_have_count(before + 1)
-    expect(page.locator("article.assistant").last.locator(".speed strong")).to_contain_text("tokens/s")
+    expect(page.locator("article.assistant").last.locator(".how strong")).to_contain_text("tokens/s")
     return answer(page)
 
 
@@ -120,7 +121,7 @@ def test_how_an_answer_was_generated(browser: Browser, demo: Pair) -> None:
         page = browser.new_context().new_page()
         page.goto(running.url)
         said = ask(page, "import os\nimport sys\n", 48)
-        page.get_by_text("How it was generated").last.click()
+        page.locator(".how summary").last.click()
         drafted = page.locator(".how .plain .drafted:not(p > *)").first
         expect(drafted).to_be_attached()  # it may be a line break, which is not visible
         assert page.locator(".how .plain").last.inner_text().endswith(said)
@@ -147,11 +148,11 @@ def test_an_answer_is_stopped_and_regenerated(
         gate.open()
         expect(page.get_by_role("button", name="Stop (Esc)")).to_be_hidden()
         until(lambda: running.n_running() == 0)
-        expect(page.locator(".speed")).to_have_text("Stopped.")
+        expect(page.locator(".notes")).to_have_text("Stopped.")
         expect(page.locator(".status")).to_be_hidden()
         expect(page.get_by_role("button", name="Continue")).to_be_hidden()  # there is no text yet
         press(page, "Regenerate")
-        expect(page.locator(".speed strong")).to_contain_text("tokens/s")
+        expect(page.locator(".how strong")).to_contain_text("tokens/s")
         assert [message["role"] for message in messages(page)] == ["user", "assistant"]
         page.context.close()
 
@@ -170,7 +171,7 @@ def test_the_page_scrolls_with_the_text_only_at_its_end(
         assert page.evaluate(position) > 0
         page.evaluate(f"{position} = 0")
         gate.open()
-        expect(page.locator(".speed strong")).to_contain_text("tokens/s")
+        expect(page.locator(".how strong")).to_contain_text("tokens/s")
         assert page.evaluate(position) == 0
         page.context.close()
 
@@ -180,7 +181,7 @@ def test_the_same_text_without_the_draft(page: Page) -> None:
     with page.expect_request("**/v1/chat/completions") as asked:
         press(page, "Compare without drafts")
     assert body_of(asked.value)["speculative"] == {"enabled": False}
-    measured = page.locator(".speed .note", has_text="Measured")
+    measured = page.locator(".notes .note", has_text="Measured")
     expect(measured).to_contain_text("The text is the same.")
     expect(measured).to_contain_text("tokens/s without.")
     expect(page.locator("article.assistant")).to_have_count(1)
@@ -188,10 +189,10 @@ def test_the_same_text_without_the_draft(page: Page) -> None:
 
 def test_a_reload_keeps_conversations(page: Page) -> None:
     settle(page, "Seed", "3")
-    said = ask(page, "# a comment")
+    said = ask(page, "a = comment")
     page.reload()
     assert answer(page) == said
-    expect(page.locator("article.user .text")).to_have_text("# a comment")
+    expect(page.locator("article.user .text")).to_have_text("a = comment")
     page.get_by_role("button", name="Settings").click()
     expect(field(page, "Seed")).to_have_value("3")
     press(page, "Done")
@@ -202,12 +203,12 @@ def test_a_reload_keeps_conversations(page: Page) -> None:
     press(page, "Rename x = 1")
     page.reload()
     titles = page.locator("#list .title")
-    expect(titles).to_have_text(["The <b>second</b>", "# a comment"])
+    expect(titles).to_have_text(["The <b>second</b>", "a = comment"])
     page.once("dialog", lambda dialog: dialog.accept())
     press(page, "Delete The <b>second</b>")
-    expect(titles).to_have_text(["# a comment"])
-    page.get_by_role("button", name="# a comment", exact=True).click()
-    expect(page.locator("article.user .text")).to_have_text("# a comment")
+    expect(titles).to_have_text(["a = comment"])
+    page.get_by_role("button", name="a = comment", exact=True).click()
+    expect(page.locator("article.user .text")).to_have_text("a = comment")
     assert answer(page) == said
 
 
@@ -225,11 +226,11 @@ def test_versions_of_a_conversation(page: Page, tmp_path: Path) -> None:
     page.get_by_role("button", name="Edit", exact=True).first.click()
     field(page, "Edited message").fill("third")
     field(page, "Edited message").press("Enter")
-    expect(page.locator(".speed strong")).to_have_count(1)
+    expect(page.locator(".how strong")).to_have_count(1)
     edited = shown(page)
     press(page, "Regenerate")
     expect(page.locator(".versions")).to_have_text(["‹2/2›", "‹2/2›"])
-    expect(page.locator(".speed strong")).to_have_count(1)
+    expect(page.locator(".how strong")).to_have_count(1)
     regenerated = shown(page)
     assert regenerated[0] == edited[0] == "third"
     assert regenerated != edited  # another seed
@@ -267,12 +268,12 @@ def test_an_answer_is_continued(page: Page) -> None:
     with page.expect_request("**/v1/chat/completions") as asked:
         press(page, "Continue")
     assert body_of(asked.value)["messages"][-1] == {"role": "assistant", "content": begun}
-    expect(page.locator(".speed .note").last).to_have_text(
+    expect(page.locator(".notes .note").last).to_have_text(
         "These are the figures of the part that was added last."
     )
     assert answer(page) == whole
     press(page, "Compare without drafts")
-    expect(page.locator(".speed .note", has_text="Measured")).to_contain_text("The text is the same.")
+    expect(page.locator(".notes .note", has_text="Measured")).to_contain_text("The text is the same.")
 
 
 def test_a_partial_answer_survives_a_reload(
@@ -293,7 +294,7 @@ def test_a_partial_answer_survives_a_reload(
         gate.open()
         settle(page, "Maximum tokens per answer", "8")
         press(page, "Continue")
-        expect(page.locator(".speed strong")).to_contain_text("tokens/s")
+        expect(page.locator(".how strong")).to_contain_text("tokens/s")
         assert answer(page).startswith(begun)
         assert answer(page) != begun
         page.context.close()
@@ -313,7 +314,7 @@ def test_a_request_in_the_queue_waits(browser: Browser, demo: Pair, monkeypatch:
             expect(status).to_have_text("Waiting for other requests…")
         expect(status).to_have_text("Processing the prompt…")
         gate.open()
-        expect(page.locator(".speed strong")).to_contain_text("tokens/s")
+        expect(page.locator(".how strong")).to_contain_text("tokens/s")
         page.context.close()
 
 
@@ -402,7 +403,7 @@ RENDER = """async (texts) => {
 
 def test_nothing_is_parsed_as_html(page: Page, server: Served) -> None:
     ask(page, HOSTILE, 8)
-    expect(page.locator("article.user .text")).to_have_text(HOSTILE)
+    expect(page.locator("article.user .text")).to_contain_text("<script>alert(2)</script>")
     tags, text, links, _ = page.evaluate(RENDER, [HOSTILE])
     known = {"p", "strong", "code", "pre", "ul", "li", "figure", "figcaption", "span", "button", "a"}
     assert set(tags) == known
@@ -410,17 +411,67 @@ def test_nothing_is_parsed_as_html(page: Page, server: Served) -> None:
     assert "[a](javascript:alert(3))" in text
     assert links == [["http://x.example/y.png", "noopener noreferrer"]]
     # An answer may have a link of its own.
-    assert page.locator("article img, article script, article.user a").count() == 0
+    assert page.locator("article img, article script, article.user a[href^='javascript']").count() == 0
     policy = server.client.get("/").headers["content-security-policy"]
     assert "default-src 'self'" in policy
     assert "trusted-types 'none'" in policy
 
 
 def test_text_that_grows_looks_like_the_whole_text(scripts: Page) -> None:
-    text = "# a\n\n1. b\n   - c\n\n```py\nx\n\ny\n```\n\n| d | e |\n|---|--:|\n| f | *g* |\n\nh\ni"
+    text = "# a\n\n1. b\n   - c\n\n```py\nx = 1\n\ny\n```\n\n$$\nx\n= \\frac{1}{2}\n$$\n\n| d | e |\n|---|--:|\n| f | *g* |\n\nh\ni"
     grown = scripts.evaluate(RENDER, [text[:n] for n in range(len(text) + 1)])
     assert grown == scripts.evaluate(RENDER, [text])
-    assert {"h1", "ol", "ul", "table", "em", "br"} <= set(grown[0])
+    assert {"h1", "ol", "ul", "table", "em", "br", "mfrac"} <= set(grown[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "n"),
+    [
+        (r"so $x^2$ and \(y_1\), twice", 2),
+        ("$$\na\n= b\n$$", 1),
+        (r"\[ \frac{1}{2} \]", 1),
+        ("it costs $5 or $6, `$x$` and \\$y$", 0),
+        ("```tex\n$x$\n```", 0),
+        (r"$\unknown{x}$ and $\href{javascript:alert(1)}{x}$", 0),
+    ],
+)
+def test_formulas(scripts: Page, text: str, n: int) -> None:
+    tags, shown, links, _ = scripts.evaluate(RENDER, [text])
+    assert tags.count("math") == n
+    assert links == []
+    assert n > 0 or all(part in shown for part in re.findall(r"\$.+?\$", text))
+
+
+def test_code_is_coloured(scripts: Page) -> None:
+    tags, text, _, markup = scripts.evaluate(
+        RENDER, ["```python\ndef f(): return '<b>'\n```\n```nonsense\ndef\n```"]
+    )
+    assert "b" not in tags
+    assert "def f(): return '<b>'\n" in text
+    assert markup.count('class="hl-keyword"') == 2  # none in a language that is not known
+
+
+def test_a_chat_keeps_its_system_prompt(page: Page) -> None:
+    settle(page, "System prompt of this chat", "Be brief.")
+    settle(page, "Top-p", "0.5")
+    with page.expect_request("**/chat/completions") as sent:
+        ask(page, "`import os`\n", 4)
+    body = body_of(sent.value)
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert body["top_p"] == 0.5
+    assert "chat_template_kwargs" not in body
+    expect(page.locator("#list .title")).to_have_text("import os")
+    press(page, "New chat")
+    settle(page, "System prompt of this chat", "Be long.")
+    page.get_by_role("button", name="Settings").click()
+    field(page, "Reasoning").select_option("off")
+    press(page, "Done")
+    with page.expect_request("**/chat/completions") as sent:
+        ask(page, "a", 4)
+    assert body_of(sent.value)["messages"][0]["content"] == "Be long."
+    assert body_of(sent.value)["chat_template_kwargs"] == {"enable_thinking": False}
+    page.get_by_role("button", name="import os", exact=True).click()
+    assert page.locator("#system").input_value() == "Be brief."
 
 
 def test_code_is_copied(page: Page, server: Served) -> None:
@@ -467,7 +518,7 @@ def test_errors_are_shown(page: Page) -> None:
     expect(said).to_contain_text("connection was lost")
     page.unroute(path)
     press(page, "Retry")
-    expect(page.locator(".speed strong")).to_contain_text("tokens/s")
+    expect(page.locator(".how strong")).to_contain_text("tokens/s")
     assert [message["role"] for message in messages(page)] == ["user", "assistant"]
     expect(page.locator(".versions")).to_have_count(0)  # what has no text is no version
 
@@ -570,7 +621,7 @@ def test_on_a_phone(page: Page) -> None:
     page.set_viewport_size({"width": 390, "height": 700})
     ask(page, "import os\n" * 12, 64)
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    speed, form = page.locator(".speed").bounding_box(), page.locator("#form").bounding_box()
+    speed, form = page.locator(".how").bounding_box(), page.locator("#form").bounding_box()
     assert speed is not None
     assert form is not None
     assert speed["y"] + speed["height"] <= form["y"]
@@ -604,7 +655,8 @@ def test_a_model_is_chosen(browser: Browser, shelf: Shelf) -> None:
         with page.expect_request("**/v1/chat/completions") as asked:
             ask(page, "Hello", 8)
         assert body_of(asked.value)["model"] == "gamma"
-        expect(page.locator(".speed")).to_contain_text("Model: gamma")
+        page.locator(".how summary").click()
+        expect(page.locator(".how > p")).to_contain_text("Model: gamma")
         expect(menu.locator("option:checked")).to_have_text("gamma (loaded)")
         page.reload()
         expect(menu).to_have_value("gamma")

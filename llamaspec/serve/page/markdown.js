@@ -3,8 +3,10 @@
 
 import "./vendor/markdown-it.umd.min.js";
 import { copyButton, element } from "./dom.js";
+import { formula, formulas } from "./formulas.js";
+import { highlighted } from "./highlight.js";
 
-const parser = globalThis.markdownit({ html: false, linkify: true, breaks: true });
+const parser = globalThis.markdownit({ html: false, linkify: true, breaks: true }).use(formulas);
 parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // otherwise "setup.py" would be a link
 parser.validateLink = (url) => /^(https?:|mailto:)/i.test(url);
 
@@ -66,6 +68,7 @@ function begin(token, parent) {
 
 function leaf(token) {
   if (token.type === "fence" || token.type === "code_block") return fill(codeBlock(), token);
+  if (token.type === "formula") return formula(token);
   if (token.type === "code_inline") return element("code", "", token.content);
   if (token.type === "image") return link(token.attrGet("src"), `image: ${token.content || token.attrGet("src")}`);
   if (token.type === "hardbreak" || token.type === "softbreak") return element("br");
@@ -86,7 +89,8 @@ function codeBlock() {
 }
 
 function fill(figure, token) {
-  figure.querySelector("span").textContent = token.info.trim().split(/\s/)[0] || "text";
-  figure.querySelector("code").textContent = token.content;
+  const language = token.info.trim().split(/\s/)[0];
+  figure.querySelector("figcaption span").textContent = language || "text";
+  figure.querySelector("code").replaceChildren(...highlighted(token.content, language));
   return figure;
 }

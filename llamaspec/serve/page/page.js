@@ -13,12 +13,12 @@ import { exportChats, importedChats } from "./transfer.js";
 import { branch, turn } from "./versions.js";
 import { answerView, grow, isEnter, userView } from "./view.js";
 
-const SETTINGS = ["system", "temperature", "max-tokens", "seed", "models", "theme"];
+const SETTINGS = ["system", "temperature", "top-p", "reasoning", "max-tokens", "seed", "models", "theme"];
 const SAVING = 1000; // milliseconds after which an answer that is being generated is stored again
 const NEAR = 60; // pixels from the bottom, within which the page scrolls with the text
 
 const chats = loadChats();
-let current = chats.get(location.hash.slice(1)) ?? newChat(); // the one that is shown; stored once it has a message
+let current = chats.get(location.hash.slice(1)) ?? newChat(loadSettings().system); // the one that is shown; stored once it has a message
 const runs = new Map(); // id of a conversation → AbortController of the answer that is being generated
 const views = new WeakMap(); // message → its view, if it is shown
 
@@ -26,6 +26,7 @@ const views = new WeakMap(); // message → its view, if it is shown
 
 function open(chat) {
   current = chat;
+  $("system").value = chat.system ?? "";
   history.replaceState(null, "", `#${chat.id}`); // so that a reload shows it again
   $("conversation").replaceChildren();
   if (!chat.messages.length) {
@@ -57,11 +58,18 @@ function show(message) {
 function redraw(message) {
   const view = views.get(message);
   if (!view?.article.isConnected) return; // another conversation is shown
-  const main = $("conversation");
-  const follows = main.scrollHeight - main.scrollTop - main.clientHeight < NEAR;
+  const follows = isAtEnd();
   view.update();
   if (follows) scrollDown();
+  showWayDown();
 }
+
+function isAtEnd() {
+  const main = $("conversation");
+  return main.scrollHeight - main.scrollTop - main.clientHeight < NEAR;
+}
+
+const showWayDown = () => ($("to-end").hidden = isAtEnd());
 
 function scrollDown() {
   $("conversation").scrollTop = $("conversation").scrollHeight;
@@ -88,7 +96,7 @@ function discard(chat) {
   runs.get(chat.id)?.abort();
   chats.delete(chat.id);
   deleteChat(chat.id);
-  if (chat === current) open(newChat());
+  if (chat === current) open(newChat(loadSettings().system));
   else refresh();
 }
 
@@ -104,11 +112,14 @@ const problem = (text) => ($("problem").textContent = text);
 function send(text) {
   const files = takeFiles();
   const message = { role: "user", content: text, ...(files.length && { files }) };
-  current.title ||= (text.trim() || files[0].name).slice(0, 60);
+  current.title ||= titled(text) || files[0].name;
   if (!current.messages.length) chats.set(current.id, current);
   current.messages.push(message);
   answer(current);
 }
+
+// The beginning of a text in one line, without the marks of code.
+const titled = (text) => text.replace(/`+/g, "").trim().replace(/\s+/g, " ").slice(0, 60);
 
 function resend(message, text) {
   const { role, files } = message;
@@ -147,10 +158,12 @@ function resume(message) {
 async function generate(chat, message) {
   const nBegun = message.content.length;
   const request = {
-    messages: conversation(chat.messages, $("system").value.trim()),
+    messages: conversation(chat.messages, (chat.system ?? "").trim()),
     seed: message.seed,
     ...chosenModel(),
     ...($("temperature").value !== "" && { temperature: Number($("temperature").value) }),
+    ...($("top-p").value !== "" && { top_p: Number($("top-p").value) }),
+    ...($("reasoning").value && { chat_template_kwargs: { enable_thinking: $("reasoning").value === "on" } }),
     ...($("max-tokens").value !== "" && { max_tokens: Number($("max-tokens").value) }),
     speculative: { spans: true, rounds: true },
   };
@@ -178,7 +191,7 @@ async function compare(message) {
     const { timings } = await receive(plain, request, $("key").value, signal, tellAgain);
     note(message, comparison(message.timings, timings, plain.content === message.content.slice(message.nBegun)));
   });
-  views.get(message).article.querySelector(".speed").scrollIntoView({ block: "nearest" });
+  views.get(message).article.querySelector(".notes").scrollIntoView({ block: "nearest" });
 }
 
 const note = (message, text) => (message.notes ??= []).push(text);
@@ -280,7 +293,7 @@ document.addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => runs.get(current.id)?.abort());
 $("new").addEventListener("click", () => {
   $("search").value = "";
-  open(newChat());
+  open(newChat(loadSettings().system));
 });
 $("search").addEventListener("input", refresh);
 $("search").addEventListener("keydown", (event) => {
@@ -321,6 +334,12 @@ for (const id of SETTINGS) {
   $(id).value = loadSettings()[id] ?? "";
   $(id).addEventListener("change", () => saveSettings(Object.fromEntries(SETTINGS.map((name) => [name, $(name).value]))));
 }
+$("system").addEventListener("change", () => {
+  current.system = $("system").value;
+  keep(current);
+});
+$("to-end").addEventListener("click", scrollDown);
+$("conversation").addEventListener("scroll", showWayDown);
 const setTheme = () => (document.documentElement.dataset.theme = $("theme").value);
 $("theme").addEventListener("change", setTheme);
 $("key").addEventListener("change", look);

@@ -7,9 +7,10 @@ const SETTINGS = "llamaspec/settings";
 const CHAT = "llamaspec/chat/";
 const KEPT = ["role", "content", "model", "reasoning", "files", "timings", "notes", "error", "seed", "cut"]; // of a message
 
-export const newChat = () => ({
+export const newChat = (system = "") => ({
   id: `${Date.now().toString(36)}-${Math.random().toString(36).slice(2)}`,
   title: "",
+  system, // the system prompt
   changed: Date.now(), // milliseconds since 1970
   messages: [], // {role, content, ...}, and versions.js
 });
@@ -18,7 +19,7 @@ export const newChat = () => ({
 export const saveChat = (chat) => write(CHAT + chat.id, storable(chat));
 
 // Returns what is kept of a conversation.
-export const storable = ({ id, title, changed, messages }) => ({ id, title, changed, messages: messages.map(kept) });
+export const storable = ({ id, title, system, changed, messages }) => ({ id, title, system: String(system ?? ""), changed, messages: messages.map(kept) });
 
 function kept(message) {
   const versions = message.versions?.map((version) => version && version.map(kept));

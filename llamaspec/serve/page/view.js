@@ -9,9 +9,14 @@ export function userView(message, { edit, turn }) {
   const article = element("article", "user");
   const change = button("Edit", openEditor, "idle-only");
   const tools = element("div", "tools", ...arrows(message, turn), change, copyButton(() => message.content));
-  const body = () => [element("div", "text", message.content), ...(message.files ?? []).map(attached), tools];
+  const text = element("div", "text");
+  const body = () => [text, ...(message.files ?? []).map(attached), tools];
   const heading = element("h2", "hidden", "You");
-  const update = () => article.replaceChildren(heading, ...body());
+
+  function update() {
+    render(text, message.content);
+    article.replaceChildren(heading, ...body());
+  }
 
   function openEditor() {
     const area = element("textarea", "", message.content);
@@ -58,15 +63,15 @@ export function answerView(message, { again, more, compare, turn }) {
   const bar = element("progress");
   const error = element("p", "error");
   error.setAttribute("role", "alert");
-  const speed = element("p", "speed");
-  const how = fold("how", "How it was generated", element("p"), chart(), element("div", "plain"));
+  const notes = element("p", "notes");
+  const how = fold("how", "", element("p"), chart(), element("div", "plain"));
   how.addEventListener("toggle", () => how.open && explain(how, message));
   const proceed = button("Continue", more, "idle-only last-only");
   const retry = button("Regenerate", again, "idle-only last-only");
   const plain = button("Compare without drafts", compare, "idle-only last-only");
   const copy = copyButton(() => message.content);
   const tools = element("div", "tools", ...arrows(message, turn), copy, proceed, retry, plain);
-  const article = element("article", "assistant", element("h2", "hidden", "Model"), reasoning, text, error, speed, how, status, tools);
+  const article = element("article", "assistant", element("h2", "hidden", "Model"), reasoning, text, error, notes, how, status, tools);
 
   function update() {
     const { timings, live } = message;
@@ -80,13 +85,10 @@ export function answerView(message, { again, more, compare, turn }) {
     if (live?.of) Object.assign(bar, { max: live.of, value: live.processed });
     error.hidden = !message.error;
     if (error.textContent !== (message.error ?? "")) error.textContent = message.error ?? "";
-    speed.hidden = !timings && !message.notes;
-    speed.replaceChildren(
-      ...(timings ? [element("strong", isGain(timings) ? "gain" : "", claim(timings)), ` ${reason(timings)}`] : []),
-      ...(timings && message.model ? [element("span", "note", `Model: ${message.model}`)] : []),
-      ...(message.notes ?? []).map((note) => element("span", "note", note)),
-    );
+    notes.hidden = !message.notes;
+    notes.replaceChildren(...(message.notes ?? []).map((note) => element("span", "note", note)));
     how.hidden = !timings;
+    if (timings) how.firstChild.replaceChildren(element("strong", isGain(timings) ? "gain" : "", claim(timings)), ` ${reason(timings)}`);
     tools.hidden = Boolean(live);
     copy.hidden = !message.content;
     proceed.hidden = !message.cut;
@@ -109,11 +111,15 @@ function chart() {
   return element("figure", "chart", svg, element("figcaption", "", ...keys.map(([key, name]) => element("span", `key ${key}`, name))));
 }
 
-function explain(how, { timings, rounds, spans }) {
+function explain(how, { timings, rounds, spans, model }) {
   const [, words, figure, text] = how.children;
-  words.textContent = account(timings);
+  words.textContent = account(timings) + (model ? ` Model: ${model}.` : "");
   figure.hidden = text.hidden = !rounds?.length; // a reload loses them
-  if (figure.hidden) return;
+  if (!figure.hidden) show(figure, text, rounds, spans);
+  how.scrollIntoView({ block: "nearest" }); // it opens at the end of the page
+}
+
+function show(figure, text, rounds, spans) {
   draw(figure.firstChild, rounds);
   const accepted = element("span", "drafted", "accepted draft tokens");
   const tinted = spans.map((span) => element("span", span.drafted ? "drafted" : "", span.text));
