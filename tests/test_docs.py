@@ -52,7 +52,6 @@ ONLY_PARSED = {  # part of a command: why it is not run
     "models pull": "the hub",
     "--draft mtp": "a target with prediction heads",
     "eagle3": "a draft that reads hidden states",
-    "draft distil": "torch",
     "--llama-server": "llama-server",
     "--against": "another checkout",
 }
