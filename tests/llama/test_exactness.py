@@ -19,7 +19,8 @@ with_kernels = pytest.mark.skipif(runtime.kernels().level is None, reason="the k
 
 @with_kernels
 @pytest.mark.parametrize(
-    "kind", ["llama", "mixtral", "gemma3", "deepseek2", "gemma4", "step35", "qwen35moe", "mamba", "nemotron_h"]
+    "kind",
+    ["llama", "mixtral", "gemma3", "deepseek2", "gemma4", "step35", "qwen35moe", "mamba", "nemotron_h"],
 )
 @pytest.mark.parametrize("n_ctx", [600, 20])
 def test_with_our_kernels_there_is_no_reason(opened: OpenModel, kind: str, n_ctx: int) -> None:
