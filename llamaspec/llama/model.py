@@ -317,7 +317,7 @@ class LlamaModel:
         llama.cpp computes states: they must give a single position the bits of a wide evaluation.
         """
         tokens, n_missed = np.ones(min(N_WIDE + 1, self.context_size), dtype=np.int32), library.n_missed
-        counts, rows = [library.n_products], []
+        counts, rows = [library.n_products], list[Logits]()
         try:
             for n in (len(tokens) - 1, len(tokens), len(tokens))[: 3 if self.keeps_states else 2]:
                 if len(rows) != 1:
