@@ -8,6 +8,7 @@ kernels do the same for Q8_0 and Q4_0 weights with values cached as bf16.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -398,8 +399,13 @@ def test_logits_of_the_embedded_pair_are_the_same_in_every_situation(
         assert_the_same_in_every_situation(pair, monkeypatch, prompts, 40)
 
 
-@pytest.mark.parametrize("dtype", ["f16", "q4_0"])
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3", "deepseek2"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *itertools.product(["llama", "mixtral", "gemma3", "deepseek2"], ["f16", "q4_0"]),
+        *itertools.product(["mamba", "jamba", "lfm2", "nemotron_h", "granitehybrid"], ["f16"]),
+    ],
+)
 def test_logits_are_the_same_in_every_situation(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch, own_cache: None, kind: str, dtype: str
 ) -> None:

@@ -24,7 +24,8 @@ from tiny_vocabulary import BYTES, Vocabulary
 Array = npt.NDArray[np.float32]
 Keys = dict[str, int | float | bool | str | list[int]]
 
-CONV, STATE, RANK = 4, 16, 4  # sizes of a Mamba layer
+CONV, STATE, RANK = 4, 16, 16  # sizes of a Mamba layer
+STATE_HEADS = 4  # of a Mamba-2 layer
 LATENT, ROPE = 32, 16  # sizes of latent attention
 NEVER = -30.0
 HIDDEN_SHARE = 0.02  # share of the hidden row in the input of a prediction head
@@ -635,13 +636,13 @@ def _mamba2(weights: TinyWeights, layer: int) -> None:
     recipe, block, inner = weights.recipe, f"blk.{layer}", 2 * weights.recipe.width
     n_conv = inner + 2 * STATE
     weights.constant(f"{block}.attn_norm.weight", recipe.width)
-    weights.matrix(f"{block}.ssm_in", inner + n_conv + RANK, recipe.width, 1.5)
+    weights.matrix(f"{block}.ssm_in", inner + n_conv + STATE_HEADS, recipe.width, 1.5)
     weights.matrix(f"{block}.ssm_conv1d", n_conv, CONV, 1.2)
     weights.constant(f"{block}.ssm_conv1d.bias", n_conv, 0.0)
-    weights.constant(f"{block}.ssm_dt.bias", RANK, -1.0)
-    weights.constant(f"{block}.ssm_a", (RANK, 1), -1.0)
-    weights.tensors[f"{block}.ssm_a"] *= np.linspace(0.2, 4.0, RANK, dtype=np.float32)[:, None]
-    weights.constant(f"{block}.ssm_d", (RANK, 1))
+    weights.constant(f"{block}.ssm_dt.bias", STATE_HEADS, -1.0)
+    weights.constant(f"{block}.ssm_a", (STATE_HEADS, 1), -1.0)
+    weights.tensors[f"{block}.ssm_a"] *= np.linspace(0.2, 4.0, STATE_HEADS, dtype=np.float32)[:, None]
+    weights.constant(f"{block}.ssm_d", (STATE_HEADS, 1))
     weights.constant(f"{block}.ssm_norm.weight", (1, inner))
     weights.into_residual(f"{block}.ssm_out", inner, 0.3)
 
@@ -669,7 +670,7 @@ def _mamba_keys(recipe: Recipe) -> Keys:
 
 
 def _mamba2_keys(recipe: Recipe) -> Keys:
-    keys = _mamba_keys(recipe) | {"ssm.group_count": 1}
+    keys = _mamba_keys(recipe) | {"ssm.group_count": 1, "ssm.time_step_rank": STATE_HEADS}
     del keys["ssm.dt_b_c_rms"]
     return keys
 
