@@ -315,15 +315,17 @@ bool compute_expert(const ggml_compute_params *params, const ggml_tensor *dst, i
 constexpr int ROWS_OF_ATTENTION = 24;  // that read keys and values together
 constexpr int MAX_HEADS = 1024;
 
-bool is_half(const ggml_tensor *t) { return t->type == F16 || t->type == BF16; }
+bool fits_cells(const ggml_tensor *t) {  // keys or values
+    const bool is_whole = t->ne[0] % (t->type == Q8_0 ? 32 : 16) == 0;
+    return (t->type == F16 || t->type == BF16 || t->type == Q8_0) && t->nb[0] == static_cast<size_t>(size_of(t->type).bytes) && is_whole;
+}
 
 bool fits_attention(const ggml_tensor *dst) {
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *mask = dst->src[3];
-    return q->ne[2] <= MAX_HEADS && q->type == F32 && is_half(k) && is_half(v) && q->nb[0] == 4 && k->nb[0] == 2 && v->nb[0] == 2 &&
+    return q->ne[2] <= MAX_HEADS && q->type == F32 && fits_cells(k) && fits_cells(v) && q->nb[0] == 4 &&
            dst->type == F32 && dst->nb[0] == 4 && dst->nb[1] == 4 * static_cast<size_t>(v->ne[0]) && q->ne[3] == 1 &&
            k->ne[3] == 1 && v->ne[3] == 1 && k->ne[2] == v->ne[2] && k->ne[1] == v->ne[1] && q->ne[2] % k->ne[2] == 0 &&
-           q->ne[0] == k->ne[0] && k->ne[0] % 16 == 0 && v->ne[0] % 16 == 0 &&
-           k->ne[1] < INT32_MAX && (!mask || (mask->type == F16 && mask->ne[2] == 1 && mask->ne[3] == 1));
+           q->ne[0] == k->ne[0] && k->ne[1] < INT32_MAX && (!mask || (mask->type == F16 && mask->ne[2] == 1 && mask->ne[3] == 1));
 }
 
 // Of the thread that evaluates, for all threads of an attention. It grows with the context.
@@ -361,7 +363,7 @@ bool compute_attention(const ggml_compute_params *params, const ggml_tensor *dst
     a.q = static_cast<const char *>(q->data), a.q_position_bytes = q->nb[1], a.q_head_bytes = q->nb[2];
     a.keys = static_cast<const uint8_t *>(k->data), a.key_cell_bytes = k->nb[1], a.key_head_bytes = k->nb[2];
     a.values = static_cast<const uint8_t *>(v->data), a.value_cell_bytes = v->nb[1], a.value_head_bytes = v->nb[2];
-    a.brain_keys = k->type == BF16, a.brain_values = v->type == BF16;
+    a.key_type = k->type, a.value_type = v->type;
     a.mask = mask ? static_cast<const char *>(mask->data) : nullptr, a.mask_bytes = mask ? mask->nb[1] : 0;
     a.sinks = sinks ? static_cast<const float *>(sinks->data) : nullptr;
     a.softcap = numbers[2], a.scale = numbers[2] != 0.0f ? numbers[0] / numbers[2] : numbers[0];
@@ -596,7 +598,7 @@ EXPORTED int llamaspec_kernels_multiply(int type, const void *weights, size_t ro
     return 1;
 }
 
-// For tests: attention over f16 or bf16 keys [n_cells, n_kv, key_length] and values, with q [n, n_heads, key_length] and
+// For tests: attention over f16, bf16 or q8_0 keys [n_cells, n_kv, key_length] and values, with q [n, n_heads, key_length] and
 // mask [n, n_cells]. Returns 0 if there is no memory.
 EXPORTED int llamaspec_kernels_attend(int type_k, int type_v, const float *q, const void *k, const void *v,
                                       const void *mask, const float *sinks, const float *slopes, float scale,
@@ -608,8 +610,10 @@ EXPORTED int llamaspec_kernels_attend(int type_k, int type_v, const float *q, co
     a.n_heads = n_heads, a.heads_per_kv = n_heads / n_kv, a.key_length = key_length, a.value_length = value_length;
     a.n_cells = n_cells, a.q = reinterpret_cast<const char *>(q), a.q_position_bytes = 4 * n_heads * kl;
     a.q_head_bytes = 4 * kl, a.keys = static_cast<const uint8_t *>(k), a.values = static_cast<const uint8_t *>(v);
-    a.key_cell_bytes = 2 * n_kv * kl, a.key_head_bytes = 2 * kl, a.value_cell_bytes = 2 * n_kv * vl;
-    a.value_head_bytes = 2 * vl, a.brain_keys = type_k == BF16, a.brain_values = type_v == BF16;
+    const TypeSize key = size_of(type_k), value = size_of(type_v);
+    a.key_head_bytes = kl / key.length * key.bytes, a.value_head_bytes = vl / value.length * value.bytes;
+    a.key_cell_bytes = n_kv * a.key_head_bytes, a.value_cell_bytes = n_kv * a.value_head_bytes;
+    a.key_type = type_k, a.value_type = type_v;
     a.mask = static_cast<const char *>(mask), a.mask_bytes = 2 * n_cells, a.sinks = sinks, a.slopes = slopes;
     a.scale = scale, a.softcap = softcap, a.out = out;
     const Items items(a, n, n_threads);

@@ -307,7 +307,7 @@ class LlamaModel:
             reason = "some weights have a type that llamaspec's kernels do not take; use another quantization"
         elif not (self._contexts[0].flash_attention and self._kernels_compute_everything()):
             kinds = f"{self.options.cache_type_k} keys and {self.options.cache_type_v} values"
-            remedy = "use another model" if kinds == "f16 keys and f16 values" else "use f16 for both"
+            remedy = "use another model" if kinds == "f16 keys and f16 values" else "use f16 or q8_0 for both"
             reason = f"llama.cpp computes a part of this model with {kinds}; {remedy}"
         return reason
 

@@ -33,15 +33,21 @@ def test_with_our_kernels_there_is_no_reason(opened: OpenModel, kind: str, n_ctx
 
 
 @with_kernels
+@pytest.mark.parametrize("kinds", [("q8_0", "q8_0"), ("f16", "q8_0"), ("q8_0", "bf16")])
+def test_a_cache_of_q8_0_is_no_reason(opened: OpenModel, kinds: tuple[str, str]) -> None:
+    assert opened(n_ctx=600, cache_type_k=kinds[0], cache_type_v=kinds[1]).why_inexact() is None
+
+
+@with_kernels
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
         ("llama", {"flash_attention": "off"}, "flash attention is off; drop --flash-attn off"),
-        ("llama", {"cache_type_k": "q8_0"}, "this model with q8_0 keys and f16 values; use f16 for both"),
+        ("llama", {"cache_type_k": "q5_1"}, "this model with q5_1 keys and f16 values; use f16 or q8_0"),
         (
             "llama",
             {"cache_type_v": "q4_0"},
-            "this model with f16 keys and q4_0 values; use f16 for both",
+            "this model with f16 keys and q4_0 values; use f16 or q8_0 for both",
         ),
         ("mamba", {"flash_attention": "off"}, "flash attention is off; drop --flash-attn off"),
         ("lfm2", {"cache_type_k": "q8_0"}, "this model with q8_0 keys and f16 values; use f16 for both"),
