@@ -192,7 +192,7 @@ class SequenceAcceptance:
 
 def expected_accepted(acceptance: float, longest: int) -> Array:
     """Return the expected number of accepted tokens in drafts of 0, 1, ... `longest` tokens."""
-    return summed(acceptance ** np.arange(1, longest + 1))
+    return summed(np.power(acceptance, np.arange(1.0, longest + 1.0), dtype=np.float64))
 
 
 def summed(chances: Array) -> Array:
