@@ -230,6 +230,19 @@ def test_copies_that_cannot_win_are_not_verified() -> None:
     assert ran.to_plain <= 1.03
 
 
+@pytest.mark.parametrize("wide", [1.0, 0.5])
+def test_copies_that_are_never_right_are_not_verified_whatever_the_costs_say(wide: float) -> None:
+    """Costs from a busy time said that a wide evaluation is free, or even cheaper than a plain one."""
+    prior = CostCurve((1, 2, 4, 8, 16), (0.04, *[0.04 * wide] * 4), 0.01)
+    policy, on, n_verified = AutoLength(prior, sources={Source.NGRAM}), machine("slope"), 0
+    for seed in range(4):
+        wrong = Passage(np.zeros(N), np.zeros(N, dtype=bool), np.full(N, 0.8))  # after matches of 4 tokens
+        ran = play_together(policy, on, [wrong], seed, wrong, is_disturbed=True)
+        n_verified += sum(ran.lengths)
+        assert ran.to_plain <= (1.08 if seed == 0 else 1.02)
+    assert n_verified < 80
+
+
 @pytest.mark.parametrize("curve", ["flat", "slope", "steep"])
 @pytest.mark.parametrize("n_sequences", [2, 5])
 def test_several_sequences_share_every_evaluation(curve: str, n_sequences: int) -> None:
