@@ -53,6 +53,7 @@ class Kind(Enum):
 
     TEXT = "a model that generates text"
     EMBEDDING = "an embedding model"
+    RANKING = "a reranker"
     DIFFUSION = "a diffusion model"
     ENCODER = "a model with an encoder"
     DRAFT = "a draft or a prediction head, which needs its target"
@@ -64,6 +65,8 @@ class Kind(Enum):
     OTHER = "no language model"
 
 
+EMBEDDERS = frozenset({Kind.EMBEDDING, Kind.RANKING})
+_RANK = 4  # the pooling type of a reranker
 _BY_TYPE = {"adapter": Kind.ADAPTER, "imatrix": Kind.IMPORTANCE, "mmproj": Kind.PROJECTOR}  # general.type
 _BY_ARCHITECTURE = {
     "clip": Kind.PROJECTOR,
@@ -164,6 +167,8 @@ def _read_facts(paths: Sequence[Path], sizes: Sequence[int]) -> FileFacts:
 
 def _kind_of(found: GgufFile, tensors: set[str]) -> Kind:
     """Return the kind of a file from its metadata and the names of all its tensors."""
+    if found.number("pooling_type") == _RANK:
+        return Kind.RANKING
     special = _BY_TYPE.get(found.text("general.type")) or _BY_ARCHITECTURE.get(found.architecture)
     if special is not None:
         return special
