@@ -236,7 +236,8 @@ def unit_vectors(rows: Rows, dimensions: int | None = None) -> Rows:
         raise ValueError(f"dimensions must be from 1 to {rows.shape[1]}, got {dimensions}")
     rows = rows[:, :dimensions]
     lengths = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1, keepdims=True))
-    return np.divide(rows, lengths, where=lengths > 0, out=np.zeros_like(rows), casting="unsafe")
+    unit: Rows = (rows / np.maximum(lengths, np.finfo(np.float64).tiny)).astype(np.float32)
+    return unit
 
 
 def _utf8(text: str) -> bytes:

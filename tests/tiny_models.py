@@ -22,7 +22,8 @@ import numpy.typing as npt
 from tiny_vocabulary import BYTES, WORD_PIECE_MARKS, Vocabulary
 
 Array = npt.NDArray[np.float32]
-Keys = dict[str, int | float | bool | str | list[int] | list[str]]
+Value = int | float | bool | str | list[int] | list[bool] | list[str]
+Keys = dict[str, Value]
 
 CONV, STATE, RANK = 4, 16, 4  # sizes of a Mamba layer
 LATENT, ROPE = 32, 16  # sizes of latent attention
@@ -188,7 +189,7 @@ def write_gemma3(path: Path, recipe: Recipe | None = None) -> Path:
 
 
 def write_gemma_embedding(path: Path, recipe: Recipe | None = None) -> Path:
-    """EmbeddingGemma: attention in both directions, through a window that is symmetric in every other layer."""
+    """EmbeddingGemma: attention in both directions, in every other layer through a window."""
     recipe = recipe or Recipe()
     weights = TinyWeights(recipe)
     _gemma_layers(weights, 1.5)
@@ -514,11 +515,14 @@ EMBEDDER_WRITERS: dict[str, Callable[..., Path]] = {
     "bert-cls": partial(write_bert, pooling=CLS),
     "bert-rank": partial(write_bert, pooling=RANK_POOLING),
     "qwen3-embedding": partial(write_qwen3, more={"pooling_type": LAST}),
-    "qwen3-rank": partial(write_qwen3, more={
-        "pooling_type": RANK_POOLING,
-        "classifier.output_labels": ["yes", "no"],
-        "tokenizer.chat_template.rerank": "<s>Query: {query}\nDocument: {document}</s>",
-    }),
+    "qwen3-rank": partial(
+        write_qwen3,
+        more={
+            "pooling_type": RANK_POOLING,
+            "classifier.output_labels": ["yes", "no"],
+            "tokenizer.chat_template.rerank": "<s>Query: {query}\nDocument: {document}</s>",
+        },
+    ),
 }
 WRITERS: dict[str, Callable[..., Path]] = {
     "llama": write_llama,
@@ -755,7 +759,7 @@ def _type_of(name: str, tensor: Array, dtype: str) -> gguf.GGMLQuantizationType:
     return TYPES[dtype]
 
 
-def _add_key(writer: gguf.GGUFWriter, key: str, value: int | float | bool | str | list[int] | list[str]) -> None:
+def _add_key(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -111,7 +111,7 @@ WORD_PIECE_MARKS = {"padding": 0, "unknown": 1, "seperator": 3, "mask": 4}  # by
 
 
 def word_piece_vocabulary() -> Vocabulary:
-    """BERT's WordPiece: 5 controls, ASCII in a word and at its start, a few pieces. There is a mark at each end."""
+    """BERT's WordPiece: 5 controls, ASCII and a few pieces, at the start of a word and inside it."""
     letters = [chr(i) for i in range(0x21, 0x7F) if not chr(i).isupper()]
     pieces = (*letters, "the", "in", "re", "on", "and", "er", "th", "nd", "ing")
     tokens = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁{each}" for each in pieces), *pieces)

@@ -28,6 +28,7 @@ from llamaspec.kernels import library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.context import default_context_size
+from llamaspec.llama.file_facts import NO_POOLING
 from llamaspec.llama.gguf_file import GgufFile, file_parts, kv_row_sizes, read_gguf
 from llamaspec.llama.options import BATCH, FLASH_ATTENTION, ModelOptions, cache_bytes
 from llamaspec.llama.resources import ThreadGovernor, governors
@@ -67,9 +68,7 @@ class EmbeddingModel:
         self._abort = AbortFlag()
         self._handle: Handle | None = None
         try:
-            self.context_size = _context_size(
-                read_gguf(path), self.options, self.weights.facts.weights_bytes
-            )
+            self.context_size = _context_size(read_gguf(path), self.options, self.weights.facts.weights_bytes)
             self._governors: Sequence[ThreadGovernor] = governors() if self.options.threads is None else ()
             self._n_threads = self.options.threads or resources.default_threads()
             pointer = self._open(BATCH)
@@ -79,7 +78,7 @@ class EmbeddingModel:
             if not self._splits and self.context_size > BATCH:
                 pointer = self._open(self.context_size)
             if not self.pooling:
-                raise ModelFileError(f"{path} does not say how rows become a vector (pooling); convert it again")
+                raise ModelFileError(f"{path} {NO_POOLING}")
         except BaseException:
             self.close()
             raise
