@@ -30,13 +30,14 @@ from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.context import default_context_size
 from llamaspec.llama.file_facts import NO_POOLING
 from llamaspec.llama.gguf_file import GgufFile, file_parts, kv_row_sizes, read_gguf
-from llamaspec.llama.options import BATCH, FLASH_ATTENTION, ModelOptions, cache_bytes
+from llamaspec.llama.options import FLASH_ATTENTION, ModelOptions, cache_bytes
 from llamaspec.llama.resources import ThreadGovernor, governors
 from llamaspec.llama.runtime import AbortFlag, Handle
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
 from llamaspec.values import Rows, TokenArray
 
 N_TEXTS = 64  # maximum number of texts in one evaluation
+WIDTH = 256  # positions of an evaluation of several texts: each attends to those of all, so more cost more
 LARGE_VOCABULARY = 1 << 16  # with more tokens, no matrix but the output matrix has so many rows
 _NO_SCORES = np.zeros(1, dtype=np.int32)  # the one panel of the output matrix that is computed
 _POOLINGS = {
@@ -71,11 +72,11 @@ class EmbeddingModel:
             self.context_size = _context_size(read_gguf(path), self.options, self.weights.facts.weights_bytes)
             self._governors: Sequence[ThreadGovernor] = governors() if self.options.threads is None else ()
             self._n_threads = self.options.threads or resources.default_threads()
-            pointer = self._open(BATCH)
+            pointer = self._open(WIDTH)
             self.pooling = _POOLINGS.get(lib.llama_pooling_type(pointer), "")
             # Only then can a long text be evaluated in parts: its last row has seen all others.
             self._splits = lib.llama_get_causal_attn(pointer) and self.pooling in ("last", "rank")
-            if not self._splits and self.context_size > BATCH:
+            if not self._splits and self.context_size > WIDTH:
                 pointer = self._open(self.context_size)
             if not self.pooling:
                 raise ModelFileError(f"{path} {NO_POOLING}")
@@ -83,7 +84,7 @@ class EmbeddingModel:
             self.close()
             raise
         self._memory = lib.llama_get_memory(pointer)
-        self._batch = Batch(BATCH if self._splits else max(BATCH, self.context_size))
+        self._batch = Batch(WIDTH if self._splits else max(WIDTH, self.context_size))
         # Numbers in a vector. Of a reranker's, the first is the score.
         n_out = lib.llama_model_n_cls_out if self.ranks else lib.llama_model_n_embd_out
         self.size: int = n_out(self.weights.pointer)
@@ -197,14 +198,11 @@ class EmbeddingModel:
         return np.ctypeslib.as_array(memory)
 
     def n_fitting(self, lengths: Sequence[int]) -> int:
-        """Return how many of the first texts one evaluation takes, by their lengths in tokens; at least 1.
-
-        More than BATCH positions at once cost more: each attends to those of all texts.
-        """
+        """Return how many of the first texts one evaluation takes, by their lengths in tokens; at least 1."""
         n, n_positions = 0, 0
         for length in lengths[:N_TEXTS]:
             n_positions += length
-            if n and n_positions > BATCH:
+            if n and n_positions > WIDTH:
                 break
             n += 1
         return n
@@ -218,7 +216,7 @@ def embedder_bytes(path: Path, options: ModelOptions) -> int:
     found = read_gguf(path)
     n_weights = sum(part.stat().st_size for part in file_parts(path))
     n_ctx = _context_size(found, options, n_weights)
-    return n_weights + round(_bytes_per_token(found) * max(n_ctx, BATCH))
+    return n_weights + round(_bytes_per_token(found) * max(n_ctx, WIDTH))
 
 
 def _context_size(found: GgufFile, options: ModelOptions, n_weights: int) -> int:
@@ -226,7 +224,7 @@ def _context_size(found: GgufFile, options: ModelOptions, n_weights: int) -> int
 
     llama.cpp would read beyond the end of a table of positions.
     """
-    trained = found.number("context_length", BATCH)
+    trained = found.number("context_length", WIDTH)
     if options.n_ctx is not None:
         return min(options.n_ctx, trained)
     return default_context_size(trained, _bytes_per_token(found), n_weights, resources.available_bytes())
