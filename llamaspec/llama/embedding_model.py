@@ -28,8 +28,8 @@ from llamaspec.kernels import library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.batch import Batch, Segment
 from llamaspec.llama.context import default_context_size
-from llamaspec.llama.file_facts import NO_POOLING
-from llamaspec.llama.gguf_file import GgufFile, file_parts, kv_row_sizes, read_gguf
+from llamaspec.llama.file_facts import EMBEDDERS, NO_POOLING, file_facts
+from llamaspec.llama.gguf_file import GgufFile, check_gguf, file_parts, kv_row_sizes, read_gguf
 from llamaspec.llama.options import FLASH_ATTENTION, ModelOptions, cache_bytes
 from llamaspec.llama.resources import ThreadGovernor, governors
 from llamaspec.llama.runtime import AbortFlag, Handle
@@ -63,6 +63,7 @@ class EmbeddingModel:
         self, path: Path, options: ModelOptions | None = None, on_load: LoadProgress | None = None
     ) -> None:
         self.path, self.options = path, options or ModelOptions()
+        _check(path)
         self.weights = Weights(path, self.options, on_load)
         self.vocabulary = self.weights.vocabulary
         self.vocabulary_size = self.vocabulary.size
@@ -206,6 +207,14 @@ class EmbeddingModel:
                 break
             n += 1
         return n
+
+
+def _check(path: Path) -> None:
+    """Raise ModelFileError if a file makes neither vectors nor scores."""
+    check_gguf(path)
+    kind = file_facts(path).kind
+    if kind not in EMBEDDERS:
+        raise ModelFileError(f"{path} is {kind.value}; name an embedding model or a reranker")
 
 
 def embedder_bytes(path: Path, options: ModelOptions) -> int:

@@ -55,6 +55,7 @@ async def _embeddings(service: EmbeddingService, http: Request, body: Embeddings
     given = getattr(body, body.field)
     if given in (None, [], ""):
         raise bad_field(body.field, "must not be empty")
+    _check_dimensions(service, body.dimensions)
     texts = await run_in_threadpool(_tokenized, service, given, body.field)
     rows = await service.rows(http, texts, body.field)
     if rows is None:
@@ -62,7 +63,7 @@ async def _embeddings(service: EmbeddingService, http: Request, body: Embeddings
 
     def answer() -> Response:
         is_plain = body.embd_normalize == -1 and body.dimensions is None
-        vectors = rows if is_plain else _unit(rows, body.dimensions)
+        vectors = rows if is_plain else unit_vectors(rows, body.dimensions)
         if body.field == "content":
             return JSONResponse([{"index": i, "embedding": [row]} for i, row in enumerate(vectors.tolist())])
         written = map(_base64, vectors) if body.encoding_format == "base64" else vectors.tolist()
@@ -82,11 +83,9 @@ def _tokenized(service: EmbeddingService, given: str | Sequence[Any], field: str
     return [service.embedder.tokens(text) for text in texts]
 
 
-def _unit(rows: Rows, dimensions: int | None) -> Rows:
-    try:
-        return unit_vectors(rows, dimensions)
-    except ValueError as error:
-        raise bad_field("dimensions", str(error).removeprefix("dimensions ")) from error
+def _check_dimensions(service: EmbeddingService, n: int | None) -> None:
+    if n is not None and n > service.target.size:
+        raise bad_field("dimensions", f"must be at most {service.target.size}")
 
 
 def _base64(vector: Rows) -> str:
@@ -148,11 +147,12 @@ async def _ollama_rows(
     given = body.texts
     if not given:
         return np.empty((0, 0), dtype=np.float32), 0
+    _check_dimensions(service, body.dimensions)
     texts = await run_in_threadpool(_tokenized, service, given, field)
     if body.truncate is not False:
         texts = [_truncated(service, text) for text in texts]
     rows = await service.rows(http, texts, field)
-    return None if rows is None else _unit(rows, body.dimensions), sum(map(len, texts))
+    return None if rows is None else unit_vectors(rows, body.dimensions), sum(map(len, texts))
 
 
 def _truncated(service: EmbeddingService, text: TokenArray) -> TokenArray:

@@ -80,7 +80,8 @@ def _in_words(work: Mapping[str, Any]) -> str:
     """Return the work of a request as text."""
     if "texts" in work:
         end = ", cancelled" if work["cancelled"] else ""
-        return f"{work['texts']} texts, {work['prompt_tokens']} tokens{end}"
+        n = work["texts"]
+        return f"{n} text{'s' if n != 1 else ''}, {work['prompt_tokens']} tokens{end}"
     parts = [f"{work['prompt_tokens']} prompt tokens ({work['cached_tokens']} cached)"]
     parts.append(f"{work['generated_tokens']} generated")
     if (speed := work["tokens_per_second"]) is not None:
