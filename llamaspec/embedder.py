@@ -119,8 +119,8 @@ class Embedder:
             (vocabulary.bos, vocabulary.adds_bos), (vocabulary.sep, vocabulary.adds_sep)))  # fmt: skip
         return np.concatenate([bos, first, eos, sep, second, eos]).astype(np.int32)
 
-    def request(self, texts: Sequence[TokenArray]) -> Request:
-        """Return a request for `run`; PromptError if a text cannot be evaluated."""
+    def check(self, texts: Sequence[TokenArray]) -> None:
+        """Raise PromptError if a text cannot be evaluated."""
         longest, size = self.model.context_size, self.model.vocabulary_size
         for i, text in enumerate(texts):
             if not len(text):
@@ -129,6 +129,10 @@ class Embedder:
                 raise PromptError(f"text {i} has {len(text)} tokens, but the context {longest}; shorten it")
             if not 0 <= text.min() <= text.max() < size:
                 raise PromptError(f"token ids must be from 0 to {size - 1}")
+
+    def request(self, texts: Sequence[TokenArray]) -> Request:
+        """Return a request for `run`; PromptError if a text cannot be evaluated."""
+        self.check(texts)
         return Request(texts, np.empty((len(texts), self.model.size), dtype=np.float32))
 
     def run(self, request: Request) -> Rows:

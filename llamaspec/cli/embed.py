@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from llamaspec.cli import options as shared
 from llamaspec.cli.model_options import ALMOST, KERNELS_OPTION, complete_names, fetched_model
 from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, option_group
 from llamaspec.cli.output import SlowProgress
-from llamaspec.embedder import Embedder, open_embedder
+from llamaspec.embedder import Embedder, open_embedder, unit_vectors
 from llamaspec.errors import LlamaspecError, PromptError
 from llamaspec.llama.options import FLASH_ATTENTION, ModelOptions
 
@@ -74,49 +73,48 @@ def embed(
         raise click.UsageError("give the texts once: as arguments or with --file")
     if query is not None and dimensions is not None:
         raise click.UsageError("--query gives scores, which have no --dimensions")
-    given = texts or _lines(file or "-")
+    given = texts or _lines(file)
     name, options = model
     with SlowProgress("loading") as progress:
         path = fetched_model(name)
         embedder = open_embedder(path, options=options, on_load=lambda done: progress(min(done, ALMOST)))
     with embedder:
-        _check_kind(embedder, name, query)
-        left, start = iter(given), 0
-        while some := list(islice(left, N_AT_ONCE)):
-            for i, line in enumerate(_answers(embedder, some, query, dimensions), start):
-                click.echo(json.dumps({"index": i, **line}))
-            start += len(some)
-
-
-def _check_kind(embedder: Embedder, name: str, query: str | None) -> None:
-    if embedder.model.ranks != (query is not None):
-        is_needed = "is a reranker; give it a --query" if query is None else "is no reranker; drop --query"
-        raise LlamaspecError(f"{name} {is_needed}")
+        for i, line in enumerate(_answers(embedder, name, given, query, dimensions)):
+            click.echo(json.dumps({"index": i, **line}))
 
 
 def _answers(
-    embedder: Embedder, texts: Sequence[str], query: str | None, dimensions: int | None
+    embedder: Embedder, name: str, texts: Sequence[str], query: str | None, dimensions: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is written of each text."""
-    if query is not None:
-        for score in embedder.rank(query, texts).tolist():
-            yield {"score": score}
-        return
-    tokens = [embedder.tokens(text) for text in texts]
-    try:
-        vectors = embedder.embed(tokens, dimensions=dimensions)
-    except ValueError as error:
-        raise LlamaspecError(str(error)) from error
-    for each, vector in zip(tokens, vectors.tolist(), strict=True):
-        yield {"tokens": len(each), "embedding": vector}
+    """Yield what is written of each text. What cannot be done is known before the first."""
+    model = embedder.model
+    if model.ranks != (query is not None):
+        remedy = "is a reranker; give it a --query" if model.ranks else "is no reranker; drop --query"
+        raise LlamaspecError(f"{name} {remedy}")
+    if dimensions is not None and dimensions > model.size:
+        raise LlamaspecError(f"--dimensions must be from 1 to {model.size}, got {dimensions}")
+    if query is None:
+        tokens = [embedder.tokens(text) for text in texts]
+    else:
+        tokens = [embedder.pair_tokens(query, text) for text in texts]
+    embedder.check(tokens)
+    for start in range(0, len(tokens), N_AT_ONCE):
+        some = tokens[start : start + N_AT_ONCE]
+        rows = embedder.run(embedder.request(some))
+        vectors = (rows if model.ranks else unit_vectors(rows, dimensions)).tolist()
+        for each, vector in zip(some, vectors, strict=True):
+            yield {"score": vector[0]} if model.ranks else {"tokens": len(each), "embedding": vector}
 
 
-def _lines(name: str) -> list[str]:
-    """Return the lines of a file that are not empty; PromptError if it cannot be read or has none."""
-    content = (
-        shared.in_utf8(sys.stdin.buffer.read()) if name == "-" else shared.read_input(Path(name), "file")
-    )
-    lines = [line for line in shared.decoded(content, name).splitlines() if line.strip()]
-    if not lines:
+def _lines(name: str | None) -> list[str]:
+    """Return the lines of a file, or of stdin, that are not empty; PromptError if there are none."""
+    content = b""
+    if name not in (None, "-"):
+        content = shared.read_input(Path(str(name)), "file")
+    elif sys.stdin is not None and not (name is None and sys.stdin.isatty()):
+        content = sys.stdin.buffer.read()
+    lines = shared.decoded(content, f"the text of {name or 'stdin'}").splitlines()
+    texts = [line for line in lines if line.strip()]
+    if not texts:
         raise PromptError("there is no text; give some as arguments, or a line for each")
-    return lines
+    return texts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from time import monotonic_ns
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -30,8 +30,7 @@ from llamaspec.values import Rows, TokenArray
 MAX_TEXTS = 2048  # in a request, as in OpenAI's API
 _VECTORS, _RANKS = frozenset({Kind.EMBEDDING}), frozenset({Kind.RANKING})
 
-Texts = Annotated[list[str | TokenIds], Field(max_length=MAX_TEXTS, fail_fast=True)]
-Input = str | TokenIds | Texts
+Input = str | Annotated[list[int | str | TokenIds], Field(fail_fast=True)]
 Dimensions = Annotated[Whole, Field(ge=1)]
 
 
@@ -77,10 +76,18 @@ def _tokenized(service: EmbeddingService, given: str | Sequence[Any], field: str
     """Return the tokens of one text or of several, each of them given as text or as token ids."""
     is_one = isinstance(given, str) or isinstance(given[0], int)
     texts: Sequence[Any] = [given] if is_one else given
+    if len(texts) > MAX_TEXTS:
+        raise bad_field(field, f"has {len(texts)} texts; send at most {MAX_TEXTS} at once")
     for text in texts:
         if not isinstance(text, str):
-            check_token_ids(text, service.target.vocabulary, field)
+            _check_tokens(service, text, field)
     return [service.embedder.tokens(text) for text in texts]
+
+
+def _check_tokens(service: EmbeddingService, text: int | Sequence[int | str], field: str) -> None:
+    if isinstance(text, int) or not all(isinstance(token, int) for token in text):
+        raise bad_field(field, "must be a text, a list of texts, or a list of token ids")
+    check_token_ids(cast("Sequence[int]", text), service.target.vocabulary, field)
 
 
 def _check_dimensions(service: EmbeddingService, n: int | None) -> None:

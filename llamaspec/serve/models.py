@@ -99,7 +99,9 @@ class Models:
             return await self.named(name)
         model = await self._current(partial(self._last_used, kinds))
         if model is None:
-            raise RequestError(400, f"is missing; {choices('', self._names(kinds))}", field="model")
+            raise RequestError(
+                400, f"is missing; {choices('', self._names(kinds) or self._names(OFFERED))}", field="model"
+            )
         return model
 
     async def named(self, name: str) -> ServedModel:
@@ -145,8 +147,8 @@ class Models:
         return [model.name for model in self.all if model.kind in kinds]
 
     def _last_used(self, kinds: Set[Kind]) -> ServedModel | None:
-        """Return the last model of some kinds that was used, or the only one."""
-        fitting = [model for model in self.all if model.kind in kinds]
+        """Return the last model of some kinds that was used, or the only one; of any, if none is of them."""
+        fitting = [model for model in self.all if model.kind in kinds] or self.all
         used = [model for model in fitting if model.last_used]
         known = used or (fitting if len(fitting) == 1 else [])
         return max(known, key=lambda model: model.last_used, default=None)
