@@ -22,7 +22,7 @@ N_AT_ONCE = 256  # texts whose lines are written together
 
 _MODEL: tuple[Decorator, ...] = (
     click.option("--target", "--model", "-m", "target", metavar="MODEL", required=True,
-                 envvar="LLAMASPEC_EMBEDDER", shell_complete=complete_names,
+                 shell_complete=complete_names,
                  help="An embedding model or a reranker: a file, a name from llamaspec models list, or "
                       "hf:owner/repo:FILE."),
     click.option("--n-ctx", "--ctx-size", "-c", type=int,
