@@ -129,22 +129,22 @@ def asked_together(embedder: Embedder, texts: Sequence[Sequence[str]]) -> list[A
 
 
 def test_requests_share_evaluations(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    embedder, widths = opened("bert"), list[int]()
-    alone = embedder.embed(TEXTS)
-    evaluate = embedder.model.evaluate
+    embedder, evaluated = opened("bert"), list[list[int]]()
+    alone, evaluate = embedder.embed(TEXTS), embedder.model.evaluate
 
-    def counted(texts: Sequence[TokenArray]) -> Rows:
-        widths.append(len(texts))
+    def noted(texts: Sequence[TokenArray]) -> Rows:
+        evaluated.append([len(text) for text in texts])
         return evaluate(texts)
 
-    monkeypatch.setattr(embedder.model, "evaluate", counted)
+    monkeypatch.setattr(embedder.model, "evaluate", noted)
     for vectors in asked_together(embedder, [TEXTS] * 3):
         close(vectors, alone)
-    assert widths == [6]
-    widths.clear()
-    asked_together(embedder, [TEXTS[:1] * 90, TEXTS[1:] * 2])  # the short request need not wait for the long
-    assert len(widths) > 2
-    assert sum(widths) == 92
+    assert [len(lengths) for lengths in evaluated] == [6]
+    evaluated.clear()
+    asked_together(embedder, [TEXTS[:1] * 90, TEXTS[1:] * 2])  # nobody waits for a long request
+    n = len(embedder.tokens(TEXTS[1]))
+    assert [lengths.count(n) for lengths in evaluated] == [2, *[0] * (len(evaluated) - 1)]
+    assert sum(map(len, evaluated)) == 92
 
 
 def test_an_error_ends_the_requests_that_it_concerns(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
