@@ -35,7 +35,7 @@ def test_texts_become_lines(bert: Path, tmp_path: Path) -> None:
         code, out, _ = embed(bert, *arguments, stdin=stdin)
         lines = [json.loads(line) for line in out.splitlines()]
         assert (code, [line["index"] for line in lines]) == (0, list(range(300)))
-        np.testing.assert_allclose([line["embedding"] for line in lines], expected, atol=1e-5)
+        np.testing.assert_allclose([line["embedding"] for line in lines], expected, atol=1e-3)
         assert lines[0]["tokens"] == 7
     _, out, _ = embed(bert, "a", "--dimensions", "3")
     assert len(json.loads(out)["embedding"]) == 3
@@ -46,7 +46,7 @@ def test_scores(store: ModelStore) -> None:
     with open_embedder(path) as embedder:
         expected = embedder.rank("who?", ["me", "you"])
     _, out, _ = embed(path, "--query", "who?", "me", "you")
-    np.testing.assert_allclose([json.loads(line)["score"] for line in out.splitlines()], expected, atol=1e-5)
+    np.testing.assert_allclose([json.loads(line)["score"] for line in out.splitlines()], expected, atol=1e-3)
 
 
 @pytest.mark.parametrize(
