@@ -27,6 +27,8 @@ from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.verdict import best_length, break_even, round_seconds
 from patience import PATIENCE
 from rpc_workers import free_port
+from tiny_models import MEAN, Recipe, write_bert
+from tiny_vocabulary import WORD_PIECE
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -96,6 +98,7 @@ class Reader:
                 (folder / name).symlink_to(file)
         (folder / "models").mkdir()
         (folder / "models" / "some.gguf").symlink_to(demo_files[0])
+        write_bert(folder / "nomic-embed.gguf", Recipe(vocabulary=WORD_PIECE), MEAN)
         for name in TEXTS:
             (folder / name).write_text("def f(a, b):\n    return a\n" * 20)
         (folder / "person.json").write_text(SCHEMA)
