@@ -28,7 +28,8 @@ from llamaspec.cli.model_options import (
 )
 from llamaspec.cli.option_groups import Decorator, GroupedCommand, Integer, refusing_values, section
 from llamaspec.cli.output import Detail, SlowProgress, Thoughts, message_of, say, statistics_lines, write_text
-from llamaspec.cli.signals import signals_reach_input
+from llamaspec.cli.signals import interrupts_are_not_echoed, signals_reach_input
+from llamaspec.cli.wrapping import WordWrap
 from llamaspec.engine.completion import StopReason
 from llamaspec.engine.stream import Progress
 from llamaspec.errors import LlamaspecError, PromptError, printable
@@ -127,6 +128,7 @@ def chat(
             loop.run(piped_lines())
             return
         click.echo(f"Chat with {printable(pair.target.path.name)}. /help lists the commands.", err=True)
+        loop.recall()
         with line_editing(), signals_reach_input():
             loop.run(terminal_line)
 
@@ -271,15 +273,17 @@ class _Loop:
     def _show(self, answer: Callable[[Progress], Generator[str, None, None]]) -> None:
         """Write an answer as it arrives; Ctrl-C stops it and keeps its text."""
         before = self.session.last
+        wrap = WordWrap()
         try:
             with (
+                interrupts_are_not_echoed(),
                 SlowProgress("processing the conversation") as progress,
                 closing(answer(progress.part)) as pieces,
             ):
                 for text in pieces:
                     progress(1.0)
                     self.thoughts.end()
-                    write_text(text)
+                    write_text(text, wrap=wrap)
         except KeyboardInterrupt:
             self._after(before)
             if not self.interactive:
@@ -335,8 +339,8 @@ class _Loop:
         self._show(lambda on_prefill: self.session.ask_instead(edited.rstrip("\n"), on_prefill))
 
     def _set(self, argument: str) -> None:
-        if argument:
-            name, _, value = argument.partition(" ")
+        name, _, value = argument.partition(" ")
+        if value:
             self.decoding = shared.with_setting(self.decoding, name, value.strip())
             self.session.settings = replace(
                 self.session.settings,
@@ -345,9 +349,9 @@ class _Loop:
                 max_tokens=self.decoding.max_tokens,
             )
             return
-        for name, found in shared.settings_of(self.decoding).items():
+        for setting, found in shared.settings_of(self.decoding, name).items():
             shown = "off" if found is None else "none" if found == shared.UNLIMITED else found
-            click.echo(f"{name.replace('_', '-'):18} {shown}", err=True)
+            click.echo(f"{setting.replace('_', '-'):18} {shown}", err=True)
 
     def _save(self, name: str) -> None:
         path = self.files.writable(name)
@@ -357,6 +361,13 @@ class _Loop:
     def _load(self, name: str) -> None:
         self.session.replace(self.files.load(name))
         say(f"resuming {name}: {len(self.session.messages)} messages")
+        self.recall()
+
+    def recall(self) -> None:
+        """Show the last exchange of a resumed conversation at a terminal."""
+        for message in self.session.messages[-2:] if self.interactive else ():
+            mark = "You: " if message.role == "user" else ""
+            click.echo(printable(f"{mark}{message.text}", keep="\n\t"), err=True)
 
     def _statistics(self, argument: str) -> None:
         if argument not in ("", "full"):

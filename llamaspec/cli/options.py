@@ -273,10 +273,7 @@ measured_decoding_options = option_group("decoding", _decoding, (_LIMIT, *_CHAIN
 
 def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOptions:
     """Return the options with one value changed, parsed as on the command line; PromptError if invalid."""
-    names = tuple(settings_of(decoding))
-    field = name.lstrip("-").replace("-", "_")
-    if field not in names:
-        raise PromptError(f"there is no setting {name}; choose one of {', '.join(names).replace('_', '-')}")
+    (field,) = settings_of(decoding, name)
     settable: Any = answer_decoding_options(lambda: None)
     option = next(option for option in settable.__click_params__ if option.name == field)
     try:
@@ -289,10 +286,17 @@ def with_setting(decoding: DecodingOptions, name: str, value: str) -> DecodingOp
         raise PromptError(f"{name} cannot be {value}: {reason}; /set shows them") from error
 
 
-def settings_of(decoding: DecodingOptions) -> dict[str, Any]:
-    """Return the settings that `/set` can change; None = off, or a random seed."""
-    chain = {name: getattr(decoding.sampling, name) for name in _SAMPLING}
-    return {**chain, "seed": decoding.seed, "max_tokens": decoding.max_tokens}
+def settings_of(decoding: DecodingOptions, name: str = "") -> dict[str, Any]:
+    """Return the settings that `/set` can change, or the named one, PromptError if there is none.
+
+    None = off, or a random seed.
+    """
+    chain = {field: getattr(decoding.sampling, field) for field in _SAMPLING}
+    found = {**chain, "seed": decoding.seed, "max_tokens": decoding.max_tokens}
+    field = name.lstrip("-").replace("-", "_")
+    if field and field not in found:
+        raise PromptError(f"there is no setting {name}; choose one of {', '.join(found).replace('_', '-')}")
+    return {field: found[field]} if field else found
 
 
 # Conversations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -97,10 +97,10 @@ def options_of(error: LlamaspecError) -> tuple[str, ...]:
     return () if any(option in str(error) for option in options) else options
 
 
-def write_text(text: str, colour: str | None = None) -> None:
-    """Write generated text to stdout and flush; on a terminal it is escaped and may be coloured."""
+def write_text(text: str, colour: str | None = None, wrap: Callable[[str], str] = str) -> None:
+    """Write generated text to stdout and flush; on a terminal it is escaped, wrapped, and may be coloured."""
     if sys.stdout.isatty():
-        shown = printable(text, keep="\n\t")
+        shown = wrap(printable(text, keep="\n\t"))
         click.echo(click.style(shown, fg=colour) if colour is not None else shown, nl=False)
         return
     sys.stdout.flush()

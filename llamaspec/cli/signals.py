@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -43,6 +44,24 @@ def interrupts_end_the_process() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is _end:
             signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupts_are_not_echoed() -> Iterator[None]:
+    """Keep "^C" out of the text of a terminal within a block."""
+    if sys.stdin is None or not sys.stdin.isatty() or os.name != "posix":
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    changed = [*before]
+    changed[3] &= ~termios.ECHOCTL
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, changed)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def leave_the_terminal_as_found() -> None:

@@ -382,7 +382,13 @@ def test_a_person_talks(spawn: Callable[..., pexpect.spawn], pair: Pair) -> None
     assert "saved to talk.json" in send(child, "/save talk.json")
     assert "conversation cleared" in send(child, "/reset")
     assert "no answer yet" in send(child, "/stats")
-    assert "resuming talk.json: 4 messages" in send(child, "/load talk.json")
+    shown = send(child, "/load talk.json")
+    assert "resuming talk.json: 4 messages" in shown
+    assert "You: two" in shown
+    assert "You: one" not in shown  # only the last exchange
+    send(child, "/set temperature 0.25")
+    assert send(child, "/set temperature") == "temperature        0.25"
+    assert "there is no setting what" in send(child, "/set what")
     assert "there is no command /what" in send(child, "/what")
     assert "/continue          continue the last" in send(child, "/help")
     child.sendline('"""')

@@ -418,7 +418,8 @@ def test_nothing_is_parsed_as_html(page: Page, server: Served) -> None:
 
 
 def test_text_that_grows_looks_like_the_whole_text(scripts: Page) -> None:
-    text = "# a\n\n1. b\n   - c\n\n```py\nx = 1\n\ny\n```\n\n$$\nx\n= \\frac{1}{2}\n$$\n\n| d | e |\n|---|--:|\n| f | *g* |\n\nh\ni"
+    text = "# a\n\n1. b\n   - c\n\n```py\nx = 1\n\ny\n```\n\n$$\nx\n= \\frac{1}{2}\n$$\n"
+    text += "\n| d | e |\n|---|--:|\n| f | *g* |\n\nh\ni"
     grown = scripts.evaluate(RENDER, [text[:n] for n in range(len(text) + 1)])
     assert grown == scripts.evaluate(RENDER, [text])
     assert {"h1", "ol", "ul", "table", "em", "br", "mfrac"} <= set(grown[0])
