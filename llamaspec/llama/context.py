@@ -177,9 +177,9 @@ class Context:
         """Evaluate segments with `llama_decode` or `llama_encode`; errors as for `decode`."""
         pointer, filled = self.pointer, batch.fill(segments)
         self.cache.begin(sum([segment.n_scored for segment in segments]))
-        self._choose_threads(pointer)
         for each in self._governors:
             each.begin()
+        self._choose_threads(pointer)
         try:
             with runtime.log.of_call() as said:
                 status = function(pointer, filled)

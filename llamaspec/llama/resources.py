@@ -3,7 +3,8 @@
 llama.cpp's threads wait for each other by spinning. If another program takes the core of one thread, all of
 them wait (docs/hardware.md), so there are only as many threads as cores that other programs leave idle.
 Spinning threads use all the time of their cores; if they got less, other programs took the rest. Cores that
-were idle during evaluations can be used again.
+were idle during evaluations can be used again. Before the first evaluation and after a long pause, the load
+while the model was opened, or of the pause, decides.
 
 With our kernels, and without flash attention, logits have the same bits at every number of threads, so the
 number follows the load at once. In llama.cpp's flash attention over f16 values, threads share a long cache
@@ -190,13 +191,16 @@ class Usage:
 
     wall: float
     own: float  # processor time of all threads of this process
-    idle: float  # of the full-speed cores that this process may use
+    idle: float  # of the full-speed cores that this process may use; 0 if the system does not count it
 
 
 def usage() -> Usage:
     """Return the times up to now."""
     times = psutil.cpu_times(percpu=True)
-    idle = sum(times[thread].idle for thread in watched_threads() if thread < len(times))
+    watched = [times[thread] for thread in watched_threads() if thread < len(times)]
+    idle = sum(
+        each.idle + getattr(each, "iowait", 0.0) for each in watched
+    )  # Linux counts waits for disks apart
     return Usage(time.perf_counter(), time.process_time(), idle)
 
 
@@ -239,17 +243,26 @@ class ThreadGovernor:
         self._look, self._clock = look, clock
         self.n_threads = most  # for the next evaluation
         self._window: Window | None = None
+        self._is_new = True  # nothing was evaluated yet
         self._shortest = self._seconds = shortest  # of evaluation in a window
         self._n_windows = STEADY  # since the latest change
         self._rose = False  # in that change
-        self._end = 0.0  # of the latest evaluation, or the start of the current one, in seconds
+        self._end = 0.0  # of the latest evaluation, or the start of the current one or of the first look
+
+    def look(self) -> None:
+        """Look at the load while a model is opened, unless evaluations have already shown it."""
+        if self._most > 1 and self._is_new:
+            self._window, self._end = Window(self._look()), self._clock()
 
     def begin(self) -> None:
-        """Record the start of an evaluation."""
+        """Record the start of an evaluation; after a long pause, first choose its number of threads."""
         now = self._clock()
         if self._most > 1 and (self._window is None or now - self._end > PAUSE):
-            self._window = Window(self._look())
-        self._end = now
+            latest = self._look()
+            if self._window is not None and latest.idle > 0:
+                self._choose_after(now - self._end, self._window, latest)
+            self._window = Window(latest)
+        self._end, self._is_new = now, False
 
     def finish(self, n_threads: int) -> None:
         """Record the end of an evaluation that used `n_threads`."""
@@ -262,8 +275,18 @@ class ThreadGovernor:
             latest, n = self._look(), self.n_threads
             surplus = window.surplus(latest) - self._spare
             more = round(surplus) if self._seconds == WINDOW else math.floor(surplus + 1 / (n + 1))
-            self._change(min(max(n + more, 1), self._most), window.evaluated)
+            self._change(self._possible(n + more), window.evaluated)
             self._window = Window(latest)
+
+    def _choose_after(self, pause: float, window: Window, latest: Usage) -> None:
+        """Choose by the load of a window that ends with a pause, if that was long enough."""
+        if pause >= (self._shortest if self._is_new else LASTING_WINDOW):
+            window.add(pause, self.n_threads)  # as if threads had waited for cores
+            self.n_threads = self._possible(self.n_threads + round(window.surplus(latest) - self._spare))
+            self._n_windows = STEADY
+
+    def _possible(self, n: int) -> int:
+        return min(max(n, 1), self._most)
 
     def _change(self, n: int, evaluated: float) -> None:
         """Change the number; lengthen the window if the load changes faster than the choice can follow."""

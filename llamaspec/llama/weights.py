@@ -34,6 +34,7 @@ from llamaspec.llama.gguf_file import (
 )
 from llamaspec.llama.huge_pages import HugePages, NewMappings
 from llamaspec.llama.options import ModelOptions, cache_bytes
+from llamaspec.llama.resources import governors
 from llamaspec.llama.runtime import Handle
 from llamaspec.llama.state_sizes import n_states, state_bytes
 from llamaspec.llama.trial import FileKeys, ensure_tried
@@ -101,6 +102,8 @@ class Weights:
         check_gguf(path)
         check_parts(path)
         self.keys = ensure_tried(path, options.n_ctx, on_load)
+        for governor in governors():
+            governor.look()  # not before: the trial would seem to be another program
         file = read_gguf(path)
         spellings = read_spellings(path, file)
         others = (read_gguf(part) for part in file_parts(path)[1:])

@@ -208,7 +208,7 @@ class Machine:
     ) -> None:
         self.n_cores, self.n_others = n_cores, 0.0
         self.spins = spins  # part of an evaluation's time that each of its threads uses
-        self.wall = self.own = self.idle = 0.0
+        self.wall, self.own, self.idle = 0.0, 0.0, 500.0
         self.n_looks = 0
         self.governor = ThreadGovernor(most or n_cores, n_cores, shortest, self.look, lambda: self.wall)
 
@@ -216,9 +216,11 @@ class Machine:
         self.n_looks += 1
         return Usage(self.wall, self.own, self.idle)
 
-    def rest(self, seconds: float) -> None:
+    def rest(self, seconds: float, n_own: float = 0.0) -> None:
+        """Simulate seconds without evaluations; `n_own` cores do other work of this process."""
         self.wall += seconds
-        self.idle += seconds * max(self.n_cores - self.n_others, 0)
+        self.own += seconds * n_own
+        self.idle += seconds * max(self.n_cores - self.n_others - n_own, 0)
 
     def evaluate(self, seconds: float = STEP) -> int:
         """Simulate an evaluation; return its number of threads."""
@@ -299,6 +301,64 @@ def test_after_a_pause_a_new_window_starts() -> None:
     machine.rest(0.1)
     machine.evaluate()
     assert machine.n_looks == n_looks + 1
+
+
+@pytest.mark.parametrize(("n_others", "expected"), [(0, 4), (1, 3), (2, 2), (5, 1)])
+@pytest.mark.parametrize(("shortest", "seconds"), [(WINDOW, 0.3), (LASTING_WINDOW, 1.5)])
+def test_the_first_evaluation_leaves_cores_to_other_programs(
+    n_others: int, expected: int, shortest: float, seconds: float
+) -> None:
+    """The first prompt on a busy machine once had all threads: the load was only seen after it."""
+    machine = Machine(4, shortest=shortest)
+    machine.n_others = n_others
+    machine.governor.look()
+    machine.rest(
+        seconds, n_own=max(0.0, min(1.0, 4 - n_others))
+    )  # loading a model takes a core: no other load
+    assert machine.evaluate() == expected
+
+
+@pytest.mark.parametrize(
+    ("shortest", "seconds"), [(WINDOW, 0.06), (LASTING_WINDOW, 0.8)], ids=["short", "not lasting"]
+)
+def test_a_short_look_at_the_load_decides_nothing(shortest: float, seconds: float) -> None:
+    machine = Machine(4, shortest=shortest)
+    machine.n_others = 3
+    machine.governor.look()
+    machine.rest(seconds)
+    assert machine.evaluate() == 4
+
+
+def test_after_a_long_pause_its_load_decides() -> None:
+    """A server waits for a request, and another program begins or ends meanwhile."""
+    machine = Machine(4, most=3)  # one core stays idle
+    machine.run()
+    for n_others, expected in [(3, 1), (0, 3), (1, 2), (2, 1)]:
+        machine.n_others = n_others
+        machine.rest(5.0, n_own=0.1)
+        machine.governor.look()  # another model is opened: the pause goes on
+        machine.rest(5.0)
+        assert machine.evaluate() == expected
+
+
+def test_a_load_that_ends_with_the_pause_is_forgotten_within_a_window() -> None:
+    machine = Machine(4)
+    machine.run()
+    for _ in range(3):
+        machine.n_others = 3
+        machine.rest(5.0)
+        machine.n_others = 0
+        assert machine.run(7)[::6] == [1, 4]
+
+
+def test_idle_time_that_is_not_counted_is_no_load() -> None:
+    """Some sandboxes report zeros; the number would never rise again."""
+    machine = Machine(4)
+    machine.idle = 0.0
+    machine.n_others = 4  # adds no idle time
+    machine.governor.look()
+    machine.rest(5.0)
+    assert machine.evaluate() == 4
 
 
 def test_short_evaluations_share_a_window() -> None:
@@ -415,8 +475,8 @@ def test_only_llama_cpps_flash_attention_waits_for_a_lasting_load(
     monkeypatch.setattr(lib, "llama_decode", noted)
     for n_others in (0.0, 2.0):
         machines[which].n_others = n_others
-        machines[which].run(200)
-        model.forward(request(9))
+        machines[which].rest(9.0)
+        model.forward(request(9))  # the first evaluation beside this load
     assert used == [4, 2]
 
 
