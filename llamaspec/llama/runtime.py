@@ -21,10 +21,15 @@ from typing import Any
 from llama_cpp import llama_cpp as lib
 from llama_cpp._ggml import libggml
 
-from llamaspec.errors import ClosedError, printable
+from llamaspec.errors import ClosedError, DeviceError, printable
 from llamaspec.kernels import Kernels, library
 
 _LONGEST_REASON = 500  # characters; names in a damaged file may have any length
+_INSTRUCTIONS = {  # ggml's names and Linux's
+    "avx": "avx", "f16c": "f16c", "fma": "fma", "avx2": "avx2", "bmi2": "bmi2", "avx_vnni": "avx_vnni",
+    "avx512": "avx512f", "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16", "dotprod": "asimddp",
+    "matmul_int8": "i8mm", "sve": "sve",
+}  # fmt: skip
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
 _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
 _MOST_ERRORS = 8  # lines that are kept of one call
@@ -89,7 +94,19 @@ log = Log()
 
 @functools.cache
 def start() -> None:
-    """Start llama.cpp; later calls do nothing."""
+    """Start llama.cpp; later calls do nothing.
+
+    Raises
+    ------
+    DeviceError
+        llama.cpp was built for a newer processor, so its first instruction of that kind would end the process.
+    """
+    missing = missing_instructions(loaded("ggml-cpu"), Path("/proc/cpuinfo"))
+    if missing:
+        raise DeviceError(
+            f"this llama.cpp is built for processors with {', '.join(missing)}, which this one lacks; build it "
+            "here: pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
+        )
     lib.llama_log_set(log.callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
 
@@ -115,6 +132,19 @@ def loaded(name: str) -> ctypes.CDLL | None:
         with suppress(OSError):  # it is another copy
             return ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD)
     return None
+
+
+def missing_instructions(cpu: ctypes.CDLL | None, described: Path) -> list[str]:
+    """Return the instruction sets that ggml-cpu was built with and the processor lacks, as Linux names them."""
+    try:
+        lines = described.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        return []
+    known = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), None)
+    if cpu is None or known is None:
+        return []
+    names = ((name, getattr(cpu, f"ggml_cpu_has_{ours}", None)) for ours, name in _INSTRUCTIONS.items())
+    return [name for name, has in names if has is not None and has() and name not in known]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from llamaspec.catalog import Catalog, Entry
 from llamaspec.errors import ModelFileError
 from llamaspec.llama.devices import card_bytes
-from llamaspec.measure.machine import CROWDED, MachineFacts
+from llamaspec.measure.machine import CROWDED, FREE_SHARE, MachineFacts
 from llamaspec.values import MTP
 
 
@@ -41,10 +41,12 @@ class Choice:
         return self.weights_bytes + self.cache_bytes
 
     def fits(self, room: Room) -> bool:
-        """Whether there is enough room; the catalog's recommendation leaves some for other programs."""
-        if room.is_gpu:
-            return self.needed_bytes <= CROWDED * room.n_bytes
-        return self.memory_gb * 10**9 <= room.n_bytes
+        """Whether there is enough room, in main memory beside other programs.
+
+        `memory_gb` does not tell: it names the sizes that machines are sold with.
+        """
+        share = CROWDED if room.is_gpu else 1 - 1 / FREE_SHARE
+        return self.needed_bytes <= share * room.n_bytes
 
 
 def rooms_of(machine: MachineFacts, total_bytes: int) -> list[Room]:

@@ -16,7 +16,7 @@ from llama_cpp import llama_cpp as lib
 
 from forward_requests import request
 from llamaspec import EvaluationError, LlamaModel, ModelFileError
-from llamaspec.errors import MemoryFullError
+from llamaspec.errors import DeviceError, MemoryFullError
 from llamaspec.llama import runtime
 from model_store import ModelStore, OpenModel
 from patience import PATIENCE
@@ -25,6 +25,24 @@ from patience import PATIENCE
 def in_a_callback(name: str) -> Any:
     """The argument of the hook when a callback raises KeyError(name)."""
     return SimpleNamespace(exc_value=KeyError(name), err_msg="ignored on calling ctypes callback")
+
+
+def test_a_processor_that_lacks_instructions_gets_a_line_instead_of_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (old := tmp_path / "cpuinfo").write_text("processor\t: 0\nflags\t\t: fpu sse4_2 avx fma\n")
+    built = SimpleNamespace(
+        ggml_cpu_has_avx=lambda: 1,
+        ggml_cpu_has_avx2=lambda: 1,
+        ggml_cpu_has_f16c=lambda: 1,
+        ggml_cpu_has_avx512=lambda: 0,
+    )
+    assert runtime.missing_instructions(built, old) == ["f16c", "avx2"]  # type: ignore[arg-type]
+    assert runtime.missing_instructions(built, tmp_path / "none") == []  # type: ignore[arg-type]
+    assert runtime.missing_instructions(runtime.loaded("ggml-cpu"), Path("/proc/cpuinfo")) == []
+    monkeypatch.setattr(runtime, "missing_instructions", lambda *_: ["avx2"])
+    with pytest.raises(DeviceError, match="processors with avx2, which this one lacks"):
+        runtime.start.__wrapped__()
 
 
 def test_an_exception_of_a_callback_is_raised_after_the_call(monkeypatch: pytest.MonkeyPatch) -> None:

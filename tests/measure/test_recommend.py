@@ -46,11 +46,12 @@ LIST = catalog(
 @pytest.mark.parametrize(
     ("room", "names"),
     [
-        (Room(7_999_999_999), []),
+        (Room(4_120_000_000), []),  # 3.3 of 3.296
         (Room(8 * GB), ["heads"]),
-        (Room(15 * GB), ["heads"]),
+        (Room(11_370_000_000), ["heads"]),  # 9.1 of 9.096
         (Room(16 * GB), ["middle", "heads", "alone"]),
-        (Room(31 * GB), ["middle", "heads", "alone"]),
+        (Room(27 * GB), ["middle", "heads", "alone"]),
+        (Room(28 * GB), ["large", "middle", "heads", "alone"]),  # 22.05 of 22.4
         (Room(33 * GB), ["large", "middle", "heads", "alone"]),
         (Room(11 * GB, is_gpu=True), ["middle", "heads", "alone"]),  # 9.75 of 9.9
         (Room(10_800_000_000, is_gpu=True), ["heads", "alone"]),  # 9.75 of 9.72
