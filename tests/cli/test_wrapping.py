@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from llamaspec.cli.wrapping import WordWrap
 
 TEXT = (
-    "The KV cache keeps what was evaluated, 日本語の文章 too.\n\tx = a_very_long_name_without_a_space(1)\nend"
+    "The KV cache keeps what was evaluated, 日本語の文章 too.\n\tx = a_very_long_name_without_space(1)\nend"
 )
 
 
