@@ -110,6 +110,8 @@ _NGRAM = click.option("--ngram/--no-ngram", default=None,
 _COMPUTING: tuple[Decorator, ...] = (
     click.option("--n-ctx", "--ctx-size", "-c", type=int, help="Context size in tokens; default: the model's "
                  "training context, limited by memory; for generate no more than the text can need."),
+    click.option("--mmproj", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+                 help="The projector with which the target sees pictures."),
     click.option("--draft-ctx", "--ctx-size-draft", "-cd", type=int,
                  help="Context size of the draft; default: the same as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all that fit."),
@@ -185,6 +187,7 @@ def _choice(
         threads=threads,
         flash_attention=given["flash_attn"],
         kernels=given["kernels"],
+        projector=given["mmproj"],
         cache_type_k=given["cache_type_k"],
         cache_type_v=given["cache_type_v"],
     )

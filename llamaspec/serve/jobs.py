@@ -25,7 +25,7 @@ from llamaspec.chat.template import RESERVED, ChatTemplate, texts_in
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
-from llamaspec.errors import TemplateError
+from llamaspec.errors import PromptError, TemplateError
 from llamaspec.length.fixed import AtMost
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
@@ -175,7 +175,10 @@ class RequestBuilder:
         return await run_in_threadpool(self._render, request, must_fit)
 
     def _render(self, request: ChatRequest, must_fit: bool) -> Prompt:
-        template, messages, field = self.template, request.messages, request.field
+        template, field, target = self.template, request.field, self._runner.pair.target
+        sees = target.projector is not None and target.projector.sees
+        messages = request.messages if sees else [_without_pictures(each) for each in request.messages]
+        attached = [picture for message in messages for picture in message.pictures]
         if template is None:
             remedy = "use /v1/completions, or start the server with --chat-template"
             raise RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
@@ -187,9 +190,18 @@ class RequestBuilder:
             place = template.refused_place(asked(messages), error, tools=tools, template_kwargs=kwargs)
             raise bad_field(place or field, str(error)) from error
         self.check_size(prompt.rendered.text, field)  # a template may write more than it was given
-        tokens = prompt.tokenize(self.vocabulary)
+        if attached and target.projector is not None:
+            from llamaspec.chat.pictures import tokenize
+
+            try:
+                tokens, pictures = tokenize(prompt.rendered, attached, target.projector, target.batch_size)
+            except PromptError as error:
+                raise bad_field(attached[-1].place, str(error)) from error
+            tokens = self.vocabulary.begun(tokens)
+        else:
+            tokens, pictures = prompt.tokenize(self.vocabulary), ()
         tokens = self._checked(tokens, field) if must_fit else tokens
-        return Prompt(tokens, self.answer_format, tools, prompt.is_thinking)
+        return Prompt(tokens, self.answer_format, tools, prompt.is_thinking, pictures=pictures)
 
     def check_token_ids(self, tokens: Sequence[int], field: str) -> None:
         """Raise a RequestError if a token id is outside the vocabulary."""
@@ -277,3 +289,14 @@ class RequestBuilder:
         pieces = (spelled.get(token) or self.vocabulary.piece(token) for token in completion.tokens)
         written = b"".join(pieces).decode(errors="replace")
         return next((stop for stop in stops if written.startswith(stop, len(completion.text))), None)
+
+
+def _without_pictures(message: Message) -> Message:
+    """Return a message for a model that sees no pictures; RequestError if it is the last one and has some."""
+    text = message.text
+    for picture in message.pictures:
+        if picture.is_new and message.role != "tool":
+            message_for_all = "only text is supported here, no images, audio or files"
+            raise not_supported(f"{picture.place}.type", message_for_all)
+        text = text.replace(picture.mark, picture.left_out)
+    return replace(message, text=text, pictures=())

@@ -13,12 +13,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from llamaspec.chat.attached import Attached, decoded_base64
 from llamaspec.chat.messages import Message, ToolCall, finite
+from llamaspec.errors import PromptError
 from llamaspec.serve.bodies import Fields, FieldsByType, JsonList, JsonObject
 from llamaspec.serve.http_errors import bad_field, not_supported
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")  # types of parts
 _PARTS = (*_TEXTS, "thinking", "redacted_thinking", "tool_use", "tool_result")  # known types
+_PICTURES = ("image", "image_url", "input_image")  # Anthropic's and Ollama's, OpenAI's two
 MAX_MESSAGES = 4096
 # Names of roles in newer and older clients, and in data sets.
 _ROLES = {"developer": "system", "function": "tool", "ipython": "tool", "human": "user", "ai": "assistant",
@@ -53,8 +56,10 @@ def _is_part(given: Any) -> bool:
 class ContentPart(FieldsByType):
     """A part of a message: text, or one of Anthropic's blocks."""
 
-    known = _PARTS
+    known = (*_PARTS, *_PICTURES)
     type: str
+    image_url: Any = None  # a URL, or an object with one
+    source: Any = None  # of Anthropic's image
     text: str | None = None
     refusal: str | None = None
     thinking: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
@@ -118,10 +123,12 @@ def conversation(field: str, messages: Iterable[tuple[int, MessageFields]]) -> l
     given = list(messages)
     for i, fields in given:
         is_last = fields is given[-1][1]
+        pictures = _pictures(fields.content, f"{field}.{i}.content", is_new=is_last)
         for message in _messages(fields, place := f"{field}.{i}", is_last=is_last):
             names.update({call.id: call.name for call in message.tool_calls})
             name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
-            found.append(replace(message, name=name, place=place))
+            shown = tuple(each for each in pictures if each.mark in message.text)
+            found.append(replace(message, name=name, place=place, pictures=shown))
     if not found:
         raise bad_field(field, "must not be empty")
     return found
@@ -144,10 +151,36 @@ def text_of(content: Content | None, place: str, *, may_omit: bool = False) -> s
 
 def _part_text(part: ContentPart, place: str, *, may_omit: bool) -> str:
     if part.type not in _TEXTS:
+        if part.type in _PICTURES and (picture := _picture(part, place)) is not None:
+            return picture.mark
         if may_omit:
             return f"[{part.type} left out: not text]"
         raise not_supported(f"{place}.type", "only text is supported here, no images, audio or files")
     return required(part.refusal if part.type == "refusal" else part.text, f"{place}.text")
+
+
+def _picture(part: ContentPart, place: str, *, is_new: bool = True) -> Attached | None:
+    """Return the picture of a part; None if it has none. RequestError if its data cannot be read."""
+    source = part.source if isinstance(part.source, dict) else {}
+    url = part.image_url.get("url") if isinstance(part.image_url, dict) else part.image_url
+    given = source.get("data") or source.get("url") or url
+    if not isinstance(given, str):
+        return None
+    try:
+        return Attached(decoded_base64(given), part.type, place, is_new)
+    except PromptError as error:
+        raise bad_field(place, str(error)) from error
+
+
+def _pictures(content: Content | None, place: str, *, is_new: bool) -> list[Attached]:
+    """Return the pictures of a message, also those in results of tools."""
+    found: list[Attached] = []
+    for i, part in enumerate(parts_of(content)):
+        if part.type == "tool_result":
+            found += _pictures(part.content, f"{place}.{i}.content", is_new=is_new)
+        elif part.type in _PICTURES and (picture := _picture(part, f"{place}.{i}", is_new=is_new)):
+            found.append(picture)
+    return found
 
 
 def _messages(fields: MessageFields, place: str, *, is_last: bool) -> list[Message]:

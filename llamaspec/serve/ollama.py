@@ -134,7 +134,7 @@ class OllamaMessage(MessageFields):
         if not images or not isinstance(images, list) or not isinstance(given.get("content", ""), str):
             return given
         text = {"type": "text", "text": given.get("content", "")}
-        return {**given, "content": [text, *({"type": "image"} for _ in images)], "images": None}
+        return {**given, "content": [text, *({"type": "image", "source": {"data": each}} for each in images)], "images": None}
 
 
 class OllamaChatBody(OllamaBody):

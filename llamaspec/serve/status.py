@@ -85,6 +85,7 @@ def _loaded(service: Service) -> Data:
         "kernels": pair.target.weights.kernels,
         "drafts": [model.description for model in pair.models[1:]],
         "default_generation_settings": {"n_ctx": pair.target.context_size},
+        "modalities": {"vision": pair.target.projector is not None, "audio": False},
         "has_chat_template": service.builder.template is not None,
         "speculative": {
             "sources": sorted(source.value for source in pair.sources),
