@@ -1,7 +1,7 @@
 """Random projectors of pictures in three kinds, for the tiny models.
 
-LLaVA's keeps the order of positions, Qwen2-VL's has rows and columns (M-RoPE), and the model of Gemma 3's sees
-the whole picture from each of its tokens. This module does not know llamaspec.
+LLaVA's keeps the order of positions, Qwen2-VL's has rows and columns (M-RoPE), and the model of Gemma 3's
+sees the whole picture from each of its tokens. This module does not know llamaspec.
 """
 
 from __future__ import annotations

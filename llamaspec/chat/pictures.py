@@ -9,17 +9,14 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llamaspec.chat.attached import Attached
 from llamaspec.chat.template import Rendered
 from llamaspec.errors import PromptError
-
-if TYPE_CHECKING:
-    from llamaspec.llama.pictures import Picture, Pixels, Projector
-    from llamaspec.values import TokenArray
+from llamaspec.llama.pictures import Picture, Pixels, Projector
+from llamaspec.values import TokenArray
 
 MAX_PIXELS = 64 << 20  # of one picture: 192 MiB as RGB
 MAX_PICTURES = 256
@@ -39,7 +36,9 @@ def pixels_of(data: bytes) -> Pixels:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
-                raise PromptError(f"a picture of {width} x {height} pixels is too large; at most {MAX_PIXELS}")
+                raise PromptError(
+                    f"a picture of {width} x {height} pixels is too large; at most {MAX_PIXELS}"
+                )
             image.seek(0)
             upright = ImageOps.exif_transpose(image)
             if upright.mode.startswith(("I", "F")):  # 16 bits, or more

@@ -21,13 +21,22 @@ from llamaspec.llama.cells import CachedSequence
 from llamaspec.llama.context import Context, attention_bytes_per_token, with_room
 from llamaspec.llama.devices import leaves_main_memory
 from llamaspec.llama.gguf_file import PARTS
-from llamaspec.llama.memory_facts import MemoryFacts
 from llamaspec.llama.kv_cache import Prepared
+from llamaspec.llama.memory_facts import MemoryFacts
 from llamaspec.llama.options import N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
-from llamaspec.values import NO_SCOPE, TARGET, ForwardRequest, HiddenRows, Logits, Scope, TokenArray, without_pictures
+from llamaspec.values import (
+    NO_SCOPE,
+    TARGET,
+    ForwardRequest,
+    HiddenRows,
+    Logits,
+    Scope,
+    TokenArray,
+    without_pictures,
+)
 
 if TYPE_CHECKING:
     from llamaspec.llama.pictures import Projector

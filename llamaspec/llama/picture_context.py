@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.llama.batch import Batch, Segment
-from llamaspec.llama.cells import MropeCells
 from llamaspec.errors import ModelFileError
 from llamaspec.llama import resources
+from llamaspec.llama.batch import Batch, Segment
+from llamaspec.llama.cells import MropeCells
 from llamaspec.llama.context import Context
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.options import ModelOptions

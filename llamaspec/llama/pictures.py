@@ -134,7 +134,9 @@ class Projector:
     def _bitmap(self, pixels: Pixels, name: str) -> Handle:
         height, width, _ = pixels.shape
         data = np.ascontiguousarray(pixels)
-        pointer = self._lib.mtmd_bitmap_init(width, height, data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)))
+        pointer = self._lib.mtmd_bitmap_init(
+            width, height, data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        )
         bitmap = Handle(pointer, self._lib.mtmd_bitmap_free)
         self._lib.mtmd_bitmap_set_id(pointer, name.encode())
         return bitmap
@@ -190,10 +192,14 @@ class Projector:
         return picture
 
     def _places(self, chunk: Any, n: int) -> Places:
-        image, get = self._lib.mtmd_input_chunk_get_tokens_image(chunk), self._lib.mtmd_image_tokens_get_decoder_pos
+        image, get = (
+            self._lib.mtmd_input_chunk_get_tokens_image(chunk),
+            self._lib.mtmd_image_tokens_get_decoder_pos,
+        )
         found = [[get(image, first, i) for i in range(n)] for first in (0, 1)]
         of_first, next_to_it = (
-            np.array([[each.t, each.y, each.x, each.z] for each in places], dtype=np.int32).T for places in found
+            np.array([[each.t, each.y, each.x, each.z] for each in places], dtype=np.int32).T
+            for places in found
         )
         return Places(of_first, next_to_it - of_first)
 

@@ -134,7 +134,8 @@ class OllamaMessage(MessageFields):
         if not images or not isinstance(images, list) or not isinstance(given.get("content", ""), str):
             return given
         text = {"type": "text", "text": given.get("content", "")}
-        return {**given, "content": [text, *({"type": "image", "source": {"data": each}} for each in images)], "images": None}
+        pictures = ({"type": "image", "source": {"data": each}} for each in images)
+        return {**given, "content": [text, *pictures], "images": None}
 
 
 class OllamaChatBody(OllamaBody):
