@@ -30,8 +30,8 @@ def n_common(a: TokenArray, b: TokenArray) -> int:
     return first if n and differs[first] else n
 
 
-# A picture is a run of ids above every vocabulary, made from a hash: the first one is at least FIRST_OF_PICTURE,
-# the others lie between PICTURE and that.
+# A picture is a run of ids above every vocabulary, made from a hash: the first one is at least
+# FIRST_OF_PICTURE, the others lie between PICTURE and that.
 PICTURE, FIRST_OF_PICTURE = 1 << 29, 1 << 30
 
 

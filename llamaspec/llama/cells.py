@@ -279,10 +279,10 @@ class CellTable:
     def compact(self, sequences: Sequence[CachedSequence]) -> None:
         """Move full cells down over the garbage. If a block cannot be moved, its sequence ends before it."""
         first = int((self._n_owners[: self.top] == 0).argmax())  # cells below stay where they are
-        for each in sequences:
-            n = int(np.searchsorted(each.cells[: each.n], first))
-            if n < each.n and (start := before_picture(each.tokens[: each.n], n)) < n:
-                first = int(each.cells[start])  # sequences share pictures as a whole
+        for held in sequences:
+            n = int(np.searchsorted(held.cells[: held.n], first))
+            if n < held.n and (start := before_picture(held.tokens[: held.n], n)) < n:
+                first = int(held.cells[start])  # sequences share pictures as a whole
         moved: list[Moved] = []
         for sequence in sequences:
             moved.append(self._copy_out(sequence, first, [each.sequence for each in moved]))

@@ -115,7 +115,7 @@ class Projector:
                 entry.text = ctypes.pointer(text)
                 needed.append(text)
             else:
-                digest = hashlib.blake2b(np.int64(part.shape).tobytes() + part.tobytes(), key=self._digest)
+                digest = hashlib.blake2b(str(part.shape).encode() + part.tobytes(), key=self._digest)
                 bitmap = self._bitmap(part, digest.hexdigest())
                 entry.bitmap = bitmap.pointer
                 needed.append(bitmap)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as lib
+from llama_cpp import mtmd_cpp as mtmd
 
 from llamaspec.errors import EvaluationError, ModelFileError
 from llamaspec.length.fixed import FixedLength
@@ -21,9 +22,6 @@ from llamaspec.values import PICTURE, TARGET, Copying, ForwardRequest, Logits, T
 from tiny_models import write_gemma3, write_llama, write_qwen2vl
 from tiny_projectors import write_projector
 
-mtmd = pytest.importorskip(
-    "llama_cpp.mtmd_cpp", exc_type=(ImportError, OSError, RuntimeError, FileNotFoundError)
-)
 KINDS: dict[str, Callable[[Path], Path]] = {
     "mlp": write_llama, "qwen2vl_merger": write_qwen2vl, "gemma3": write_gemma3,
 }  # fmt: skip

@@ -18,7 +18,6 @@ from tiny_models import write_llama
 from tiny_projectors import write_projector
 
 pil = pytest.importorskip("PIL.Image")
-pytest.importorskip("llama_cpp.mtmd_cpp", exc_type=(ImportError, OSError, RuntimeError, FileNotFoundError))
 
 
 def file_of(seed: int, kind: str = "PNG", **options: Any) -> bytes:
