@@ -18,7 +18,16 @@ from llamaspec.llama.options import ModelOptions
 from llamaspec.llama.pictures import Picture, Pixels
 from llamaspec.pair import Pair
 from llamaspec.sampling.filters import Sampling
-from llamaspec.values import PICTURE, TARGET, Copying, ForwardRequest, Logits, TokenArray
+from llamaspec.values import (
+    FIRST_OF_PICTURE,
+    PICTURE,
+    TARGET,
+    Copying,
+    ForwardRequest,
+    Logits,
+    TokenArray,
+    before_picture,
+)
 from tiny_models import write_gemma3, write_llama, write_qwen2vl
 from tiny_projectors import write_projector
 
@@ -135,8 +144,14 @@ def test_several_sequences_share_a_picture(opened: LlamaModel) -> None:
     alone = [*run(0), *run(1)]
     opened.forget()
     assert run(0, 1) == alone
-    assert opened.recover() is None
     pair.close()
+    assert opened.recover() is None
+
+
+def test_no_part_of_a_prompt_ends_inside_a_picture() -> None:
+    tokens = np.array([1, 2, FIRST_OF_PICTURE, PICTURE, PICTURE + 5, 3], dtype=np.int32)
+    assert ForwardRequest(TARGET, tokens).prefill(3).n_tokens == 5
+    assert [before_picture(tokens, n) for n in range(7)] == [0, 1, 2, 2, 2, 5, 6]
 
 
 def test_a_picture_that_was_dropped_is_asked_for(opened: LlamaModel) -> None:
