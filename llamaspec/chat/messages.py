@@ -65,6 +65,11 @@ class Message:
         if self.role not in ROLES:
             raise ValueError(f"a message is from {', '.join(ROLES)}, got {self.role!r}")
 
+    def without(self, picture: Attached) -> Message:
+        """Return the message with a remark in place of a picture."""
+        text = self.text.replace(picture.mark, picture.left_out)
+        return replace(self, text=text, pictures=tuple(each for each in self.pictures if each != picture))
+
     def as_dict(self, *, arguments_in_text: bool = False) -> dict[str, Json]:
         """Return the message as templates expect it; arguments of calls as in `ToolCall.as_dict`."""
         found: dict[str, Json] = {"role": self.role, "content": self.text}

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from llamaspec.chat.attached import Attached
 from llamaspec.chat.template import Rendered
 from llamaspec.errors import PromptError
 from llamaspec.llama.pictures import Picture, Pixels, Projector
 from llamaspec.values import TokenArray
 
 MAX_PIXELS = 64 << 20  # of one picture: 192 MiB as RGB
-MAX_PICTURES = 256
+MAX_ALL_PIXELS = 2 * MAX_PIXELS  # of a conversation
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
-def pixels_of(data: bytes) -> Pixels:
+def pixels_of(data: bytes, n_left: int = MAX_ALL_PIXELS) -> Pixels:
     """Return the pixels of a picture file, upright: [height, width, 3]; PromptError if it is none.
+
+    PromptError also if it has more pixels than one may have, or than are left for it.
 
     An animation gives its first frame; transparent parts are white.
     """
@@ -38,6 +39,10 @@ def pixels_of(data: bytes) -> Pixels:
             if width * height > MAX_PIXELS:
                 raise PromptError(
                     f"a picture of {width} x {height} pixels is too large; at most {MAX_PIXELS}"
+                )
+            if width * height > n_left:
+                raise PromptError(
+                    f"the pictures have more than {MAX_ALL_PIXELS} pixels; send fewer or smaller ones"
                 )
             image.seek(0)
             upright = ImageOps.exif_transpose(image)
@@ -58,21 +63,18 @@ def pixels_of(data: bytes) -> Pixels:
 
 
 def tokenize(
-    rendered: Rendered, attached: Sequence[Attached], projector: Projector, most: int
+    rendered: Rendered, pixels: Mapping[str, Pixels], projector: Projector, most: int
 ) -> tuple[TokenArray, tuple[Picture, ...]]:
-    """Return the tokens of a rendered conversation with pictures, and the pictures; PromptError if one fails.
+    """Return the tokens of a rendered conversation with pictures by their marks, and the pictures.
 
-    A picture that the model sees at once has at most `most` tokens.
+    PromptError if one is not for this model. A picture that it sees at once has at most `most` tokens.
     """
-    if len(attached) > MAX_PICTURES:
-        raise PromptError(f"at most {MAX_PICTURES} pictures may be sent at once, got {len(attached)}")
-    data = {each.mark.encode(): each.data for each in attached}
-    pixels = {mark: pixels_of(each) for mark, each in data.items()}
-    marks = re.compile(b"(" + b"|".join(map(re.escape, data)) + b")")
+    shown = {mark.encode(): each for mark, each in pixels.items()}
+    marks = re.compile(b"(" + b"|".join(map(re.escape, shown)) + b")")
     parts, trusted = list[bytes | Pixels](), list[bool]()
     for text, is_trusted in rendered.segments():
         for part in marks.split(text):
             if part:
-                parts.append(pixels.get(part, part))
+                parts.append(shown.get(part, part))
                 trusted.append(is_trusted)
     return projector.tokenize(parts, trusted, most)

@@ -36,6 +36,7 @@ from llamaspec.serve.constraints import Constraints, Prompt, ResponseFormat
 from llamaspec.serve.http_errors import ContextOverflowError, RequestError, bad_field, not_supported
 from llamaspec.serve.message_fields import ToolUse
 from llamaspec.serve.metrics import ModelMetrics
+from llamaspec.serve.shown_pictures import shown
 from llamaspec.values import TokenArray
 
 USUAL_BYTES = 4  # of a token, to estimate the tokens of prompts that are too long to be tokenized
@@ -176,9 +177,8 @@ class RequestBuilder:
 
     def _render(self, request: ChatRequest, must_fit: bool) -> Prompt:
         template, field, target = self.template, request.field, self._runner.pair.target
-        sees = target.projector is not None and target.projector.sees
-        messages = request.messages if sees else [_without_pictures(each) for each in request.messages]
-        attached = [picture for message in messages for picture in message.pictures]
+        projector = target.projector if target.projector is not None and target.projector.sees else None
+        messages, pixels = shown(request.messages, sees=projector is not None)
         if template is None:
             remedy = "use /v1/completions, or start the server with --chat-template"
             raise RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
@@ -190,13 +190,13 @@ class RequestBuilder:
             place = template.refused_place(asked(messages), error, tools=tools, template_kwargs=kwargs)
             raise bad_field(place or field, str(error)) from error
         self.check_size(prompt.rendered.text, field)  # a template may write more than it was given
-        if attached and target.projector is not None:
+        if pixels and projector is not None:
             from llamaspec.chat.pictures import tokenize
 
             try:
-                tokens, pictures = tokenize(prompt.rendered, attached, target.projector, target.batch_size)
+                tokens, pictures = tokenize(prompt.rendered, pixels, projector, target.batch_size)
             except PromptError as error:
-                raise bad_field(attached[-1].place, str(error)) from error
+                raise bad_field(field, str(error)) from error
             tokens = self.vocabulary.begun(tokens)
         else:
             tokens, pictures = prompt.tokenize(self.vocabulary), ()
@@ -289,14 +289,3 @@ class RequestBuilder:
         pieces = (spelled.get(token) or self.vocabulary.piece(token) for token in completion.tokens)
         written = b"".join(pieces).decode(errors="replace")
         return next((stop for stop in stops if written.startswith(stop, len(completion.text))), None)
-
-
-def _without_pictures(message: Message) -> Message:
-    """Return a message for a model that sees no pictures; RequestError if it is the last one and has some."""
-    text = message.text
-    for picture in message.pictures:
-        if picture.is_new and message.role != "tool":
-            message_for_all = "only text is supported here, no images, audio or files"
-            raise not_supported(f"{picture.place}.type", message_for_all)
-        text = text.replace(picture.mark, picture.left_out)
-    return replace(message, text=text, pictures=())

@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from llamaspec.chat.attached import Attached, decoded_base64
+from llamaspec.chat.attached import Attached
 from llamaspec.chat.messages import Message, ToolCall, finite
-from llamaspec.errors import PromptError
 from llamaspec.serve.bodies import Fields, FieldsByType, JsonList, JsonObject
 from llamaspec.serve.http_errors import bad_field, not_supported
 
@@ -115,8 +114,9 @@ class MessageFields(Fields):
 def conversation(field: str, messages: Iterable[tuple[int, MessageFields]]) -> list[Message]:
     """Return the messages for the chat template. Each message of the request comes with its index in `field`.
 
-    RequestError if there are none, or if the last one has a part that is not text. In earlier ones a mark
-    stands for such a part: clients send it again in every turn.
+    RequestError if there are none, or if the last one has a part that is neither text nor a picture. In
+    earlier ones a remark stands for such a part: clients send it again in every turn. A mark stands for a
+    picture, which is not read yet.
     """
     found: list[Message] = []
     names: dict[str, str] = {}  # call id -> tool; some templates need the tool's name with its result
@@ -160,16 +160,11 @@ def _part_text(part: ContentPart, place: str, *, may_omit: bool) -> str:
 
 
 def _picture(part: ContentPart, place: str, *, is_new: bool = True) -> Attached | None:
-    """Return the picture of a part; None if it has none. RequestError if its data cannot be read."""
+    """Return the picture of a part; None if it has none."""
     source = part.source if isinstance(part.source, dict) else {}
     url = part.image_url.get("url") if isinstance(part.image_url, dict) else part.image_url
     given = source.get("data") or source.get("url") or url
-    if not isinstance(given, str):
-        return None
-    try:
-        return Attached(decoded_base64(given), part.type, place, is_new)
-    except PromptError as error:
-        raise bad_field(place, str(error)) from error
+    return Attached(given, part.type, place, is_new) if isinstance(given, str) else None
 
 
 def _pictures(content: Content | None, place: str, *, is_new: bool) -> list[Attached]:
