@@ -139,19 +139,20 @@ def parts_of(content: Content | None) -> list[ContentPart]:
     return [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
 
 
-def text_of(content: Content | None, place: str, *, may_omit: bool = False) -> str:
+def text_of(content: Content | None, place: str, *, may_omit: bool = False, marks: bool = False) -> str:
     """Return the text of a message, with its parts joined; RequestError if a part is not text.
 
-    With `may_omit`, a mark stands for such a part.
+    With `may_omit`, a remark stands for such a part; with `marks`, the mark of a picture.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_part_text(part, f"{place}.{i}", may_omit=may_omit) for i, part in enumerate(content))
+    parts = enumerate(content)
+    return "".join(_part_text(part, f"{place}.{i}", may_omit=may_omit, marks=marks) for i, part in parts)
 
 
-def _part_text(part: ContentPart, place: str, *, may_omit: bool) -> str:
+def _part_text(part: ContentPart, place: str, *, may_omit: bool, marks: bool = True) -> str:
     if part.type not in _TEXTS:
-        if part.type in _PICTURES and (picture := _picture(part, place)) is not None:
+        if marks and part.type in _PICTURES and (picture := _picture(part, place)) is not None:
             return picture.mark
         if may_omit:
             return f"[{part.type} left out: not text]"
@@ -183,7 +184,7 @@ def _messages(fields: MessageFields, place: str, *, is_last: bool) -> list[Messa
     role, content = fields.role, fields.content
     is_assistant = role == "assistant"
     if role == "tool":
-        text = text_of(content, f"{place}.content", may_omit=True)
+        text = text_of(content, f"{place}.content", may_omit=True, marks=True)
         return [Message("tool", text, name=fields.name, tool_call_id=fields.tool_call_id)]
     if fields.tool_calls and not is_assistant:
         raise bad_field(f"{place}.tool_calls", "only the assistant calls tools")
@@ -206,7 +207,7 @@ def _messages(fields: MessageFields, place: str, *, is_last: bool) -> list[Messa
             calls.append(ToolCall(call_id, name, _as_text(part.input)))
         elif part.type == "tool_result" and role == "user":
             call_id = required(part.tool_use_id, f"{at}.tool_use_id")
-            result = text_of(part.content, f"{at}.content", may_omit=True)
+            result = text_of(part.content, f"{at}.content", may_omit=True, marks=True)
             results.append(Message("tool", result, tool_call_id=call_id))
         else:
             text += _part_text(part, at, may_omit=not is_last and part.type not in _PARTS)

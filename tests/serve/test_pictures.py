@@ -56,8 +56,11 @@ def answers(server: Served, seed: int) -> list[str]:
     claude = server.post("/v1/messages", message([ask, {"type": "image", "source": source}]) | plain).json()
     ollama = message("What is it?", images=[data]) | {"options": {"temperature": 0.0, "num_predict": 24}}
     llama = server.post("/api/chat", ollama | {"model": "sees"}).json()
+    prompt = {"model": "sees", "prompt": "What is it?", "images": [data], "options": ollama["options"]}
+    told = server.post("/api/generate", prompt | {"stream": False}).json()["response"]
     return [
-        chat["choices"][0]["message"]["content"], claude["content"][0]["text"], llama["message"]["content"]
+        chat["choices"][0]["message"]["content"], claude["content"][0]["text"], llama["message"]["content"],
+        told,
     ]  # fmt: skip
 
 
