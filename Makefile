@@ -17,6 +17,8 @@ RUN_ARGS := --draft-length 4 --show-drafts --repeat-penalty 1.1 -t 0.3 --seed 3 
 BUILD_OPTIONS := -DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_cpp_build.cmake'
 CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
 export CMAKE_BUILD_PARALLEL_LEVEL PROMPT
+# The tests' matrices are small: more threads take longer, and from the other half of the tests.
+export OPENBLAS_NUM_THREADS := 1
 
 LLAMA_CPP := $(shell sed -n 's/^ *"\(llama-cpp-python[^"]*\)".*/\1/p' pyproject.toml)
 FROM_SOURCE := --no-binary llama-cpp-python

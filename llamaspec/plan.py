@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llamaspec.catalog import locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, PairError, quoted
-from llamaspec.files import cache_folder, file_identity, model_stem
+from llamaspec.files import file_identity
 from llamaspec.hub import is_path
 from llamaspec.llama.devices import free_gpu_bytes
-from llamaspec.llama.gguf_file import file_parts, needs_target, read_gguf
+from llamaspec.llama.gguf_file import file_parts, needs_target
 from llamaspec.llama.options import DRAFT_SCORED, ModelOptions
 from llamaspec.llama.resources import available_bytes
 from llamaspec.values import MTP, Copying
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 AUTO = "auto"  # given as a draft: the one that is known for the target
 NGRAM = "ngram"  # given as a draft: only copies of earlier text
 NONE = "none"  # given as a draft: no draft model
-DRAFT_FOR = "llamaspec.draft_for"  # metadata of a draft made on this machine: the identity of its target
 Find = Callable[[str | Path], Path]  # returns the file of a name
 
 
@@ -177,7 +175,7 @@ def _plan_hidden_draft(target: ModelFile, heads: ModelFile, copying: Copying) ->
 
 
 def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
-    """Return the draft that "auto" means: one made here or listed, else "mtp" for its own heads, else None.
+    """Return the draft that "auto" means: the listed one, else "mtp" for its own heads, else None.
 
     Raises
     ------
@@ -185,7 +183,7 @@ def known_draft(target: str | Path, find: Find = locate_model) -> str | None:
         `find` has no such target, or it is not a model.
     """
     name = str(target)
-    if (draft := find_draft(name)) is not None:
+    if (draft := read_catalog().draft_of(name)) is not None:
         return draft
     entry = None if is_path(name) else read_catalog().named(name)
     if entry is not None and entry.heads is False:  # the target need not be on this machine
@@ -211,32 +209,3 @@ def draft_here(target: str | Path, path: Path) -> str | None:
 def weights_bytes(paths: Iterable[Path]) -> int:
     """Return the size of model files with all their parts; may raise OSError."""
     return sum(part.stat().st_size for path in paths for part in file_parts(path))
-
-
-def find_draft(target: str) -> str | None:
-    """Return the newest draft that was made on this machine for a target, else the listed one, or None."""
-    try:
-        drafts = made_drafts(locate_model(target))
-    except ModelFileError:
-        drafts = []
-    return str(drafts[0].absolute()) if drafts else read_catalog().draft_of(target)
-
-
-def made_path(target: Path, label: str) -> Path:
-    """Return the path of a new draft: beside its target, but in our cache folder if that is the hub's."""
-    in_hub = any(part.startswith("models--") for part in target.absolute().parts)
-    folder = cache_folder() / "drafts" if in_hub else target.parent
-    return folder / f"{model_stem(target.name)}.draft-{label}.gguf"
-
-
-def made_drafts(target: Path) -> list[Path]:
-    """Return the drafts made for this target on this machine, newest first."""
-    pattern = f"{escape(model_stem(target.name))}.draft-*.gguf"
-    folders = {target.parent.absolute(), (cache_folder() / "drafts").absolute()}
-    try:
-        found = [path for folder in folders for path in folder.glob(pattern) if path.is_file()]
-        wanted = file_identity(target) if found else ""
-        fitting = [path for path in found if read_gguf(path).text(DRAFT_FOR) == wanted]
-        return sorted(fitting, key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    except (OSError, ValueError):  # ValueError: no path has such a name
-        return []

@@ -7,6 +7,7 @@ without loading numpy and llama.cpp.
 from llamaspec.chat.prompt import chat_prompt
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.drafters.model import ModelDrafter
+from llamaspec.embedder import Embedder, open_embedder
 from llamaspec.engine.completion import Completion, StopReason, Summary
 from llamaspec.engine.detokenizer import Piece
 from llamaspec.engine.stream import TextStream
@@ -40,6 +41,7 @@ __all__ = [
     "ContextFullError",
     "Distribution",
     "Draft",
+    "Embedder",
     "EvaluationError",
     "FixedLength",
     "LlamaModel",
@@ -62,5 +64,6 @@ __all__ = [
     "chat_prompt",
     "demo_draft",
     "demo_target",
+    "open_embedder",
     "open_pair",
 ]

@@ -25,8 +25,8 @@ import click
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from gguf_writing import copy_vocabulary, write_gguf
 from llamaspec import FixedLength, LlamaspecError, ModelOptions, NoDrafter, Pair, Sampling, open_pair
-from llamaspec.draft_making.gguf_writing import copy_vocabulary, write_gguf
 from llamaspec.llama.gguf_file import GgufFile, read_gguf
 from llamaspec.values import Round, Rows, TokenArray
 

@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad, scaled_dot_product_attention, silu
 
+from distil_draft import log
+from gguf_writing import copy_vocabulary, write_gguf
 from llamaspec import LlamaModel, demo_target
-from llamaspec.draft_making.gguf_writing import copy_vocabulary, write_gguf
-from llamaspec.draft_making.student import Llama, Norm, Shape, array_of, describe_layers, rotate, train
-from train_demo_pair import ABOUT, LICENCE, LONG_FROM, ROOT, SHORT, TARGET, collect, log
+from small_llama import Llama, Norm, Shape, array_of, describe_layers, rotate, train
+from train_demo_pair import ABOUT, LICENCE, LONG_FROM, ROOT, SHORT, TARGET, collect
 
 LAYERS = (2, 5, 7)  # of the target, whose inputs the draft reads; llama.cpp returns no output of the last one
 DEPTH, FADING = 3, 0.8  # tokens drafted in training; weight of each, relative to the one before
@@ -44,7 +45,7 @@ HEAD = Shape(n_layers=1, n_ffn=TARGET.n_ffn)
 def main(out: Path, minutes: float, seed: int) -> None:
     """Train and write the draft."""
     torch.manual_seed(seed)
-    documents, _ = collect()
+    documents = collect()
     random.Random(seed).shuffle(documents)
     with LlamaModel(demo_target()) as model:
         ids = np.concatenate([model.vocabulary.tokenize(document.text.encode()) for document in documents])

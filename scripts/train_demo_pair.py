@@ -2,14 +2,14 @@
 
 \b
     python scripts/train_demo_pair.py               # into build/demo-pair, in about 90 minutes
-    python scripts/train_demo_pair.py --evaluate    # only measure the files in --out
 
 The corpus needs no download. It is the standard library with its docstrings, and the docstrings of numpy and
-torch. Ten modules are held out for the evaluation, and documents that repeat them are dropped.
+torch. Ten modules are held out for measurements (scripts/draft_prices.py), and documents that repeat them are
+dropped.
 
-The target is trained on the corpus. The draft is distilled from the target, as by `llamaspec draft distil`.
-An existing target is not trained again, and after Ctrl-C the same command resumes. Progress goes to stderr,
-the table to stdout. The script needs the ``train`` extra.
+The target is trained on the corpus. The draft is distilled from the target (scripts/distil_draft.py). An
+existing target is not trained again, and after Ctrl-C the same command resumes. The script needs the
+``train`` extra.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import ast
 import importlib.util
 import json
 import random
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,10 +30,8 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from llamaspec import LlamaModel, ModelOptions, Sampling
-from llamaspec.draft_making.distil import BATCH, Distillation, distil_draft
-from llamaspec.draft_making.measuring import TrialSettings, acceptance, complete_prompts
-from llamaspec.draft_making.student import Llama, Shape, loss_of, train, write_model
+from distil_draft import BATCH, distil, log
+from small_llama import Llama, Shape, loss_of, train, write_model
 
 ROOT = Path(__file__).resolve().parent.parent
 BOS, EOS = "<s>", "</s>"
@@ -73,25 +70,16 @@ class Document(NamedTuple):
 @click.option("--minutes-target", type=float, default=50.0, show_default=True, help="Training time.")
 @click.option("--minutes-draft", type=float, default=15.0, show_default=True, help="Training time.")
 @click.option("--seed", type=int, default=20261120, show_default=True)
-@click.option("--evaluate", is_flag=True, help="Only measure the files in --out.")
-def main(out: Path, minutes_target: float, minutes_draft: float, seed: int, evaluate: bool) -> None:
-    """Train, then measure."""
+def main(out: Path, minutes_target: float, minutes_draft: float, seed: int) -> None:
+    """Train the target, then the draft."""
     target, draft = out / "target.gguf", out / "draft.gguf"
-    documents, kept_out = collect()
+    documents = collect()
     random.Random(seed).shuffle(documents)
-    if not evaluate:
-        out.mkdir(parents=True, exist_ok=True)
-        if not target.exists():
-            train_target(target, [document.text for document in documents], minutes_target, seed)
-        wish = Distillation(minutes_draft, DRAFT_LAYERS, TARGET.width, seed)
-        texts = [document.text.encode() for document in documents]
-        distil_draft(target, ModelOptions(), texts, wish, draft, log)
-    print_agreement(target, draft, kept_out)
-
-
-def log(line: object) -> None:
-    """Write a line of progress to stderr."""
-    print(line, file=sys.stderr, flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    if not target.exists():
+        train_target(target, [document.text for document in documents], minutes_target, seed)
+    texts = [document.text.encode() for document in documents]
+    distil(target, draft, texts, n_layers=DRAFT_LAYERS, width=TARGET.width, minutes=minutes_draft, seed=seed)
 
 
 def learn_vocabulary(texts: list[str]) -> Tokenizer:
@@ -164,28 +152,11 @@ def describe(writer: GGUFWriter, tokenizer: Tokenizer) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-def print_agreement(target_file: Path, draft_file: Path, modules: list[Document]) -> None:
-    """Print the acceptance rate for each held-out module."""
-    means = []
-    temperatures = (0.0, 0.8)
-    print(f"{'kept-out module':18s}  " + "  ".join(f"at {t}" for t in temperatures))
-    with LlamaModel(target_file) as target, LlamaModel(draft_file) as draft:
-        for module in modules:
-            found = []
-            for temperature in temperatures:
-                settings = TrialSettings((module.text.encode(),), sampling=Sampling(temperature=temperature))
-                tasks = settings.tasks(settings.prompts(target), token_seconds=1e-3)
-                found.append(acceptance(draft, complete_prompts(target, tasks), settings))
-            print(f"{module.name:18s}  " + "  ".join(f"{each:6.3f}" for each in found))
-            means.append(found)
-    print(json.dumps(dict(zip(("greedy", "sampled"), np.mean(means, axis=0).round(3).tolist(), strict=True))))
-
-
 # The corpus
 
 
-def collect() -> tuple[list[Document], list[Document]]:
-    """Return the training documents, and the held-out modules."""
+def collect() -> list[Document]:
+    """Return the training documents, none of which repeats the held-out modules."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     kept_out = [_code(stdlib, stdlib / name) for name in KEPT_OUT]
     known = {line for document in kept_out for line in _long_lines(document.text)}
@@ -195,7 +166,7 @@ def collect() -> tuple[list[Document], list[Document]]:
         lines = _long_lines(body)
         if sum(line in known for line in lines) <= _MOST_SHARED * len(lines):
             documents.setdefault(body, document)
-    return list(documents.values()), kept_out
+    return list(documents.values())
 
 
 def _candidates(stdlib: Path) -> Iterator[Document]:

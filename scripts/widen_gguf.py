@@ -14,6 +14,7 @@ The script prints the names of the files. It does not write a file that is newer
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -26,12 +27,12 @@ import click
 import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf import GGMLQuantizationType, GGUFValueType
+from gguf import GGMLQuantizationType, GGUFValueType, LlamaFileType
 from rich.console import Console
 from rich.progress import track
 
 from llamaspec import LlamaspecError, demo_target
-from llamaspec.llama.quantize import write_copy
+from llamaspec.llama import runtime
 
 Array = npt.NDArray[np.float32]
 
@@ -48,7 +49,11 @@ DROPPED = (
     *("general." + name for name in ("quantization_version", "quantized_by")),
 )
 FILE_TYPES = {"F32": 0, "F16": 1}  # llama.cpp's numbers
-KINDS = ("Q4_0", "Q8_0", "Q4_K_M")
+KINDS = {
+    "Q4_0": LlamaFileType.MOSTLY_Q4_0,
+    "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "Q4_K_M": LlamaFileType.MOSTLY_Q4_K_M,
+}
 EXAMPLES = """\b
 Examples:
   python scripts/widen_gguf.py --layers 16 --quantize Q4_0 --quantize Q8_0
@@ -354,7 +359,7 @@ def _heads_repeated(rows: Array, size: int, n: int) -> Array:
 @click.option(
     "--quantize",
     "kinds",
-    type=click.Choice(KINDS),
+    type=click.Choice(list(KINDS)),
     multiple=True,
     help="Also write this quantisation. May be repeated.",
 )
@@ -387,7 +392,15 @@ def quantize(path: Path, kind: str) -> Path:
     name = path.stem.removesuffix("-F16").removesuffix("-F32")
     quantized = path.with_name(f"{name}-{kind}.gguf")
     if _is_older(quantized, path):
-        write_copy(path, quantized, file_type=kind, threads=os.cpu_count() or 1)
+        from llama_cpp import llama_cpp as lib  # after llamaspec, whose kernels come first
+
+        unfinished = quantized.with_suffix(".part")
+        parameters = lib.llama_model_quantize_default_params()
+        parameters.ftype, parameters.nthread = KINDS[kind], os.cpu_count() or 1
+        runtime.start()
+        if lib.llama_model_quantize(os.fsencode(path), os.fsencode(unfinished), ctypes.byref(parameters)):
+            raise OSError(f"llama.cpp cannot quantize {path}; is the disk full?")
+        unfinished.replace(quantized)
     return quantized
 
 

@@ -87,6 +87,12 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def is_fresh(request: pytest.FixtureRequest) -> bool:
+    """Whether `make test-fresh` runs, which has time for more cases."""
+    return bool(request.config.getoption("--hypothesis-profile") == "fresh")
+
+
+@pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory) -> ModelStore:
     """Tiny models, written at their first use."""
     return ModelStore(tmp_path_factory.mktemp("models"))

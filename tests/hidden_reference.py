@@ -80,19 +80,19 @@ class Reference:
             if token is not None:
                 path.append(token)
                 g = np.concatenate([g, own])  # the row of the token before
-            own = self._eagle3_layer(np.array(path), g, begin)[-1:]
+            own = self._eagle3_layer(np.array(path), g, begin)
             logits.append(self._scores(normed(own, w["output_norm.weight"]))[0])
         return np.array(logits)
 
     def _eagle3_layer(self, path: npt.NDArray[np.int64], g: Array, begin: int) -> Array:
+        """Compute the layer for all positions, and return its output for the last one: [1, E]."""
         w, positions = self.w, np.arange(begin - 1, begin - 1 + len(path), dtype=np.float64)
         g_normed = normed(g, w["blk.0.attn_norm_2.weight"])
         embedded = normed(self.embedding[path], w["blk.0.attn_norm.weight"])
         both = np.concatenate([embedded, g_normed], axis=1)
         query, key, value = self._projected(both, 0, positions, in_halves=False)
-        mask = positions[None, :] <= positions[:, None]
-        attended = self._attention(0, query, key, value, mask)
-        x = attended + (g_normed if self.draft.norm_before_residual else g)
+        attended = self._attention(0, query[-1:], key, value, np.ones((1, len(path)), dtype=bool))
+        x = attended + (g_normed if self.draft.norm_before_residual else g)[-1:]
         return self._fed_forward(0, x)
 
     # Blocks
@@ -191,11 +191,11 @@ class Reference:
         recipe = self.draft.recipe
         n_each = recipe.n_heads // recipe.n_kv_heads
         key, value = np.repeat(key, n_each, axis=1), np.repeat(value, n_each, axis=1)
-        scores = np.einsum("qhd,khd->hqk", query, key) / np.sqrt(recipe.head_size)
+        scores = query.transpose(1, 0, 2) @ key.transpose(1, 2, 0) / np.sqrt(recipe.head_size)  # [h, q, k]
         scores = np.where(mask[None], scores, -np.inf)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         shares /= shares.sum(axis=-1, keepdims=True)
-        mixed: Array = np.einsum("hqk,khd->qhd", shares, value).reshape(len(query), -1)
+        mixed: Array = (shares @ value.transpose(1, 0, 2)).transpose(1, 0, 2).reshape(len(query), -1)
         attended: Array = mixed @ self.w[f"blk.{layer}.attn_output.weight"].T
         return attended
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llamaspec import LlamaModel, demo_draft, demo_target
 from tiny_hidden import DraftRecipe, write_draft
-from tiny_models import HEAD_WRITERS, WRITERS, Recipe
+from tiny_models import EMBEDDER_WRITERS, HEAD_WRITERS, WRITERS, Recipe
 
 OpenModel = Callable[..., LlamaModel]  # (kind, recipe, **options), see the fixture `opened`
 
@@ -25,7 +25,7 @@ class ModelStore:
         key = (kind, recipe or Recipe())
         if key not in self._written:
             path = self.folder / f"{len(self._written)}-{kind}.gguf"
-            self._written[key] = (WRITERS | HEAD_WRITERS)[kind](path, key[1])
+            self._written[key] = (WRITERS | HEAD_WRITERS | EMBEDDER_WRITERS)[kind](path, key[1])
         return self._written[key]
 
     def draft(self, recipe: DraftRecipe) -> Path:

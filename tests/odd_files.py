@@ -37,7 +37,7 @@ def write_odd_files(folder: Path, store: ModelStore) -> dict[str, Kind | str]:
     write_vocabulary_only(folder / "vocabulary.gguf")
     diffusion = TinyWeights(WHOLE, {"token_embd.weight": np.ones((8, 8), dtype=np.float32)})
     write_tensors(folder / "llada.gguf", "llada", diffusion, attention_keys(WHOLE))
-    embedding = {**attention_keys(WHOLE), "pooling_type": 3}
+    embedding = {**attention_keys(WHOLE), "attention.causal": False}
     write_tensors(folder / "embedding.gguf", "qwen3", diffusion, embedding)
     without_tensors(heads, folder / "heads.gguf", "blk.0.")
     (folder / "eagle3.gguf").symlink_to(store.draft(DraftRecipe(WHOLE, "eagle3")))

@@ -72,7 +72,7 @@ class Served:
     def service(self) -> Service:
         """The loaded model of a server that has one."""
         (model,) = self.models.loaded
-        assert model.service is not None
+        assert isinstance(model.service, Service)
         return model.service
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:

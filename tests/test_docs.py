@@ -21,12 +21,14 @@ from pathlib import Path
 import click
 import pytest
 
-from command import ENTRY, environment
+from command import ENTRY, environment, invoke
 from llamaspec.cli.main import main
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.measure.verdict import best_length, break_even, round_seconds
 from patience import PATIENCE
 from rpc_workers import free_port
+from tiny_models import MEAN, Recipe, write_bert
+from tiny_vocabulary import WORD_PIECE
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -52,7 +54,6 @@ ONLY_PARSED = {  # part of a command: why it is not run
     "models pull": "the hub",
     "--draft mtp": "a target with prediction heads",
     "eagle3": "a draft that reads hidden states",
-    "draft distil": "torch",
     "--llama-server": "llama-server",
     "--against": "another checkout",
 }
@@ -60,6 +61,7 @@ OTHER_PROGRAMS = {
     *("aider", "claude", "cmake", "docker", "eval", "export", "git", "make", "mini", "pip", "pipx", "python"),
     *("uv", "CMAKE_ARGS", "_LLAMASPEC_COMPLETE", "systemctl", "journalctl", "launchctl"),
 }  # fmt: skip
+SHELL = {"|", ">", "<", "&", "&&", ";"}  # words of a line that only a shell understands
 SHORTER = {  # options that make a command end soon
     "generate": "-n 24",
     "compare": "-n 8 -r 1",
@@ -96,6 +98,7 @@ class Reader:
                 (folder / name).symlink_to(file)
         (folder / "models").mkdir()
         (folder / "models" / "some.gguf").symlink_to(demo_files[0])
+        write_bert(folder / "nomic-embed.gguf", Recipe(vocabulary=WORD_PIECE), MEAN)
         for name in TEXTS:
             (folder / name).write_text("def f(a, b):\n    return a\n" * 20)
         (folder / "person.json").write_text(SCHEMA)
@@ -138,11 +141,19 @@ class Reader:
         else:
             for part, options in SHORTER.items():
                 line = line.replace(f"llamaspec {part} ", f"llamaspec {part} {options} ")
-            self.run(line, line, "bash", "-euo", "pipefail", "-c")
+            if words[0] == "llamaspec" and not {*words} & SHELL:
+                answer = invoke(*shlex.split(self.adapted(line), comments=True)[1:], stdin=b"Hello\n")
+                assert answer.code == 0, f"{line}\n{answer}"
+            else:
+                self.run(line, line, "bash", "-euo", "pipefail", "-c")
 
-    def run(self, shown: str, text: str, *program: str) -> None:
+    def adapted(self, text: str) -> str:
         for written, meant in {**ADAPTED, ":8080": f":{self.port}"}.items():
             text = text.replace(written, meant)
+        return text
+
+    def run(self, shown: str, text: str, *program: str) -> None:
+        text = self.adapted(text)
         done = subprocess.run(
             [*program, text], cwd=self.folder, env=self.env, input="Hello\n",
             capture_output=True, text=True, check=False, timeout=PATIENCE,
@@ -190,7 +201,10 @@ def test_what_a_page_says_works(
     page: Path, demo_files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Reader(tmp_path, demo_files).read(page)
+    reader = Reader(tmp_path, demo_files)
+    for name in ("LLAMASPEC_CONFIG", "LLAMASPEC_CACHE"):  # for commands in this process
+        monkeypatch.setenv(name, reader.env[name])
+    reader.read(page)
 
 
 @pytest.mark.parametrize("page", DOCS, ids=page_name)

@@ -179,7 +179,7 @@ def test_another_python_answers_its_first_prompt(
         pytest.skip("no package index can be reached")
     there = Environment(tmp_path / "environment", python)
     there.link(["llama-cpp-python"])  # calls a library of C: the same files for every Python
-    there.pip("install", "--quiet", "--only-binary", ":all:", f"{wheel}[serve]")
+    there.pip("install", "--quiet", "--no-compile", "--only-binary", ":all:", f"{wheel}[serve]")
     assert "Usage: llamaspec" in there.run("llamaspec", "--help").stdout
     assert there.run("llamaspec", *PROMPT).json["text"] == invoke(*PROMPT).json["text"]
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from gguf_copy import rewrite
 from llamaspec.catalog import Entry, add_own
 from llamaspec.errors import ModelFileError, PairError
-from llamaspec.files import file_identity
 from llamaspec.llama.options import ModelOptions
-from llamaspec.plan import DRAFT_FOR, DraftPlan, ModelFile, known_draft, make_plan
+from llamaspec.plan import DraftPlan, ModelFile, known_draft, make_plan
 from llamaspec.values import Copying
 from model_store import ModelStore
 from tiny_models import Recipe
@@ -86,21 +83,16 @@ def test_without_a_draft_the_heads_are_used_by_default(files: dict[str, Path]) -
     assert by_default(files, "with-heads", "none").heads is None
 
 
-def test_a_draft_that_was_made_is_used_by_default(
-    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("own_list")
+def test_a_listed_draft_is_used_by_default_if_memory_has_room(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If it is for this very target, and memory has room for both."""
-    target, draft = tmp_path / "big.gguf", tmp_path / "big.draft-skip2.gguf"
-    shutil.copy(files["big"], target)
-    rewrite(files["small"], draft, {DRAFT_FOR: file_identity(target)})
-    plan = make_plan(target, by_default=True)
-    assert plan.draft is not None
-    assert (plan.draft.path, plan.is_default) == (draft, True)
-    assert make_plan(target).draft is None
-    needed = target.stat().st_size + draft.stat().st_size
+    add_own(Entry("near", path=str(files["big"]), draft=str(files["small"])))
+    assert make_plan("near").draft is None
+    needed = files["big"].stat().st_size + files["small"].stat().st_size
     for free, expected in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr("llamaspec.plan.available_bytes", lambda free=free: free)
-        plan = make_plan(target, by_default=True)
+        plan = make_plan("near", by_default=True)
         assert (plan.draft is not None, plan.is_default) == (expected, expected)
 
 

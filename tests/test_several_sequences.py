@@ -8,6 +8,7 @@ kernels do the same for Q8_0 and Q4_0 weights with values cached as bf16.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -398,12 +399,20 @@ def test_logits_of_the_embedded_pair_are_the_same_in_every_situation(
         assert_the_same_in_every_situation(pair, monkeypatch, prompts, 40)
 
 
-@pytest.mark.parametrize("dtype", ["f16", "q4_0"])
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3", "deepseek2"])
+EVERY_KIND = [
+    *itertools.product(["llama", "mixtral", "gemma3", "deepseek2"], ["f16", "q4_0"], ["f16"]),
+    *itertools.product(["mamba", "jamba", "lfm2", "nemotron_h", "granitehybrid"], ["f16"], ["f16"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "cache"), [*EVERY_KIND, ("llama", "q4_0", "q8_0"), ("gemma3", "f16", "q8_0")]
+)
 def test_logits_are_the_same_in_every_situation(
-    store: ModelStore, monkeypatch: pytest.MonkeyPatch, own_cache: None, kind: str, dtype: str
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch, own_cache: None, kind: str, dtype: str, cache: str
 ) -> None:
     """Also if llama.cpp would change kernels with the width, as it does for F16 weights."""
-    with tiny_pair(store, kind, dtype, n_ctx=512, n_cells=2048, threads=2) as pair:
+    caches = {"cache_type_k": cache, "cache_type_v": cache}
+    with tiny_pair(store, kind, dtype, n_ctx=512, n_cells=2048, threads=2, **caches) as pair:
         prompts = [text(200, seed) for seed in range(4)]
         assert_the_same_in_every_situation(pair, monkeypatch, prompts, 20)

@@ -19,18 +19,21 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from tiny_vocabulary import BYTES, Vocabulary
+from tiny_vocabulary import BYTES, WORD_PIECE_MARKS, Vocabulary
 
 Array = npt.NDArray[np.float32]
-Keys = dict[str, int | float | bool | str | list[int]]
+Value = int | float | bool | str | list[int] | list[bool] | list[str]
+Keys = dict[str, Value]
 
-CONV, STATE, RANK = 4, 16, 4  # sizes of a Mamba layer
+CONV, STATE, RANK = 4, 16, 16  # sizes of a Mamba layer
+STATE_HEADS = 4  # of a Mamba-2 layer
 LATENT, ROPE = 32, 16  # sizes of latent attention
 NEVER = -30.0
 HIDDEN_SHARE = 0.02  # share of the hidden row in the input of a prediction head
 STATE_SHARE = 0.03  # share of the first layer of Qwen 3.5, which its prediction head does not have
 N_EXPERTS, N_USED = 4, 2  # of a mixture of experts
 WINDOW = 16  # positions that a sliding-window layer sees
+MEAN, CLS, LAST, RANK_POOLING = 1, 2, 3, 4  # how the rows of a text become one
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32,
     "f16": gguf.GGMLQuantizationType.F16,
@@ -148,8 +151,11 @@ def write_longrope(path: Path, recipe: Recipe, n_original: int) -> Path:
     return write_tensors(path, "llama", weights, keys)
 
 
-def write_qwen3(path: Path, recipe: Recipe | None = None) -> Path:
-    """Qwen 3: a Llama with norms of queries and keys, and another order of rotations."""
+def write_qwen3(path: Path, recipe: Recipe | None = None, more: Keys | None = None) -> Path:
+    """Qwen 3: a Llama with norms of queries and keys, and another order of rotations.
+
+    With a `pooling_type` among `more` metadata, it makes vectors, or with `cls.output`, scores.
+    """
     recipe = recipe or Recipe()
     weights = TinyWeights(recipe)
     _ends(weights)
@@ -158,7 +164,9 @@ def write_qwen3(path: Path, recipe: Recipe | None = None) -> Path:
         feed_forward(weights, layer)
         for norm in ("attn_q_norm", "attn_k_norm"):
             weights.constant(f"blk.{layer}.{norm}.weight", recipe.head_size, 1.5)
-    return write_tensors(path, "qwen3", weights, attention_keys(recipe))
+    if (more or {}).get("pooling_type") == RANK_POOLING:
+        weights.matrix("cls.output", 2, recipe.width)
+    return write_tensors(path, "qwen3", weights, attention_keys(recipe) | (more or {}))
 
 
 def write_mixtral(path: Path, recipe: Recipe | None = None) -> Path:
@@ -193,6 +201,16 @@ def write_gemma3(path: Path, recipe: Recipe | None = None) -> Path:
     _gemma_layers(weights, 1.5)
     window = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 2}
     return write_tensors(path, "gemma3", weights, attention_keys(recipe) | window)
+
+
+def write_gemma_embedding(path: Path, recipe: Recipe | None = None) -> Path:
+    """EmbeddingGemma: attention in both directions, in every other layer through a window."""
+    recipe = recipe or Recipe()
+    weights = TinyWeights(recipe)
+    _gemma_layers(weights, 1.5)
+    window = {"attention.sliding_window": WINDOW, "attention.sliding_window_pattern": 2}
+    keys = attention_keys(recipe) | window | {"pooling_type": MEAN}
+    return write_tensors(path, "gemma-embedding", weights, keys)
 
 
 def write_mamba(path: Path, recipe: Recipe | None = None) -> Path:
@@ -435,8 +453,8 @@ def _gemma4_keys(recipe: Recipe) -> Keys:
     }
 
 
-def write_bert(path: Path, recipe: Recipe | None = None) -> Path:
-    """BERT: loads, but has no scores of next tokens; for tests of bad input."""
+def write_bert(path: Path, recipe: Recipe | None = None, pooling: int | None = None) -> Path:
+    """BERT: makes vectors, or scores with `RANK_POOLING`; without pooling, it is good for nothing."""
     recipe = recipe or Recipe()
     weights = TinyWeights(recipe)
     width = recipe.width
@@ -454,6 +472,14 @@ def write_bert(path: Path, recipe: Recipe | None = None) -> Path:
         weights.constant(f"{norm}.weight", width)
         weights.constant(f"{norm}.bias", width, 0.0)
     keys = attention_keys(recipe) | {"attention.layer_norm_epsilon": 1e-5, "attention.causal": False}
+    if recipe.vocabulary.model == "bert":
+        keys |= {f"tokenizer.ggml.{name}_token_id": i for name, i in WORD_PIECE_MARKS.items()}
+    if pooling is not None:
+        keys["pooling_type"] = pooling
+    if pooling == RANK_POOLING:
+        weights.matrix("cls", width, width)
+        weights.constant("cls.bias", width, 0.1)
+        weights.matrix("cls.output", 1, width)
     return write_tensors(path, "bert", weights, keys)
 
 
@@ -497,6 +523,21 @@ HEAD_WRITERS: dict[str, Callable[..., Path]] = {
     "gemma4": write_gemma4,
     "gemma4-assistant": write_gemma4_assistant,
     "step35-blind": partial(write_step35, n_predictors=1, hidden_share=0.0),
+}
+EMBEDDER_WRITERS: dict[str, Callable[..., Path]] = {
+    "gemma-embedding": write_gemma_embedding,
+    "bert": partial(write_bert, pooling=MEAN),
+    "bert-cls": partial(write_bert, pooling=CLS),
+    "bert-rank": partial(write_bert, pooling=RANK_POOLING),
+    "qwen3-embedding": partial(write_qwen3, more={"pooling_type": LAST}),
+    "qwen3-rank": partial(
+        write_qwen3,
+        more={
+            "pooling_type": RANK_POOLING,
+            "classifier.output_labels": ["yes", "no"],
+            "tokenizer.chat_template.rerank": "<s>Query: {query}\nDocument: {document}</s>",
+        },
+    ),
 }
 WRITERS: dict[str, Callable[..., Path]] = {
     "llama": write_llama,
@@ -649,13 +690,13 @@ def _mamba2(weights: TinyWeights, layer: int) -> None:
     recipe, block, inner = weights.recipe, f"blk.{layer}", 2 * weights.recipe.width
     n_conv = inner + 2 * STATE
     weights.constant(f"{block}.attn_norm.weight", recipe.width)
-    weights.matrix(f"{block}.ssm_in", inner + n_conv + RANK, recipe.width, 1.5)
+    weights.matrix(f"{block}.ssm_in", inner + n_conv + STATE_HEADS, recipe.width, 1.5)
     weights.matrix(f"{block}.ssm_conv1d", n_conv, CONV, 1.2)
     weights.constant(f"{block}.ssm_conv1d.bias", n_conv, 0.0)
-    weights.constant(f"{block}.ssm_dt.bias", RANK, -1.0)
-    weights.constant(f"{block}.ssm_a", (RANK, 1), -1.0)
-    weights.tensors[f"{block}.ssm_a"] *= np.linspace(0.2, 4.0, RANK, dtype=np.float32)[:, None]
-    weights.constant(f"{block}.ssm_d", (RANK, 1))
+    weights.constant(f"{block}.ssm_dt.bias", STATE_HEADS, -1.0)
+    weights.constant(f"{block}.ssm_a", (STATE_HEADS, 1), -1.0)
+    weights.tensors[f"{block}.ssm_a"] *= np.linspace(0.2, 4.0, STATE_HEADS, dtype=np.float32)[:, None]
+    weights.constant(f"{block}.ssm_d", (STATE_HEADS, 1))
     weights.constant(f"{block}.ssm_norm.weight", (1, inner))
     weights.into_residual(f"{block}.ssm_out", inner, 0.3)
 
@@ -683,7 +724,7 @@ def _mamba_keys(recipe: Recipe) -> Keys:
 
 
 def _mamba2_keys(recipe: Recipe) -> Keys:
-    keys = _mamba_keys(recipe) | {"ssm.group_count": 1}
+    keys = _mamba_keys(recipe) | {"ssm.group_count": 1, "ssm.time_step_rank": STATE_HEADS}
     del keys["ssm.dt_b_c_rms"]
     return keys
 
@@ -733,7 +774,7 @@ def _type_of(name: str, tensor: Array, dtype: str) -> gguf.GGMLQuantizationType:
     return TYPES[dtype]
 
 
-def _add_key(writer: gguf.GGUFWriter, key: str, value: int | float | bool | str | list[int]) -> None:
+def _add_key(writer: gguf.GGUFWriter, key: str, value: Value) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):

@@ -107,5 +107,18 @@ def sentencepiece_vocabulary() -> Vocabulary:
     return Vocabulary("llama", tokens, types, scores=scores, bos=1, eos=2)
 
 
+WORD_PIECE_MARKS = {"padding": 0, "unknown": 1, "seperator": 3, "mask": 4}  # by names in metadata (sic)
+
+
+def word_piece_vocabulary() -> Vocabulary:
+    """BERT's WordPiece: 5 controls, ASCII and a few pieces, at the start of a word and inside it."""
+    letters = [chr(i) for i in range(0x21, 0x7F) if not chr(i).isupper()]
+    pieces = (*letters, "the", "in", "re", "on", "and", "er", "th", "nd", "ing")
+    tokens = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"▁{each}" for each in pieces), *pieces)
+    types = (*[CONTROL] * 5, *[NORMAL] * (len(tokens) - 5))
+    return Vocabulary("bert", tokens, types, bos=2, eos=3)
+
+
+WORD_PIECE = word_piece_vocabulary()
 BYTES = byte_vocabulary()
 FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>", "<|fim_pad|>")

@@ -45,6 +45,7 @@ _MAPPED = _Ignored("weights are always mapped, and the system keeps them in memo
 _CHUNKS = _Ignored("prompts are processed in chunks that fit the machine", has_value=True)
 _LENGTH = _Ignored("the length of drafts follows from measurements; see --draft-length", has_value=True)
 _ALWAYS = _Ignored("it is always on")
+_KIND = _Ignored("the file says whether a model makes vectors or scores")
 _IGNORED = {
     "--mlock": _MAPPED, "--mmap": _MAPPED, "--no-mmap": _MAPPED,
     "--jinja": _Ignored("chat templates are always Jinja"),
@@ -55,6 +56,8 @@ _IGNORED = {
     "--draft-min": _LENGTH, "--draft-n-min": _LENGTH, "--draft-p-min": _LENGTH, "--spec-draft-n-min": _LENGTH,
     "--spec-draft-p-min": _LENGTH,
     "-cb": _ALWAYS, "--cont-batching": _ALWAYS, "--metrics": _ALWAYS, "--slots": _ALWAYS, "--props": _ALWAYS,
+    "--embedding": _KIND, "--embeddings": _KIND, "--rerank": _KIND, "--reranking": _KIND,
+    "--pooling": _Ignored("the file says how the rows of a text become one", has_value=True),
     "--no-warmup": _Ignored("there is no warm-up"),
     "--no-context-shift": _Ignored("contexts are never shifted"),
 }  # fmt: skip

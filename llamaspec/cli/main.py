@@ -31,7 +31,7 @@ SUBCOMMANDS = {
     "chat": ("chat", "Chat with a model."),
     "compare": ("measure", "Compare the target alone, the draft alone and both together."),
     "doctor": ("doctor", "Check this machine and the models, and suggest fixes."),
-    "draft": ("draft", "Make a draft for a target that has none."),
+    "embed": ("embed", "Write the vector of each TEXT as a line of JSON."),
     "generate": ("generate", "Continue PROMPT."),
     "models": ("models", "List, fetch and name models and pairs."),
     "probe": (

@@ -39,7 +39,7 @@ from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.hidden_draft_file import heads_in_file
 from llamaspec.measure.machine import look_at_machine
 from llamaspec.measure.recommend import Choice, Room, choices, expectation, rooms_of
-from llamaspec.plan import draft_here, made_drafts
+from llamaspec.plan import draft_here
 from llamaspec.values import MTP
 
 _SIZES = {  # sizes that `show` prints in GB: label, and units in a GB
@@ -320,7 +320,6 @@ def _columns(entry: Entry) -> tuple[str, ...]:
     else:
         n_bytes = None if here is None else Path(here).stat().st_size
     drafts = (
-        "made here" if found["made_drafts"] else None,
         entry.draft,
         "mtp" if found["has_heads"] else None,
     )
@@ -361,7 +360,6 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "listed_in": str(own_list()) if entry.is_own else None,
         "here": str(here) if here is not None else None,
         "has_heads": has_heads,
-        "made_drafts": [str(path) for path in made_drafts(here)] if here is not None else [],
     }
 
 

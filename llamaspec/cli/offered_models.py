@@ -15,7 +15,8 @@ from llamaspec.cli.model_options import (
     fetched_model,
 )
 from llamaspec.cli.output import OTHER_DRAFT, say
-from llamaspec.cli.served_models import Served, Serving, refusal_of
+from llamaspec.cli.served_embedder import ServedEmbedder
+from llamaspec.cli.served_models import Served, Serving, kind_of, refusal_of
 from llamaspec.errors import (
     LlamaspecError,
     ModelFileError,
@@ -24,6 +25,7 @@ from llamaspec.errors import (
 from llamaspec.files import model_stem
 from llamaspec.folder import fitting_drafts, model_files
 from llamaspec.hub import RemoteFile, fetched_models, find_here, names_on_hub
+from llamaspec.llama.file_facts import EMBEDDERS
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.model import default_store_bytes
 from llamaspec.llama.prefix_store import PrefixStore
@@ -46,10 +48,15 @@ def _source(
     aliases: Sequence[str] = (),
     beside: Path | None = None,
 ) -> ModelSource:
-    served = Served(choice, serving, beside=beside)
+    kind = kind_of(path)
+    served: Served | ServedEmbedder
+    if kind in EMBEDDERS:
+        served = ServedEmbedder(choice, serving.ctx_per_request)
+    else:
+        served = Served(choice, serving, beside=beside)
     return ModelSource(
         printable(name), path, served.open, served.needed_bytes, tuple(aliases), beside=beside,
-        refusal=refusal_of(path),
+        refusal=refusal_of(path), kind=kind,
     )  # fmt: skip
 
 
@@ -111,9 +118,12 @@ def _check_room(choice: ModelChoice, serving: Serving) -> None:
 
 def _only_source(name: str | None, choice: ModelChoice, serving: Serving) -> ModelSource:
     """Return the only model of a server, which is loaded when the server starts."""
-    served = Served(choice, serving, is_alone=True)
-    path = served.plan().target.path
+    path, served = fetched_model(choice.target), Served(choice, serving, is_alone=True)
     name = printable(name or (DEMO if choice.is_embedded else path.stem))
+    if (kind := kind_of(path)) in EMBEDDERS:
+        embedder = ServedEmbedder(choice, serving.ctx_per_request, stays=True)
+        return ModelSource(name, path, embedder.open, embedder.needed_bytes, stays=serving.stays, kind=kind)
+    served.plan()  # fails now, not after the address is open
     return ModelSource(name, path, served.open, served.needed_bytes, stays=serving.stays)
 
 

@@ -31,6 +31,7 @@ from llamaspec.serve import MAX_PARALLEL, ServeSettings
 from llamaspec.serve.durations import seconds_of
 
 if TYPE_CHECKING:
+    from llamaspec.serve.embedding_service import EmbeddingService
     from llamaspec.serve.models import Models
 
 _HELP = ("-h", "--help", "--help-all")
@@ -215,7 +216,11 @@ def serve(
 
 def _about_one(served: Models, url: str) -> Sequence[str]:
     """Load the only model, and describe it and the addresses for clients."""
+    from llamaspec.serve.embedding_service import EmbeddingService  # an extra
+
     service = served.open_now()
+    if isinstance(service, EmbeddingService):
+        return _about_embedder(service, url)
     pair, parallel = service.pair, served.settings.parallel
     draft = None if pair.draft is None else pair.draft.description
     if pair.heads is not None:
@@ -228,6 +233,18 @@ def _about_one(served: Models, url: str) -> Sequence[str]:
         f"{parallel} requests at once, up to {pair.target.context_size} tokens each",
         _addresses(url),
         *([f"so far, {service.verdict}"] if service.verdict is not None else []),
+    )
+
+
+def _about_embedder(service: EmbeddingService, url: str) -> Sequence[str]:
+    """Describe the only model, which generates no text."""
+    model = service.target
+    what = "scores of documents (/v1/rerank)" if model.ranks else f"vectors of {model.size} numbers"
+    return (
+        f"{service.model_name} is served at {url}",
+        f"{model.description}; {model.weights.kernels}",
+        f"{what}, of texts up to {model.context_size} tokens",
+        _addresses(url),
     )
 
 

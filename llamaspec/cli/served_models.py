@@ -29,7 +29,7 @@ from llamaspec.errors import (
 )
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import leaves_main_memory
-from llamaspec.llama.file_facts import file_facts, needed_bytes
+from llamaspec.llama.file_facts import Kind, file_facts, needed_bytes
 from llamaspec.llama.gguf_file import check_gguf
 from llamaspec.llama.options import DEFAULT_CONTEXT
 from llamaspec.llama.prefix_folder import PrefixFolder, prefix_key, store_finished
@@ -252,9 +252,17 @@ def _template(pair: Pair, source: str | None) -> ChatTemplate:
         return ChatTemplate.of(pair.target, builtin_template(FALLBACK))
 
 
-def refusal_of(path: Path) -> str | None:
-    """Say why a file generates no text, as a predicate; None if it does."""
+def kind_of(path: Path) -> Kind:
+    """Return what a file holds."""
     try:
-        return file_facts(path).refusal
+        return file_facts(path).kind
+    except OSError:
+        return Kind.OTHER
+
+
+def refusal_of(path: Path) -> str | None:
+    """Say why a file cannot be served, as a predicate; None if it generates text, or makes vectors."""
+    try:
+        return file_facts(path).offer_refusal
     except OSError:
         return "cannot be read"

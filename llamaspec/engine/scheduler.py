@@ -34,7 +34,8 @@ class Scheduler:
 
     If an evaluation of several sequences fails, each is evaluated alone, so that only the one at fault ends.
 
-    One of the models is TARGET. The others draft, each for the model before it; the last goes first.
+    One of the models is TARGET. The others draft, each for the model before it; the last goes first. Without
+    models, it only calls functions.
     """
 
     def __init__(self, models: Mapping[str, Model], *, clock: Clock = time.perf_counter) -> None:
@@ -110,7 +111,8 @@ class Scheduler:
         reader come last. A sequence that is alone always runs.
         """
         taken, is_full = 0, False
-        n_cells = self._models[TARGET].n_cells
+        target = self._models.get(TARGET)
+        n_cells = None if target is None else target.n_cells
         order = sorted(self._slots, key=lambda each: (each.waits_for_reader, each.rank))
         for slot, needed in zip(order, _needed(order, n_cells), strict=True):
             if n_cells is not None:

@@ -1,4 +1,4 @@
-// Attention over cells of type f16 or bf16, for one instruction set. Included after the vectors.
+// Attention over cells of type f16, bf16 or q8_0, for one instruction set. Included after the vectors.
 //
 // A row is one head of one position. Its scores are found first, then its greatest score, then the weighted sum of
 // the values, cell by cell in ascending order. A cell that a row may not see adds exactly nothing. So the result does
@@ -30,23 +30,61 @@ inline F exponential(F x) {
     return multiply(y, power_of_two(n));
 }
 
-template <bool BRAIN> inline F low_floats(I x) {
-    if constexpr (BRAIN) return bits_to_float(left<16>(x));
-    else return half_to_float(low_halves(x));
-}
-template <bool BRAIN> inline F high_floats(I x) {
-    if constexpr (BRAIN) return bits_to_float(band(x, ints(static_cast<int>(0xffff0000))));
-    else return half_to_float(high_halves(x));
-}
+template <int J> inline F signed_byte(I x) { return to_float(right_signed<24>(left<24 - 8 * J>(x))); }
 
-// Keys of LANES cells, transposed: out[d] has element d of each.
-template <bool BRAIN> inline void transpose_keys(const uint8_t *const *cells, int length, F *out) {
-    for (int d = 0; d < length; d += 8, out += 8) {
-        I x[4];
-        load_cells(cells, 2 * d, x);
-        for (int i = 0; i < 4; i++) out[2 * i] = low_floats<BRAIN>(x[i]), out[2 * i + 1] = high_floats<BRAIN>(x[i]);
+inline void spread_signed(const I *x, F scale, F *out) {  // 16 bytes of each lane
+    for (int i = 0; i < 4; i++) {
+        out[4 * i] = multiply(signed_byte<0>(x[i]), scale), out[4 * i + 1] = multiply(signed_byte<1>(x[i]), scale);
+        out[4 * i + 2] = multiply(signed_byte<2>(x[i]), scale), out[4 * i + 3] = multiply(signed_byte<3>(x[i]), scale);
     }
 }
+
+// Each type of cells says how to read them as floats, exactly.
+//     transpose(cells, length, out)   keys of LANES cells: out[d] has element d of each
+//     load(value, d)                  LANES elements of a value, from element d on
+
+struct HalfCells {
+    static F low(I x) { return half_to_float(low_halves(x)); }
+    static F high(I x) { return half_to_float(high_halves(x)); }
+    static F load(const uint8_t *value, int d) { return load_half((const uint16_t *)value + d); }
+};
+
+struct BrainCells {
+    static F low(I x) { return bits_to_float(left<16>(x)); }
+    static F high(I x) { return bits_to_float(band(x, ints(static_cast<int>(0xffff0000)))); }
+    static F load(const uint8_t *value, int d) { return load_brain((const uint16_t *)value + d); }
+};
+
+template <class Of16Bits> struct Cells : Of16Bits {
+    static void transpose(const uint8_t *const *cells, int length, F *out) {
+        for (int d = 0; d < length; d += 8, out += 8) {
+            I x[4];
+            load_cells(cells, 2 * d, x);
+            for (int i = 0; i < 4; i++) out[2 * i] = Of16Bits::low(x[i]), out[2 * i + 1] = Of16Bits::high(x[i]);
+        }
+    }
+};
+
+struct CellsQ80 {  // blocks of a scale, as f16, and 32 bytes
+    static constexpr int LENGTH = 32, BYTES = 34;
+
+    static void transpose(const uint8_t *const *cells, int length, F *out) {
+        for (size_t at = 0; at < static_cast<size_t>(length) / LENGTH * BYTES; at += BYTES, out += LENGTH) {
+            alignas(32) uint16_t scales[LANES];
+            for (int r = 0; r < LANES; r++) __builtin_memcpy(scales + r, cells[r] + at, 2);
+            const F scale = half_to_float(load_halves(scales));
+            I x[4];
+            load_cells(cells, at + 2, x), spread_signed(x, scale, out);
+            load_cells(cells, at + 18, x), spread_signed(x, scale, out + 16);
+        }
+    }
+    static F load(const uint8_t *value, int d) {
+        const uint8_t *block = value + d / LENGTH * BYTES;
+        uint16_t scale;
+        __builtin_memcpy(&scale, block, 2);
+        return multiply(to_float(load_signed_bytes(block + 2 + d % LENGTH)), floats(half_to_float_scalar(scale)));
+    }
+};
 
 template <int ROWS> inline void find_scores(const F *keys, const float *q, int length, float *out, size_t stride) {
     F sums[ROWS];
@@ -63,17 +101,16 @@ inline void find_scores_of(int n, const F *keys, const float *q, int length, flo
     }
 }
 
-// The sum of weight times value over all cells, for N vectors of each value and ROWS rows.
-template <bool BRAIN, int ROWS, int N>
-inline void add_values(const uint8_t *const *cells, const uint8_t *is_shared, int64_t n_cells, size_t offset, const float *weights, size_t stride,
+// The sum of weight times value over all cells, for N vectors of each value from element d on, and ROWS rows.
+template <class C, int ROWS, int N>
+inline void add_values(const uint8_t *const *cells, const uint8_t *is_shared, int64_t n_cells, int d, const float *weights, size_t stride,
                        float *out, size_t out_stride) {
     F sums[ROWS][N];
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < N; i++) sums[r][i] = zeros();
     for (int64_t c = 0; c < n_cells; c++) {
-        const uint16_t *value = (const uint16_t *)(cells[c] + offset);
         F v[N];
-        for (int i = 0; i < N; i++) v[i] = BRAIN ? load_brain(value + LANES * i) : load_half(value + LANES * i);
+        for (int i = 0; i < N; i++) v[i] = C::load(cells[c], d + LANES * i);
         for (int r = 0; r < ROWS; r++) {
             // A value that this row does not see may be NaN.
             if (!is_shared[c] && weights[r * stride + c] == 0.0f) continue;
@@ -84,13 +121,25 @@ inline void add_values(const uint8_t *const *cells, const uint8_t *is_shared, in
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < N; i++) store(out + r * out_stride + LANES * i, sums[r][i]);
 }
-template <bool BRAIN, int N, int ROWS = ROWS_OF_VALUES>
-inline void add_values_of(int n, const uint8_t *const *cells, const uint8_t *is_shared, int64_t n_cells, size_t offset, const float *weights,
+template <class C, int N, int ROWS = ROWS_OF_VALUES>
+inline void add_values_of(int n, const uint8_t *const *cells, const uint8_t *is_shared, int64_t n_cells, int d, const float *weights,
                           size_t stride, float *out, size_t out_stride) {
     if constexpr (ROWS > 0) {
-        if (n == ROWS) add_values<BRAIN, ROWS, N>(cells, is_shared, n_cells, offset, weights, stride, out, out_stride);
-        else add_values_of<BRAIN, N, ROWS - 1>(n, cells, is_shared, n_cells, offset, weights, stride, out, out_stride);
+        if (n == ROWS) add_values<C, ROWS, N>(cells, is_shared, n_cells, d, weights, stride, out, out_stride);
+        else add_values_of<C, N, ROWS - 1>(n, cells, is_shared, n_cells, d, weights, stride, out, out_stride);
     }
+}
+
+// What attention needs of a type of cells.
+struct CellType {
+    decltype(&CellsQ80::transpose) transpose;
+    decltype(&add_values_of<CellsQ80, 1>) add_one, add_many;  // vectors
+};
+template <class C> constexpr CellType CELL_TYPE{C::transpose, add_values_of<C, 1>, add_values_of<C, VECTORS>};
+
+inline const CellType &cell_type(int type) {
+    if (type == Q8_0) return CELL_TYPE<CellsQ80>;
+    return type == BF16 ? CELL_TYPE<Cells<BrainCells>> : CELL_TYPE<Cells<HalfCells>>;
 }
 
 // tanh, from e^(-2 |x|): its error is absolute, because the result is added to numbers of any size.
@@ -145,9 +194,9 @@ struct Scratch {
 };
 
 // Heads [head, head + n_heads), which share keys and values, at positions [position, position + n_positions).
-template <bool BRAIN_KEYS, bool BRAIN_VALUES>
-inline void attend_typed(const Attention &a, int head, int n_heads, int position, int n_positions, char *scratch) {
+void attend(const Attention &a, int head, int n_heads, int position, int n_positions, char *scratch) {
     const int n_rows = n_heads * n_positions, kv = head / a.heads_per_kv;
+    const CellType &key_type = cell_type(a.key_type), &value_type = cell_type(a.value_type);
     // Cells that some position sees
     Scratch memory{scratch};
     int32_t *index = memory.take<int32_t>(a.n_cells + 1);
@@ -177,7 +226,7 @@ inline void attend_typed(const Attention &a, int head, int n_heads, int position
     for (int64_t c = 0; c < n; c++) cells[c] = a.keys + index[c] * a.key_cell_bytes + kv * a.key_head_bytes;
     for (int64_t c = n; c % LANES; c++) cells[c] = n ? cells[n - 1] : a.keys;
     for (int64_t c = 0; c < n; c += LANES) {
-        transpose_keys<BRAIN_KEYS>(cells + c, a.key_length, keys);
+        key_type.transpose(cells + c, a.key_length, keys);
         for (int r = 0; r < n_rows; r += ROWS_OF_SCORES)
             find_scores_of(n_rows - r < ROWS_OF_SCORES ? n_rows - r : ROWS_OF_SCORES, keys, q + (size_t)r * a.key_length,
                            a.key_length, scores + r * stride + c, stride);
@@ -198,8 +247,8 @@ inline void attend_typed(const Attention &a, int head, int n_heads, int position
         const bool many = a.value_length - d >= VECTORS * LANES;
         for (int r = 0; r < n_rows; r += ROWS_OF_VALUES) {
             const int some = n_rows - r < ROWS_OF_VALUES ? n_rows - r : ROWS_OF_VALUES;
-            const auto add_to = many ? add_values_of<BRAIN_VALUES, VECTORS> : add_values_of<BRAIN_VALUES, 1>;
-            add_to(some, cells, is_shared, n, 2 * d, scores + r * stride, stride, out + (size_t)r * a.value_length + d,
+            const auto add_to = many ? value_type.add_many : value_type.add_one;
+            add_to(some, cells, is_shared, n, d, scores + r * stride, stride, out + (size_t)r * a.value_length + d,
                    a.value_length);
         }
         d += many ? VECTORS * LANES : LANES;
@@ -207,13 +256,6 @@ inline void attend_typed(const Attention &a, int head, int n_heads, int position
     for (int i = 0; i < n_positions; i++)
         __builtin_memcpy(a.out + (size_t)((position + i) * a.n_heads + head) * a.value_length,
                          out + (size_t)i * n_heads * a.value_length, n_heads * a.value_length * sizeof(float));
-}
-
-void attend(const Attention &a, int head, int n_heads, int position, int n_positions, char *scratch) {
-    if (a.brain_keys && a.brain_values) attend_typed<true, true>(a, head, n_heads, position, n_positions, scratch);
-    else if (a.brain_keys) attend_typed<true, false>(a, head, n_heads, position, n_positions, scratch);
-    else if (a.brain_values) attend_typed<false, true>(a, head, n_heads, position, n_positions, scratch);
-    else attend_typed<false, false>(a, head, n_heads, position, n_positions, scratch);
 }
 
 }  // namespace

@@ -227,8 +227,9 @@ struct Batch {
         for (int64_t c = 0; c < n_columns; c++) std::fill(out(s, c) + first, out(s, c) + end, -INFINITY);
     }
 
-    template <class T> static T *at(const ggml_tensor *t, int64_t i1, int64_t i2, int64_t i3) {
-        return reinterpret_cast<T *>(static_cast<char *>(t->data) + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3]);
+    template <class T> static T *at(const ggml_tensor *t, int64_t i1, int64_t i2, int64_t i3, int64_t i0 = 0) {
+        return reinterpret_cast<T *>(static_cast<char *>(t->data) + i0 * t->nb[0] + i1 * t->nb[1] + i2 * t->nb[2] +
+                                     i3 * t->nb[3]);
     }
 };
 
@@ -246,9 +247,6 @@ bool fits(const ggml_tensor *dst) {
 bool covers_batches(const ggml_tensor *w, const ggml_tensor *x) {
     return w->ne[2] > 0 && w->ne[3] > 0 && x->ne[2] % w->ne[2] == 0 && x->ne[3] % w->ne[3] == 0;
 }
-
-// Of a thread, for one expert: activations of MAX_COLUMNS columns, and scratch.
-size_t expert_bytes(const Matrix &m) { return m.quantized_bytes(MAX_COLUMNS) + m.scratch_bytes(); }
 
 char *aligned(void *p) { return reinterpret_cast<char *>(padded(reinterpret_cast<size_t>(p))); }
 
@@ -279,51 +277,126 @@ bool compute_product(const ggml_compute_params *params, const ggml_tensor *dst) 
     return true;
 }
 
-// Compute the products of one expert; false if they are llama.cpp's. `rows` has pairs (index of the expert in a token's
-// list, token) for each of the expert's n columns.
-bool compute_expert(const ggml_compute_params *params, const ggml_tensor *dst, int64_t expert, int64_t n,
-                    const int32_t *rows, char *scratch) {
-    if (params->use_ref || !fits(dst)) return false;
-    const ggml_tensor *w = dst->src[0], *x = dst->src[1];
-    Matrix m = matrix_of(w);
-    m.data += expert * w->nb[2];
-    const int64_t ith = params->ith, nth = params->nth, units = m.n_inputs / UNIT;
-    const char *end_of_work = static_cast<char *>(params->wdata) + params->wsize;
-    if (end_of_work - scratch < static_cast<ptrdiff_t>(nth * expert_bytes(m))) return false;
-    scratch += ith * expert_bytes(m);
-    auto *quantized = reinterpret_cast<Activations *>(scratch);
-    const int64_t panels = (m.n_rows + MAX_LANES - 1) / MAX_LANES;
-    const int64_t first = panels * ith / nth * MAX_LANES;
-    const int64_t end = std::min(m.n_rows, panels * (ith + 1) / nth * MAX_LANES);
-    count(n_calls, params);
-    for (int64_t c = 0; c < n && first < end; c += MAX_COLUMNS) {
-        const int group = static_cast<int>(std::min<int64_t>(MAX_COLUMNS, n - c));
+// Products of a mixture of experts: each column of `dst` is multiplied with the expert that it chose.
+struct Experts {
+    // Columns of one expert that are multiplied together.
+    struct Group { int32_t expert, first, n; };
+    // What the threads compute. Each chunk has rows of one group.
+    struct Plan { int64_t n_groups, rows_of_chunk, chunks_of_group; };
+
+    Batch batch;
+    const ggml_tensor *ids;
+    const int32_t *rows;  // of each expert, pairs (index of the expert in a token's list, token), as llama.cpp lists them
+
+    explicit Experts(const ggml_tensor *dst, const int32_t *rows = nullptr) : batch(dst), ids(dst->src[2]), rows(rows) {}
+
+    const Matrix &matrix() const { return batch.matrix; }
+    int64_t n_experts() const { return batch.weights->ne[2]; }
+    int64_t n_choices() const { return ids->ne[0] * ids->ne[1]; }
+    int32_t choice(int64_t i) const { return *Batch::at<const int32_t>(ids, i / ids->ne[0], 0, 0, i % ids->ne[0]); }
+    size_t plan_bytes(int n_threads) const {
+        const int64_t n_groups = std::min(n_experts(), n_choices()) + n_choices() / MAX_COLUMNS;
+        return padded(sizeof(Plan)) + Chunks::bytes(n_threads) + padded(n_groups * sizeof(Group)) +
+               padded(n_experts() * sizeof(int32_t));
+    }
+    size_t thread_bytes() const { return matrix().quantized_bytes(MAX_COLUMNS) + matrix().scratch_bytes(); }
+    size_t work_bytes(int n_threads) const {
+        return plan_bytes(n_threads) + batch.quantized_bytes() + n_threads * thread_bytes();
+    }
+
+    // llama.cpp calls for each expert that was chosen, in ascending order. The first call computes all of them.
+    bool is_first(int64_t expert) const {
+        for (int64_t i = 0; i < n_choices(); i++)
+            if (choice(i) < expert) return false;
+        return true;
+    }
+
+    void make_plan(Plan &plan, const Chunks &chunks, Group *groups, int32_t *counts) const {
+        std::fill_n(counts, n_experts(), 0);
+        for (int64_t i = 0; i < n_choices(); i++) counts[choice(i)]++;
+        plan.n_groups = 0;
+        for (int32_t e = 0; e < n_experts(); e++)
+            for (int32_t first = 0; first < counts[e]; first += MAX_COLUMNS)
+                groups[plan.n_groups++] = {e, first, std::min(MAX_COLUMNS, counts[e] - first)};
+        const int64_t n = matrix().n_rows;
+        plan.rows_of_chunk = chunk_of(n * plan.n_groups, chunks.n_threads);
+        plan.chunks_of_group = (n + plan.rows_of_chunk - 1) / plan.rows_of_chunk;
+        chunks.start(plan.n_groups * plan.chunks_of_group);
+    }
+
+    const int32_t *row(const Group &g, int i) const { return rows + 2 * (g.expert * n_choices() + g.first + i); }
+
+    // Copy the activations of a group to where they lie together.
+    void gather(char *work, const Group &g, Activations *out) const {
+        if (is_float(matrix().type)) return;
+        const int64_t units = matrix().n_inputs / UNIT;
+        for (int i = 0; i < g.n; i++) {
+            const int64_t c = row(g, i)[0] % batch.n_columns, first = c / MAX_COLUMNS * MAX_COLUMNS;
+            const Activations *from = batch.quantized(work, row(g, i)[1], first) + (c - first);
+            for (int64_t u = 0, stride = batch.group(first); u < units; u++) out[u * g.n + i] = from[u * stride];
+        }
+    }
+
+    void multiply_rows(const Group &g, const Activations *quantized, char *scratch, int64_t first, int64_t end) const {
+        Matrix m = matrix();
+        m.data += g.expert * batch.weights->nb[2];
         const float *columns[MAX_COLUMNS];
         float *out[MAX_COLUMNS];
-        for (int i = 0; i < group; i++) {
-            const int64_t i1 = rows[2 * (c + i)], i2 = rows[2 * (c + i) + 1];
-            columns[i] = Batch::at<const float>(x, i1 % x->ne[1], i2, 0);
-            out[i] = Batch::at<float>(dst, i1, i2, 0);
-            // Every thread quantizes for itself: there is no barrier between experts.
-            if (!is_float(m.type)) level->quantize(columns[i], units, level->aux[m.type], quantized + i, group);
+        for (int i = 0; i < g.n; i++) {
+            const int64_t i1 = row(g, i)[0], i2 = row(g, i)[1];
+            columns[i] = batch.column(i2, i1 % batch.n_columns), out[i] = batch.out(i2, i1);
         }
-        multiply(m, quantized, columns, group, out, scratch + m.quantized_bytes(MAX_COLUMNS), first, end);
+        multiply(m, quantized, columns, g.n, out, scratch, first, end);
     }
+};
+
+// Compute the products of all experts in the call for the first one; false if they are llama.cpp's.
+bool compute_experts(const ggml_compute_params *params, const ggml_tensor *dst, int64_t expert, const int32_t *rows,
+                     char *work) {
+    if (params->use_ref || !fits(dst)) return false;
+    const int64_t n_choices = dst->src[2]->ne[0] * dst->src[2]->ne[1];
+    const Experts experts(dst, rows - 2 * expert * n_choices);
+    const int ith = params->ith, nth = params->nth;
+    const char *end_of_work = static_cast<char *>(params->wdata) + params->wsize;
+    if (end_of_work - work < static_cast<ptrdiff_t>(experts.work_bytes(nth))) return false;
+    if (!experts.is_first(expert)) return true;
+    auto *plan = reinterpret_cast<Experts::Plan *>(work);
+    const Chunks chunks{reinterpret_cast<Chunks::Next *>(work + padded(sizeof *plan)), nth};
+    auto *groups = reinterpret_cast<Experts::Group *>(chunks.next + nth);
+    if (ith == 0) {
+        char *counts = work + experts.plan_bytes(nth) - padded(experts.n_experts() * sizeof(int32_t));
+        experts.make_plan(*plan, chunks, groups, reinterpret_cast<int32_t *>(counts));
+    }
+    work += experts.plan_bytes(nth);
+    experts.batch.quantize(work, ith, nth);
+    count(n_calls, params);
+    barrier(params->threadpool);
+    char *own = work + experts.batch.quantized_bytes() + ith * experts.thread_bytes();
+    auto *gathered = reinterpret_cast<Activations *>(own);
+    int64_t latest = -1, n = plan->rows_of_chunk;  // the group whose activations were gathered
+    chunks.take(ith, plan->n_groups * plan->chunks_of_group, [&](int64_t i) {
+        const int64_t group = i / plan->chunks_of_group, first = i % plan->chunks_of_group * n;
+        if (group != latest) experts.gather(work, groups[group], gathered), latest = group;
+        experts.multiply_rows(groups[group], gathered, own + experts.matrix().quantized_bytes(MAX_COLUMNS), first,
+                              std::min(experts.matrix().n_rows, first + n));
+    });
     return true;
 }
 
 constexpr int ROWS_OF_ATTENTION = 24;  // that read keys and values together
 constexpr int MAX_HEADS = 1024;
 
-bool is_half(const ggml_tensor *t) { return t->type == F16 || t->type == BF16; }
+bool fits_cells(const ggml_tensor *t) {  // keys or values
+    const bool is_whole = t->ne[0] % (t->type == Q8_0 ? 32 : 16) == 0;
+    return (t->type == F16 || t->type == BF16 || t->type == Q8_0) && t->nb[0] == static_cast<size_t>(size_of(t->type).bytes) && is_whole;
+}
 
 bool fits_attention(const ggml_tensor *dst) {
     const ggml_tensor *q = dst->src[0], *k = dst->src[1], *v = dst->src[2], *mask = dst->src[3];
-    return q->ne[2] <= MAX_HEADS && q->type == F32 && is_half(k) && is_half(v) && q->nb[0] == 4 && k->nb[0] == 2 && v->nb[0] == 2 &&
+    return q->ne[2] <= MAX_HEADS && q->type == F32 && fits_cells(k) && fits_cells(v) && q->nb[0] == 4 &&
            dst->type == F32 && dst->nb[0] == 4 && dst->nb[1] == 4 * static_cast<size_t>(v->ne[0]) && q->ne[3] == 1 &&
            k->ne[3] == 1 && v->ne[3] == 1 && k->ne[2] == v->ne[2] && k->ne[1] == v->ne[1] && q->ne[2] % k->ne[2] == 0 &&
-           q->ne[0] == k->ne[0] && k->ne[0] % 16 == 0 && v->ne[0] % 16 == 0 &&
-           k->ne[1] < INT32_MAX && (!mask || (mask->type == F16 && mask->ne[2] == 1 && mask->ne[3] == 1));
+           q->ne[0] == k->ne[0] && k->ne[1] < INT32_MAX && (!mask || (mask->type == F16 && mask->ne[2] == 1 && mask->ne[3] == 1));
 }
 
 // Of the thread that evaluates, for all threads of an attention. It grows with the context.
@@ -361,7 +434,7 @@ bool compute_attention(const ggml_compute_params *params, const ggml_tensor *dst
     a.q = static_cast<const char *>(q->data), a.q_position_bytes = q->nb[1], a.q_head_bytes = q->nb[2];
     a.keys = static_cast<const uint8_t *>(k->data), a.key_cell_bytes = k->nb[1], a.key_head_bytes = k->nb[2];
     a.values = static_cast<const uint8_t *>(v->data), a.value_cell_bytes = v->nb[1], a.value_head_bytes = v->nb[2];
-    a.brain_keys = k->type == BF16, a.brain_values = v->type == BF16;
+    a.key_type = k->type, a.value_type = v->type;
     a.mask = mask ? static_cast<const char *>(mask->data) : nullptr, a.mask_bytes = mask ? mask->nb[1] : 0;
     a.sinks = sinks ? static_cast<const float *>(sinks->data) : nullptr;
     a.softcap = numbers[2], a.scale = numbers[2] != 0.0f ? numbers[0] / numbers[2] : numbers[0];
@@ -408,7 +481,7 @@ EXPORTED bool ggml_compute_forward_mul_mat_id_tiled(const ggml_compute_params *p
                                                     int64_t n, const int32_t *rows, char *scratch) {
     const Caller &caller = caller_at(__builtin_return_address(0));
     if (is_ours(caller)) {
-        if (compute_expert(params, dst, expert, n, rows, scratch)) return true;
+        if (compute_experts(params, dst, expert, rows, scratch)) return true;
         count(n_missed, params);
     }
     return caller.mul_mat_id_tiled && caller.mul_mat_id_tiled(params, dst, expert, n, rows, scratch);
@@ -420,7 +493,7 @@ EXPORTED size_t ggml_tiled_wdata_size(Word threads, const ggml_tensor *dst, Word
     size_t n = caller.tiled_wdata_size ? caller.tiled_wdata_size(threads, dst, c, d, e, f) : 0;
     if (is_ours(caller) && fits(dst)) {
         const int n_threads = static_cast<int>(threads);
-        if (dst->src[2]) n = std::max(n, n_threads * expert_bytes(matrix_of(dst->src[0])));
+        if (dst->src[2]) n = std::max(n, Experts(dst).work_bytes(n_threads));
         else if (covers_batches(dst->src[0], dst->src[1])) n = std::max(n, Batch(dst).work_bytes(n_threads));
     }
     return n;
@@ -596,7 +669,7 @@ EXPORTED int llamaspec_kernels_multiply(int type, const void *weights, size_t ro
     return 1;
 }
 
-// For tests: attention over f16 or bf16 keys [n_cells, n_kv, key_length] and values, with q [n, n_heads, key_length] and
+// For tests: attention over f16, bf16 or q8_0 keys [n_cells, n_kv, key_length] and values, with q [n, n_heads, key_length] and
 // mask [n, n_cells]. Returns 0 if there is no memory.
 EXPORTED int llamaspec_kernels_attend(int type_k, int type_v, const float *q, const void *k, const void *v,
                                       const void *mask, const float *sinks, const float *slopes, float scale,
@@ -608,8 +681,10 @@ EXPORTED int llamaspec_kernels_attend(int type_k, int type_v, const float *q, co
     a.n_heads = n_heads, a.heads_per_kv = n_heads / n_kv, a.key_length = key_length, a.value_length = value_length;
     a.n_cells = n_cells, a.q = reinterpret_cast<const char *>(q), a.q_position_bytes = 4 * n_heads * kl;
     a.q_head_bytes = 4 * kl, a.keys = static_cast<const uint8_t *>(k), a.values = static_cast<const uint8_t *>(v);
-    a.key_cell_bytes = 2 * n_kv * kl, a.key_head_bytes = 2 * kl, a.value_cell_bytes = 2 * n_kv * vl;
-    a.value_head_bytes = 2 * vl, a.brain_keys = type_k == BF16, a.brain_values = type_v == BF16;
+    const TypeSize key = size_of(type_k), value = size_of(type_v);
+    a.key_head_bytes = kl / key.length * key.bytes, a.value_head_bytes = vl / value.length * value.bytes;
+    a.key_cell_bytes = n_kv * a.key_head_bytes, a.value_cell_bytes = n_kv * a.value_head_bytes;
+    a.key_type = type_k, a.value_type = type_v;
     a.mask = static_cast<const char *>(mask), a.mask_bytes = 2 * n_cells, a.sinks = sinks, a.slopes = slopes;
     a.scale = scale, a.softcap = softcap, a.out = out;
     const Items items(a, n, n_threads);

@@ -62,7 +62,7 @@ struct Attention {
     size_t q_position_bytes, q_head_bytes;
     const uint8_t *keys, *values;
     size_t key_cell_bytes, key_head_bytes, value_cell_bytes, value_head_bytes;
-    bool brain_keys, brain_values;  // bf16, otherwise f16
+    int key_type, value_type;       // F16, BF16 or Q8_0
     const char *mask;               // f16 [positions, n_cells]; nullptr = every position sees every cell
     size_t mask_bytes;
     const float *slopes, *sinks;    // of each head; nullptr = none
@@ -86,8 +86,8 @@ struct Level {
     int lanes;                // rows that are computed together; a product has at least as many
     Kernel kernels[N_TYPES];  // nullptr = not covered
     Aux aux[N_TYPES];
-    // Attention of some heads, which share keys and values, at some positions. Lengths are multiples of 16, and
-    // scratch is aligned to 64.
+    // Attention of some heads, which share keys and values, at some positions. Lengths are multiples of 16, of
+    // Q8_0 of 32, and scratch is aligned to 64.
     void (*attend)(const Attention &, int head, int n_heads, int position, int n_positions, char *scratch);
     // Quantize units of one column; unit i goes to out[i * stride].
     void (*quantize)(const float *x, int64_t n_units, Aux aux, Activations *out, size_t stride);

@@ -26,7 +26,6 @@ inline I word(const uint8_t *p, size_t row_bytes) {  // four bytes of each row
 }
 
 template <int J> inline I byte(I x) { return band(right<8 * J>(x), ints(255)); }
-template <int J> inline F signed_byte(I x) { return to_float(right_signed<24>(left<24 - 8 * J>(x))); }
 
 // Each type of weights says how many it has in a block, its bytes, and how its stored weights differ from the true
 // ones (`Aux`). A step is the part of a block that is unpacked at once: UNITS_IN_STEP times 32 inputs.
@@ -97,13 +96,6 @@ struct BlockQ5K : Weights<0, false, true, 31> {
     template <int STEP> F scale(int u, int) const { return header.scales[2 * STEP + u]; }
     template <int STEP> F minimum(int u, int) const { return header.minima[2 * STEP + u]; }
 };
-
-inline void spread_signed(const I *x, F d, F *out) {  // 16 bytes of each row
-    for (int i = 0; i < 4; i++) {
-        out[4 * i] = multiply(signed_byte<0>(x[i]), d), out[4 * i + 1] = multiply(signed_byte<1>(x[i]), d);
-        out[4 * i + 2] = multiply(signed_byte<2>(x[i]), d), out[4 * i + 3] = multiply(signed_byte<3>(x[i]), d);
-    }
-}
 
 struct BlockQ6K : Weights<32, true, false, 63> {
     static constexpr int LENGTH = 256, BYTES = 210, STEPS = 4, UNITS_IN_STEP = 2;

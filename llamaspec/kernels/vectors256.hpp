@@ -147,6 +147,7 @@ inline float greatest_lane(F x) {
 }
 inline float first_lane(F x) { return _mm256_cvtss_f32(x); }
 inline F load_half(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+inline I load_signed_bytes(const uint8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
 inline F load_brain(const uint16_t *p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }

@@ -118,6 +118,7 @@ inline F zero_where_none(F score, F x) { return _mm512_mask_mov_ps(x, is_none(sc
 inline float greatest_lane(F x) { return _mm512_reduce_max_ps(x); }
 inline float first_lane(F x) { return _mm512_cvtss_f32(x); }
 inline F load_half(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+inline I load_signed_bytes(const uint8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
 inline F load_brain(const uint16_t *p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }

@@ -141,6 +141,10 @@ inline float greatest_lane(F x) { return vmaxvq_f32(vmaxq_f32(x.a, x.b)); }
 inline float first_lane(F x) { return vgetq_lane_f32(x.a, 0); }
 inline float half_to_float_scalar(uint16_t x) { return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(x))), 0); }
 inline F load_half(const uint16_t *p) { return half_to_float(vld1q_u16(p)); }
+inline I load_signed_bytes(const uint8_t *p) {
+    const int16x8_t x = vmovl_s8(vld1_s8((const int8_t *)p));
+    return {vmovl_s16(vget_low_s16(x)), vmovl_high_s16(x)};
+}
 inline F load_brain(const uint16_t *p) {
     const uint16x8_t x = vld1q_u16(p);
     return {float_bits(vshll_n_u16(vget_low_u16(x), 16)), float_bits(vshll_high_n_u16(x, 16))};

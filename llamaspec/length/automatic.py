@@ -17,7 +17,13 @@ import numpy as np
 from llamaspec.length.cost_curve import CostCurve
 from llamaspec.length.costs import DENSE
 from llamaspec.length.draft_prompt import DraftPrompt
-from llamaspec.length.estimates import Array, SequenceAcceptance, expected_accepted, verified_tokens
+from llamaspec.length.estimates import (
+    Array,
+    SequenceAcceptance,
+    expected_accepted,
+    summed,
+    verified_tokens,
+)
 from llamaspec.length.prior import LearnedPrior
 from llamaspec.length.shared import FREE, RoundPlan, Shared
 from llamaspec.protocols import SequenceLength
@@ -239,7 +245,7 @@ class AutoSequence:
         `ahead` are the confidences of the tokens that could be copied. If neither copies nor drafts win, one
         token is taken and not verified: it shows for free whether it would have been accepted.
         """
-        shared, prices = self._shared, plan.prices
+        shared, prices = self._shared, np.maximum(plan.prices, 0.0)  # no copy is verified to save time
         n_most = len(prices) - 1
         if not n_most or plan.times_plain or source not in shared.sources | GIVEN:
             return 0
@@ -259,7 +265,7 @@ class AutoSequence:
 
     def _expected(self, source: Source, confidences: Sequence[float]) -> Array:
         """Return the expected number of accepted tokens among the first 0, 1, ... of a draft: [1 + n]."""
-        return np.concatenate(([0.0], self._acceptance[source].probabilities(confidences).cumprod().cumsum()))
+        return summed(self._acceptance[source].probabilities(confidences).cumprod())
 
     def _should_extend(self, plan: RoundPlan, draft: Draft) -> bool:
         """Whether a longer draft has a greater expected net gain than this one."""

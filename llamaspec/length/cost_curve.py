@@ -88,7 +88,7 @@ class CostCurve:
         return replace(
             self,
             widths=tuple(widths),
-            verify_seconds=tuple(found[width][1] for width in widths),
+            verify_seconds=credible(found[width][1] for width in widths),
             deviations=tuple(found[width][0] for width in widths),
             draft_step_seconds=factor * drafting.draft_step_seconds,
             draft_deviation=drafting.draft_deviation,

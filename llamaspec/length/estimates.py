@@ -36,6 +36,7 @@ PRIOR, MOST = 4, 200  # weight of a first guess, and longest memory of an averag
 KEPT = 50  # maximum weight of what earlier runs have learnt, in tokens: the next text may be of another kind
 GAIN = 0.25  # how fast a completion's level moves
 LOSS = 0.5  # how fast it falls after a wrong copy, which costs a wide evaluation for nothing
+UNLIKELY = 0.1  # a draft token that is accepted less often is worth nothing, whatever the costs say
 FLATTEST = 0.1  # minimum slope of a probability over its log-odds
 
 
@@ -191,7 +192,16 @@ class SequenceAcceptance:
 
 def expected_accepted(acceptance: float, longest: int) -> Array:
     """Return the expected number of accepted tokens in drafts of 0, 1, ... `longest` tokens."""
-    return np.concatenate(([0.0], (acceptance ** np.arange(1, longest + 1)).cumsum()))
+    return summed(np.power(acceptance, np.arange(1.0, longest + 1.0), dtype=np.float64))
+
+
+def summed(chances: Array) -> Array:
+    """Return the expected number of accepted tokens among the first 0, 1, ... of a draft: [1 + n].
+
+    `chances` are those that a token and all before it are accepted. Those below `UNLIKELY` do not count:
+    costs that were learnt beside other programs may say that a wider evaluation is free.
+    """
+    return np.concatenate(([0.0], np.where(chances < UNLIKELY, 0.0, chances).cumsum()))
 
 
 def verified_tokens(round_: Round) -> list[tuple[float, bool]]:

@@ -51,7 +51,7 @@ from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows
 if TYPE_CHECKING:
     from llamaspec.llama.recurrent import RecurrentCache
 
-HALVES = {"f16", "bf16"}  # the cache types that our attention reads
+ATTENDED = {"f16", "bf16", "q8_0"}  # the cache types that our attention reads
 CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
 CONTEXT_BYTES = 1 << 30  # and at most as much as the weights, or this if they are smaller
 
@@ -90,8 +90,8 @@ class Context:
         self.max_scored = options.max_scored
         pointer, said = _open(weights, options, n_cells, None if other is None else other.pointer, is_head)
         self._abort = abort or AbortFlag()
-        # None if the log does not say.
-        self.flash_attention = options.flash_attention == "on" or said.flash_attention
+        is_certain = options.flash_attention == "on" or options.needs_flash_attention
+        self.flash_attention = is_certain or said.flash_attention  # None if the log does not say
         needs = (weights.handle, self._abort, None if other is None else other._handle)
         self._handle: Handle | None = Handle(pointer, lib.llama_free, *needs)
         if not lib.llama_get_memory(pointer):
@@ -360,7 +360,7 @@ def attention_bytes_per_token(weights: Weights, options: ModelOptions) -> int:
 
 def attention_bytes(options: ModelOptions, heads_per_key: int) -> int:
     """Return the same for a model in main memory whose weights are not loaded."""
-    is_ours = options.flash_attention != "off" and {options.cache_type_k, options.cache_type_v} <= HALVES
+    is_ours = options.flash_attention != "off" and {options.cache_type_k, options.cache_type_v} <= ATTENDED
     if not is_ours or options.kernels == OFF or runtime.kernels().level is None:
         return 0
     return library.bytes_per_cell(heads_per_key, options.threads or resources.default_threads())

@@ -53,6 +53,7 @@ class Kind(Enum):
 
     TEXT = "a model that generates text"
     EMBEDDING = "an embedding model"
+    RANKING = "a reranker"
     DIFFUSION = "a diffusion model"
     ENCODER = "a model with an encoder"
     DRAFT = "a draft or a prediction head, which needs its target"
@@ -64,6 +65,10 @@ class Kind(Enum):
     OTHER = "no language model"
 
 
+EMBEDDERS = frozenset({Kind.EMBEDDING, Kind.RANKING})
+OFFERED = EMBEDDERS | {Kind.TEXT}  # by a server
+NO_POOLING = "does not say how the rows of a text become one (pooling_type); convert it again"
+_RANK = 4  # the pooling type of a reranker
 _BY_TYPE = {"adapter": Kind.ADAPTER, "imatrix": Kind.IMPORTANCE, "mmproj": Kind.PROJECTOR}  # general.type
 _BY_ARCHITECTURE = {
     "clip": Kind.PROJECTOR,
@@ -90,6 +95,7 @@ class FileFacts:
     context_length: int = 0  # tokens that the model was trained on
     embedding_length: int = 0
     block_count: int = 0
+    pooling_type: int = 0  # how the rows of a text become one: llama.cpp's number, 0 = not at all
     template: str = ""  # the source of its chat template
     identity: str = ""  # see `file_identity`
 
@@ -99,6 +105,13 @@ class FileFacts:
         if self.fault:
             return self.fault
         return None if self.kind is Kind.TEXT else f"is {self.kind.value}; name a model that generates text"
+
+    @property
+    def offer_refusal(self) -> str | None:
+        """Why a server cannot offer the file, as a predicate without its path; None if it can."""
+        if self.fault or self.kind not in EMBEDDERS:
+            return self.refusal
+        return None if self.pooling_type else NO_POOLING
 
 
 _Change = tuple[tuple[int, int], ...]  # time and size of each part
@@ -157,6 +170,7 @@ def _read_facts(paths: Sequence[Path], sizes: Sequence[int]) -> FileFacts:
         context_length=found.number("context_length"),
         embedding_length=found.number("embedding_length"),
         block_count=found.number("block_count"),
+        pooling_type=found.number("pooling_type"),
         template=found.text("tokenizer.chat_template"),
         identity=file_identity(paths[0]),
     )
@@ -164,6 +178,8 @@ def _read_facts(paths: Sequence[Path], sizes: Sequence[int]) -> FileFacts:
 
 def _kind_of(found: GgufFile, tensors: set[str]) -> Kind:
     """Return the kind of a file from its metadata and the names of all its tensors."""
+    if found.number("pooling_type") == _RANK:
+        return Kind.RANKING
     special = _BY_TYPE.get(found.text("general.type")) or _BY_ARCHITECTURE.get(found.architecture)
     if special is not None:
         return special

@@ -51,7 +51,6 @@ class KVCache:
         self._clock = itertools.count(1)
         self._is_evaluating = False  # llama.cpp may hold more than is recorded here
         self._is_changing = False  # this record and llama.cpp's cells may differ
-        self._has_left = False  # a sequence has left cells between those of others
         self._copies_back = True  # from the store
         self.n_compactions = 0
 
@@ -205,7 +204,6 @@ class KVCache:
             sequence.n_reserved = sequence.n_offered = 0
             if self.running and not self._keeps_finished:
                 self._move_to_store(sequence)
-                self._has_left = True
             else:
                 self._store.touch(self._stored(sequence))
         self._is_changing = False
@@ -290,13 +288,10 @@ class KVCache:
         return self._store.find(sequence.tokens[: sequence.n], sequence.scope)
 
     def _has_much_garbage(self) -> bool:
-        """Whether a compaction saves time: never for less than a block, unless one sequence is left alone."""
+        """Whether a compaction saves time: never for less than a block."""
         table, block = self._table, self._table.cells.block
         if self._keeps_finished or not block:
             return False
-        has_left, self._has_left = self._has_left, False
-        if has_left:
-            return table.n_garbage > (0 if len(self.running) == 1 else block)
         return table.n_garbage > max(block, MAX_GARBAGE * table.top)
 
     def _start_change(self) -> None:

@@ -299,32 +299,34 @@ class LlamaModel:
             reason = runtime.kernels().describe()
         elif leaves_main_memory(self.options, self.weights.devices):
             reason = "layers are computed on other devices; use --gpu-layers 0, and no --rpc"
-        elif self.keeps_states:
-            reason = "layers of this model keep states, which llama.cpp computes; use a model without states"
         elif self.options.flash_attention == "off":
             reason = "flash attention is off; drop --flash-attn off"
         elif not self.weights.suits_kernels:
             reason = "some weights have a type that llamaspec's kernels do not take; use another quantization"
         elif not (self._contexts[0].flash_attention and self._kernels_compute_everything()):
             kinds = f"{self.options.cache_type_k} keys and {self.options.cache_type_v} values"
-            remedy = "use another model" if kinds == "f16 keys and f16 values" else "use f16 for both"
+            remedy = "use another model" if kinds == "f16 keys and f16 values" else "use f16 or q8_0 for both"
             reason = f"llama.cpp computes a part of this model with {kinds}; {remedy}"
         return reason
 
     def _kernels_compute_everything(self) -> bool:
-        """Return whether our kernels compute all products of a wide evaluation and of a single position."""
-        tokens, counts = np.ones(min(N_WIDE + 1, self.context_size), dtype=np.int32), [library.n_products]
-        n_missed = library.n_missed
+        """Return whether our kernels compute all products of a wide evaluation and of a single position.
+
+        llama.cpp computes states: they must give a single position the bits of a wide evaluation.
+        """
+        tokens, n_missed = np.ones(min(N_WIDE + 1, self.context_size), dtype=np.int32), library.n_missed
+        counts, rows = [library.n_products], list[Logits]()
         try:
-            self.forget()
-            for request in (ForwardRequest(TARGET, tokens[:-1]), ForwardRequest(TARGET, tokens)):
-                self.forward(request)
+            for n in (len(tokens) - 1, len(tokens), len(tokens))[: 3 if self.keeps_states else 2]:
+                if len(rows) != 1:
+                    self.forget()
+                rows.append(self.forward(ForwardRequest(TARGET, tokens[:n])).copy())
                 counts.append(library.n_products)
         finally:
             self.forget()
             self.release(-1)
-        wide, single = np.diff(counts)
-        return library.n_missed == n_missed and bool(wide >= single > 0)
+        is_same, (wide, single) = np.array_equal(rows[1], rows[-1]), np.diff(counts)[:2]
+        return is_same and library.n_missed == n_missed and bool(wide >= single > 0)
 
     def check(self, request: ForwardRequest) -> None:
         """Raise ValueError if llama.cpp would abort the process."""

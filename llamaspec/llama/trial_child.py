@@ -25,6 +25,8 @@ from llamaspec.errors import (
 )
 from llamaspec.llama.block_draft import BlockDraft
 from llamaspec.llama.child import end_with_answer, end_with_parent, limit_cpu, limit_memory
+from llamaspec.llama.embedding_model import EmbeddingModel
+from llamaspec.llama.file_facts import EMBEDDERS, file_facts
 from llamaspec.llama.gguf_file import PARTS, read_gguf
 from llamaspec.llama.heads import PredictionHeads
 from llamaspec.llama.hidden_draft_file import heads_in_file, hidden_draft
@@ -75,6 +77,9 @@ def use_file(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
     if found.architecture in PARTS or not reads_weights:  # parts cannot be evaluated without their target
         _use_vocabulary(Weights(path, options, vocabulary_only=not reads_weights).vocabulary)
         return
+    if file_facts(path).kind in EMBEDDERS:
+        _embed(path, options)
+        return
     has_heads = heads_in_file(path).fault is None
     with LlamaModel(path, replace(options, heads=has_heads)) as model:
         tokens = _use_vocabulary(model.vocabulary)
@@ -91,6 +96,14 @@ def use_file(path: Path, n_ctx: int, *, reads_weights: bool) -> None:
             if has_heads and len(tokens) > 1:
                 with closing(PredictionHeads(model)) as heads:
                     _draft(heads, model, tokens)
+
+
+def _embed(path: Path, options: ModelOptions) -> None:
+    """Open a model that makes vectors, and let it evaluate two texts."""
+    with closing(EmbeddingModel(path, options)) as model:
+        tokens = _use_vocabulary(model.vocabulary)[: min(model.context_size, N_PAIR)]
+        with suppress(ScoresError):  # as below
+            model.evaluate([tokens, tokens])
 
 
 def use_pair(target: Path, path: Path, n_ctx: int) -> None:

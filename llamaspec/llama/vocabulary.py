@@ -53,7 +53,10 @@ class LlamaVocabulary:
         self.bos: int = lib.llama_vocab_bos(self._vocab)  # -1 if the model has none
         self.eos: int = lib.llama_vocab_eos(self._vocab)
         self._is_bpe = lib.llama_vocab_type(self._vocab) == lib.LLAMA_VOCAB_TYPE_BPE
+        self.sep: int = lib.llama_vocab_sep(self._vocab)  # -1 if the model has none, as the others
         self.adds_bos: bool = lib.llama_vocab_get_add_bos(self._vocab)
+        self.adds_eos: bool = lib.llama_vocab_get_add_eos(self._vocab)
+        self.adds_sep: bool = lib.llama_vocab_get_add_sep(self._vocab)
         self._pieces: dict[int, bytes] = {}  # not lru_cache: a reference cycle would keep the model alive
         self._ends: dict[int, bool] = {}
 

@@ -38,6 +38,7 @@ from llamaspec.errors import LlamaspecError
 from llamaspec.serve import (
     ServeSettings,
     anthropic,
+    embeddings,
     llama_server,
     ollama,
     ollama_models,
@@ -53,8 +54,8 @@ from llamaspec.serve.loading import with_loaded
 from llamaspec.serve.log import MODEL, Write, response_line
 from llamaspec.serve.models import Models
 from llamaspec.serve.paths import with_plain_paths
-from llamaspec.serve.served_model import ModelSource
-from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, Endpoint, Service, in_time
+from llamaspec.serve.served_model import AnyService, ModelSource
+from llamaspec.serve.service import CLIENT_LEFT, FINAL_SECONDS, OWNER, Endpoint, in_time
 
 POLL_SECONDS = 0.05  # between two looks whether the last request has ended
 Handler = Callable[[Request], Awaitable[Response]]
@@ -67,6 +68,7 @@ ENDPOINTS = (
     *ollama.ENDPOINTS,
     *ollama_models.ENDPOINTS,
     *llama_server.ENDPOINTS,
+    *embeddings.ENDPOINTS,
     *status.ENDPOINTS,
 )
 _PAGE = Path(__file__).with_name("page")
@@ -143,20 +145,18 @@ class _EndpointApp:
         if endpoint.is_general:
             return await endpoint.handler(models, http, body)
         assert isinstance(body, ModelBody)
-        model = await models.find(body.model)
+        model = await models.find(body.model, endpoint.kinds)
         http.scope[MODEL] = model.name
         if (unloaded := body.unloaded(model.name)) is not None:
             await models.loader.unload(model)
             return JSONResponse(unloaded)
+        models.check_kind(model, endpoint.kinds)
         use = stack.enter_context(models.loader.using(model, body.idle_seconds))
 
-        async def handler(service: Service) -> Response:
+        async def handler(service: AnyService) -> Response:
             return await in_time(endpoint.handler(service, http, body), http, models.settings.request_timeout)
 
         return await with_loaded(models, use, http, body, handler, endpoint.failure)
-
-
-_EMBEDDINGS = ("/embeddings", "/embedding", "/embed")  # ends of the paths in OpenAI's API and others
 
 
 async def _routing_error(http: Request, error: Exception) -> Response:
@@ -165,8 +165,6 @@ async def _routing_error(http: Request, error: Exception) -> Response:
     path, headers = http.scope["path"], dict(error.headers or {})
     if "Allow" in headers:
         message = f"wrong method; this path takes {headers['Allow']}"
-    elif path.endswith(_EMBEDDINGS):
-        message = "llamaspec does not compute embeddings; use Ollama, or llama-server with --embeddings"
     else:
         message = "there is nothing at this path; see docs/server.md"
     response = error_response(path, RequestError(error.status_code, message))

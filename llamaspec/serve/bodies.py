@@ -34,7 +34,7 @@ from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.sampling.filters import Sampling
 from llamaspec.serve import ServeSettings
 from llamaspec.serve.compression import IDENTITY, decompressed
-from llamaspec.serve.http_errors import UNSUPPORTED, RequestError, invalid
+from llamaspec.serve.http_errors import UNSUPPORTED, RequestError, bad_field, invalid
 
 MAX_STOPS = 32
 MAX_BIASES = 1000
@@ -177,6 +177,12 @@ def at_most(limit: int) -> AfterValidator:
 
 JsonObject = Annotated[dict[str, Any], at_most(MAX_VALUES)]
 JsonList = Annotated[list[Any], at_most(MAX_VALUES)]
+
+
+def check_token_ids(tokens: Sequence[int], vocabulary: LlamaVocabulary, field: str) -> None:
+    """Raise a RequestError if a token id is outside the vocabulary."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary.size:
+        raise bad_field(field, f"token ids must be from 0 to {vocabulary.size - 1}")
 
 
 class Fields(BaseModel):

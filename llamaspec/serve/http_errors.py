@@ -46,6 +46,7 @@ _TOLD = {
     LlamaspecError: "the model cannot be used",
 }
 LOG_SAYS = "the server's log says why"
+_SHORTER = "reduce the length of the messages, or start the server with a larger --ctx-per-request"
 UNSUPPORTED = "unsupported_parameter"  # code of errors about fields that this server does not support
 
 
@@ -77,13 +78,20 @@ class ContextOverflowError(RequestError):
     The message has OpenAI's phrase and llama-server's. `is_estimate`: the prompt was not tokenized.
     """
 
-    def __init__(self, n_tokens: int, context_size: int, field: str, *, is_estimate: bool = False) -> None:
+    def __init__(
+        self,
+        n_tokens: int,
+        context_size: int,
+        field: str,
+        *,
+        is_estimate: bool = False,
+        remedy: str = _SHORTER,
+    ) -> None:
         counted = " (estimated)" if is_estimate else ""
         super().__init__(
             400,
             f"this model's maximum context length is {context_size} tokens; the request ({n_tokens} tokens) "
-            f"exceeds the available context size ({context_size} tokens){counted}; reduce the length of the "
-            f"messages, or start the server with a larger --ctx-per-request",
+            f"exceeds the available context size ({context_size} tokens){counted}; {remedy}",
             field=field,
             code="context_length_exceeded",
         )

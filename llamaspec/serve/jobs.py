@@ -31,7 +31,7 @@ from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
 from llamaspec.sampling.acceptance_rules import DEFAULT_RULE
 from llamaspec.sampling.filters import Sampling
-from llamaspec.serve.bodies import AnswerOptions, GenerationBody, ReasoningOptions
+from llamaspec.serve.bodies import AnswerOptions, GenerationBody, ReasoningOptions, check_token_ids
 from llamaspec.serve.constraints import Constraints, Prompt, ResponseFormat
 from llamaspec.serve.http_errors import ContextOverflowError, RequestError, bad_field, not_supported
 from llamaspec.serve.message_fields import ToolUse
@@ -153,7 +153,7 @@ class RequestBuilder:
                 tokens += more.tolist()
         if tokens[:2] == [self.vocabulary.bos] * 2:
             del tokens[0]
-        self.check_token_ids(tokens, "prompt")
+        check_token_ids(tokens, self.vocabulary, "prompt")
         return self._checked(np.array(tokens, dtype=np.int32), "prompt")
 
     def infill_tokens(self, prefix: str, suffix: str) -> TokenArray:
@@ -203,11 +203,6 @@ class RequestBuilder:
         tokens = self._checked(tokens, field) if must_fit else tokens
         return Prompt(tokens, self.answer_format, tools, prompt.is_thinking, pictures=pictures)
 
-    def check_token_ids(self, tokens: Sequence[int], field: str) -> None:
-        """Raise a RequestError if a token id is outside the vocabulary."""
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary.size:
-            raise bad_field(field, f"token ids must be from 0 to {self.vocabulary.size - 1}")
-
     def _checked(self, tokens: TokenArray, field: str) -> TokenArray:
         """Return a prompt; RequestError if it is empty or does not fit the context."""
         if len(tokens) == 0:
@@ -255,7 +250,7 @@ class RequestBuilder:
         """Return one job for each prompt and choice, which reuse only what the scope may know."""
         options = body.chosen_options
         biases = await run_in_threadpool(body.biases, self.vocabulary)
-        self.check_token_ids(list(biases), "logit_bias")
+        check_token_ids(list(biases), self.vocabulary, "logit_bias")
         sampling = body.sampling(biases, self.sampling)
         limit = self._context_size if options.limit is None or options.limit < 0 else options.limit
         prediction = None

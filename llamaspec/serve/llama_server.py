@@ -19,13 +19,24 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from llamaspec.chat.infill import File, fitting_infill_prompt
 from llamaspec.chat.messages import ContentDelta, Delta, TokenLogprobs
 from llamaspec.engine.completion import StopReason
+from llamaspec.llama.file_facts import OFFERED
 from llamaspec.llama.vocabulary import LlamaVocabulary
-from llamaspec.serve.bodies import AnswerOptions, Fields, Limit, ModelBody, TokenIds, TopLogprobs, Whole
+from llamaspec.serve.bodies import (
+    AnswerOptions,
+    Fields,
+    Limit,
+    ModelBody,
+    TokenIds,
+    TopLogprobs,
+    Whole,
+    check_token_ids,
+)
 from llamaspec.serve.http_errors import not_supported
 from llamaspec.serve.jobs import RequestBuilder
 from llamaspec.serve.openai_chat import ChatBody, OpenAIBody
 from llamaspec.serve.request_queue import Finished
 from llamaspec.serve.response_forms import Data, Form, WholeAnswer, figures, logprob_list, sse
+from llamaspec.serve.served_model import AnyService
 from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 
@@ -192,8 +203,8 @@ class DetokenizeBody(ModelBody):
     tokens: TokenIds
 
 
-async def _tokenize(service: Service, _: Request, body: TokenizeBody) -> Response:
-    vocabulary = service.builder.vocabulary
+async def _tokenize(service: AnyService, _: Request, body: TokenizeBody) -> Response:
+    vocabulary = service.target.vocabulary
     content, special = body.content.encode(), bool(body.add_special)
     marks = body.parse_special is not False
     ids = await run_in_threadpool(vocabulary.tokenize, content, add_special=special, parse_special=marks)
@@ -218,9 +229,10 @@ def _piece(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
-async def _detokenize(service: Service, _: Request, body: DetokenizeBody) -> Response:
-    await run_in_threadpool(service.builder.check_token_ids, body.tokens, "tokens")
-    return StreamingResponse(_text_of(service.builder.vocabulary, body.tokens), media_type=_JSON)
+async def _detokenize(service: AnyService, _: Request, body: DetokenizeBody) -> Response:
+    vocabulary = service.target.vocabulary
+    await run_in_threadpool(check_token_ids, body.tokens, vocabulary, "tokens")
+    return StreamingResponse(_text_of(vocabulary, body.tokens), media_type=_JSON)
 
 
 def _text_of(vocabulary: LlamaVocabulary, tokens: Sequence[int]) -> Iterator[str]:
@@ -269,11 +281,11 @@ async def _apply_template(service: Service, _: Request, body: ChatBody) -> Respo
 
 
 ENDPOINTS = (
-    Endpoint("/models/load", _loaded, NamedModelBody),
-    Endpoint("/models/unload", _loaded, UnloadBody),
+    Endpoint("/models/load", _loaded, NamedModelBody, kinds=OFFERED),
+    Endpoint("/models/unload", _loaded, UnloadBody, kinds=OFFERED),
     Endpoint("/apply-template", _apply_template, ChatBody),
     Endpoint("/completion", _complete, NativeCompletionBody),
     Endpoint("/infill", _infill, InfillBody),
-    Endpoint("/tokenize", _tokenize, TokenizeBody),
-    Endpoint("/detokenize", _detokenize, DetokenizeBody),
+    Endpoint("/tokenize", _tokenize, TokenizeBody, kinds=OFFERED),
+    Endpoint("/detokenize", _detokenize, DetokenizeBody, kinds=OFFERED),
 )

@@ -26,12 +26,11 @@ from llamaspec.serve import ServeSettings
 from llamaspec.serve.http_errors import RequestError, as_request_error
 from llamaspec.serve.log import ServerLog
 from llamaspec.serve.request_queue import server_stopping
-from llamaspec.serve.served_model import FOREVER, ServedModel, State, Use
-from llamaspec.serve.service import Service
+from llamaspec.serve.served_model import FOREVER, AnyService, ServedModel, State, Use
 
 T = TypeVar("T")
 # Opens a model as `ModelSource.open` does; what must be closed later is in its `resources` afterwards.
-Open = Callable[[ServedModel, LoadProgress, bool], Service]
+Open = Callable[[ServedModel, LoadProgress, bool], AnyService]
 
 
 class LoadCancelledError(Exception):
@@ -250,7 +249,7 @@ class Loader:
                 self._log.line(f"{model.name} waits until {', '.join(in_use)} can be unloaded")
             await self._changed.wait()
 
-    async def _opened(self, model: ServedModel) -> Service:
+    async def _opened(self, model: ServedModel) -> AnyService:
         """Open a model. Without memory, unload idle ones first; only then may a default draft be left out."""
         while True:
             keeps_draft = bool(self._idle())
@@ -270,7 +269,7 @@ class Loader:
         idle = (each for each in self._present if each.state is not State.LOADING and not each.n_users)
         return sorted((each for each in idle if not each.source.stays), key=_reluctance)
 
-    async def _open(self, model: ServedModel, *, keeps_draft: bool) -> Service:
+    async def _open(self, model: ServedModel, *, keeps_draft: bool) -> AnyService:
         """Open a model in the thread. If this coroutine is cancelled, end the loading and free its memory."""
         is_cancelled = threading.Event()
 
@@ -278,7 +277,7 @@ class Loader:
             if is_cancelled.is_set():
                 raise LoadCancelledError
 
-        def open_model() -> Service:
+        def open_model() -> AnyService:
             return self._open_model(model, on_load, keeps_draft)
 
         opening = _in(self._opening, open_model)
@@ -294,7 +293,7 @@ class Loader:
 
     # The start and the end of the server.
 
-    def open_now(self, model: ServedModel) -> Service:
+    def open_now(self, model: ServedModel) -> AnyService:
         """Open a model before the server starts, in this thread; raises what opening it raises."""
         model.last_used = self._clock()
         model.service = self._open_model(model, lambda _: None, False)

@@ -21,11 +21,11 @@ from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.models import Models
 from llamaspec.serve.ollama import LOADING_SINCE, OllamaForm
 from llamaspec.serve.response_forms import Form
-from llamaspec.serve.served_model import ServedModel, Use
-from llamaspec.serve.service import CLIENT_LEFT, EventStream, Service, while_connected
+from llamaspec.serve.served_model import AnyService, ServedModel, Use
+from llamaspec.serve.service import CLIENT_LEFT, EventStream, while_connected
 
 SILENT_SECONDS = 1.0  # before the stream begins
-Handler = Callable[[Service], Awaitable[Response]]
+Handler = Callable[[AnyService], Awaitable[Response]]
 Failure = Callable[[str, ModelBody, Exception], bytes]  # see `Endpoint`
 
 
@@ -61,7 +61,7 @@ def _begun_stream(
     models: Models,
     model: ServedModel,
     http: Request,
-    loading: asyncio.Future[Service],
+    loading: asyncio.Future[AnyService],
     handler: Handler,
     failed: Callable[[Exception], bytes],
 ) -> Response:

@@ -78,6 +78,10 @@ def response_line(
 
 def _in_words(work: Mapping[str, Any]) -> str:
     """Return the work of a request as text."""
+    if "texts" in work:
+        end = ", cancelled" if work["cancelled"] else ""
+        n = work["texts"]
+        return f"{n} text{'s' if n != 1 else ''}, {work['prompt_tokens']} tokens{end}"
     parts = [f"{work['prompt_tokens']} prompt tokens ({work['cached_tokens']} cached)"]
     parts.append(f"{work['generated_tokens']} generated")
     if (speed := work["tokens_per_second"]) is not None:

@@ -127,6 +127,11 @@ class ModelMetrics:
             self._add("seconds_total", completion.prefill_seconds, "prefill")
             self._add("seconds_total", completion.mask_seconds, "mask")
 
+    def embedded(self, n_tokens: int) -> None:
+        """Count a request for vectors that has been answered."""
+        self._add("request_success_total", 1, "stop")
+        self._add("prompt_tokens_total", n_tokens)
+
     def draft_length_by_rows(self) -> dict[str, float]:
         """Return the mean number of draft tokens per round, by how many sequences shared the evaluation."""
         tokens, rounds = (self._by_rows(f"{name}_by_rows_total") for name in ("draft_tokens", "rounds"))

@@ -9,23 +9,27 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
+from functools import partial
 
 from llamaspec.errors import LlamaspecError
+from llamaspec.llama.file_facts import OFFERED, Kind
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.model_names import choices, matching
 from llamaspec.serve import ServeSettings
+from llamaspec.serve.embedding_service import EmbeddingService
 from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.loader import Loader
 from llamaspec.serve.log import ServerLog, Write
 from llamaspec.serve.metrics import Metrics, ModelMetrics
 from llamaspec.serve.request_queue import RequestQueue
-from llamaspec.serve.served_model import ModelSource, ServedModel, Status
-from llamaspec.serve.service import Service
+from llamaspec.serve.served_model import AnyService, ModelSource, ServedModel, Status
+from llamaspec.serve.service import OpenModel, Service
 
 OnPull = Callable[[str, int, int], object]  # receives a file, its bytes that have arrived, and all of them
 Pull = Callable[[str, OnPull], None]  # downloads the model of a name
+MAX_NAMES = 8  # in a message
 SCAN_SECONDS = 1.0  # between two looks for new models
 
 
@@ -86,16 +90,18 @@ class Models:
         finally:
             self._scanned_at, self._scan = time.monotonic(), None
 
-    async def find(self, name: str | None) -> ServedModel:
-        """Return the model of a name; without a name the last used or the only one.
+    async def find(self, name: str | None, kinds: Set[Kind] = OFFERED) -> ServedModel:
+        """Return the model of a name; without a name the last used or the only one of some kinds.
 
         Raises a RequestError: there is no such model (404), or a name is needed (400).
         """
         if name and not self.any_name:
             return await self.named(name)
-        model = await self._current(self._last_used)
+        model = await self._current(partial(self._last_used, kinds))
         if model is None:
-            raise RequestError(400, f"is missing; {choices('', list(self._models))}", field="model")
+            raise RequestError(
+                400, f"is missing; {choices('', self._names(kinds) or self._names(OFFERED))}", field="model"
+            )
         return model
 
     async def named(self, name: str) -> ServedModel:
@@ -126,10 +132,25 @@ class Models:
             model = chosen()
         return model
 
-    def _last_used(self) -> ServedModel | None:
-        """Return the last model that was used, or the only one."""
-        used = [model for model in self.all if model.last_used]
-        known = used or (self.all if len(self.all) == 1 else [])
+    def check_kind(self, model: ServedModel, kinds: Set[Kind]) -> None:
+        """Raise a RequestError (400) unless a model is of one of the kinds that a request needs."""
+        if model.kind in kinds:
+            return
+        wanted = " or ".join(kind.value for kind in kinds)
+        remedy = "this server has none; offer one with --target or --models-dir"
+        if names := self._names(kinds):
+            remedy = f"use {', '.join(names[:MAX_NAMES])}"
+        message = f"{model.name} is {model.kind.value}, but this needs {wanted}: {remedy}"
+        raise RequestError(400, message, field="model", code="model_not_usable")
+
+    def _names(self, kinds: Set[Kind]) -> list[str]:
+        return [model.name for model in self.all if model.kind in kinds]
+
+    def _last_used(self, kinds: Set[Kind]) -> ServedModel | None:
+        """Return the last model of some kinds that was used, or the only one; of any, if none is of them."""
+        fitting = [model for model in self.all if model.kind in kinds] or self.all
+        used = [model for model in fitting if model.last_used]
+        known = used or (fitting if len(fitting) == 1 else [])
         return max(known, key=lambda model: model.last_used, default=None)
 
     def _match(self, name: str) -> ServedModel | None:
@@ -159,18 +180,23 @@ class Models:
 
     # Loading.
 
-    def _open(self, model: ServedModel, on_load: LoadProgress, keeps_draft: bool) -> Service:
+    def _open(self, model: ServedModel, on_load: LoadProgress, keeps_draft: bool) -> AnyService:
         """Open a model in the current thread."""
         metrics = ModelMetrics(self.metrics, model.name)
         with ExitStack() as resources:
             opened = resources.enter_context(model.source.open(on_load, keeps_draft))
-            service = Service(model.name, opened, self.queue, metrics, self.settings, self.log)
+            service: AnyService
+            if isinstance(opened, OpenModel):
+                service = Service(model.name, opened, self.queue, metrics, self.settings, self.log)
+            else:
+                service = EmbeddingService(model.name, opened, self.queue, metrics, self.settings)
+                resources.callback(service.close)
             model.resources = resources.pop_all()
         return service
 
     # The start and the end of the server.
 
-    def open_now(self) -> Service:
+    def open_now(self) -> AnyService:
         """Open the only model before the server starts, in this thread; raises what opening it raises."""
         (model,) = self._models.values()
         return self.loader.open_now(model)

@@ -63,7 +63,23 @@ class OllamaOptions(GenerationBody):
         return AnswerOptions(limit=self.num_predict or None, stops=self.stop or ())
 
 
-class OllamaBody(ModelBody, ABC):
+class KeptBody(ModelBody):
+    """A request that may say how long its model stays loaded."""
+
+    keep_alive: float | str | None = None  # a duration
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """For how long the model stays loaded afterwards."""
+        if self.keep_alive in (None, ""):
+            return None
+        try:
+            return seconds_of(self.keep_alive or 0)
+        except ValueError as error:
+            raise bad_field("keep_alive", str(error)) from error
+
+
+class OllamaBody(KeptBody, ABC):
     """Fields of `/api/chat` and `/api/generate`."""
 
     is_chat: ClassVar[bool]
@@ -72,7 +88,6 @@ class OllamaBody(ModelBody, ABC):
     options: OllamaOptions | None = None
     format: Literal["", "json"] | JsonObject | None = None
     think: bool | Literal["true", "false", "low", "medium", "high", "max"] | None = None
-    keep_alive: float | str | None = None  # a duration
     cache_salt: CacheSalt | None = None
 
     @property
@@ -84,16 +99,6 @@ class OllamaBody(ModelBody, ABC):
     @abstractmethod
     def has_prompt(self) -> bool:
         """Whether there is something to answer; otherwise the model is only loaded or unloaded."""
-
-    @property
-    def idle_seconds(self) -> float | None:
-        """For how long the model stays loaded afterwards."""
-        if self.keep_alive in (None, ""):
-            return None
-        try:
-            return seconds_of(self.keep_alive or 0)
-        except ValueError as error:
-            raise bad_field("keep_alive", str(error)) from error
 
     def unloaded(self, model: str) -> dict[str, Any] | None:
         """Return the response if the request only unloads its model, otherwise None."""

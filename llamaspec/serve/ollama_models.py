@@ -18,14 +18,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from llamaspec.llama.file_facts import FileFacts, file_facts
+from llamaspec.llama.file_facts import FileFacts, Kind, file_facts
 from llamaspec.serve.bodies import Fields
 from llamaspec.serve.http_errors import RequestError, ollama_error
 from llamaspec.serve.models import Models, Pull
 from llamaspec.serve.ollama import OllamaForm, time_of
 from llamaspec.serve.request_queue import server_stopping
 from llamaspec.serve.response_forms import Data, as_line
-from llamaspec.serve.served_model import ServedModel
+from llamaspec.serve.served_model import KIND_NAMES, ServedModel
 from llamaspec.serve.service import Endpoint, Service
 
 API_VERSION = "0.12.6"  # of Ollama; clients refuse versions without the features that they need
@@ -70,7 +70,7 @@ def _loaded(model: ServedModel) -> Data:
     assert model.service is not None
     left = model.seconds_left
     expires = NEVER if math.isinf(left) else time_of(time.time() + left)
-    length = model.service.pair.target.context_size
+    length = model.service.target.context_size
     return {**_about(model), "expires_at": expires, "size_vram": 0, "context_length": length}
 
 
@@ -85,12 +85,14 @@ async def _show(models: Models, _: Request, body: NameBody) -> Response:
     for name in ("embedding_length", "block_count"):
         if value := getattr(facts, name):
             info[f"{architecture}.{name}"] = value
-    template, able = facts.template, _abilities(facts)
+    template, able = facts.template, _abilities(model.kind, facts)
     if (service := model.service) is not None:
-        target, builder = service.pair.target, service.builder
+        target = service.target
         info["general.parameter_count"] = target.facts().n_parameters
         info[f"{architecture}.context_length"] = target.context_size
-        template, able = "" if builder.template is None else builder.template.source, _true_abilities(service)
+        if isinstance(service, Service):
+            template = "" if service.builder.template is None else service.builder.template.source
+            able = _true_abilities(service)
     about = _about(model)
     return JSONResponse({
         "license": "", "modelfile": "", "parameters": "", "system": "", "template": template,
@@ -108,8 +110,10 @@ def _true_abilities(service: Service) -> list[str]:
     return able + (["insert"] if builder.vocabulary.fim else [])
 
 
-def _abilities(facts: FileFacts) -> list[str]:
-    """Return what a model seems to be able to do, by the text of its template."""
+def _abilities(kind: Kind, facts: FileFacts) -> list[str]:
+    """Return what a model seems to be able to do, by its kind and the text of its template."""
+    if kind is not Kind.TEXT:
+        return [KIND_NAMES[kind]]
     able = ["completion", *(["tools"] if "tools" in facts.template else [])]
     return able + (["thinking"] if "<think>" in facts.template else [])
 
@@ -118,7 +122,7 @@ def _about(model: ServedModel) -> Data:
     facts = _facts(model)
     family, size, quantization = facts.architecture, facts.size, facts.quantization
     if model.service is not None:
-        described = model.service.pair.target.description
+        described = model.service.target.description
         family, size, quantization = (*described.split(" ", 2), "", "", "")[:3]
     details = {"parent_model": "", "format": "gguf", "family": family, "families": [family],
                "parameter_size": size, "quantization_level": quantization}  # fmt: skip

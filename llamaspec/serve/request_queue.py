@@ -190,9 +190,7 @@ class RequestQueue:
         n_free = max(0, self._n_slots(jobs[0]) - self._n_held)
         if len(self._waiting) + len(jobs) > self._max_queue + n_free:
             jobs[0].runner.metrics.refused()
-            seconds = min(MAX_RETRY_SECONDS, 1 + len(self._waiting) // self._parallel)
-            message = "too many requests are waiting; try again later"
-            raise RequestError(429, message, code="queue_full", retry_after=seconds)
+            raise queue_full(len(self._waiting) // self._parallel)
         submission = Submission(jobs, self, self._clock())
         if jobs[0].options.is_interactive:  # the latest keystroke goes first
             self._waiting.extendleft(reversed(submission.states))
@@ -337,6 +335,12 @@ class RequestQueue:
 def too_late() -> RequestError:
     """Return the error for a request whose time is over."""
     return RequestError(504, "the answer took too long; see --request-timeout", code="timeout")
+
+
+def queue_full(n_turns: int) -> RequestError:
+    """Return the error for a request that comes when too many wait, for so many turns."""
+    message = "too many requests are waiting; try again later"
+    return RequestError(429, message, code="queue_full", retry_after=min(MAX_RETRY_SECONDS, 1 + n_turns))
 
 
 def server_stopping() -> RequestError:

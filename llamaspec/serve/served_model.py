@@ -9,13 +9,20 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import TypeAlias
 
 from llamaspec.chat.template import ChatTemplate
+from llamaspec.embedder import Embedder
+from llamaspec.llama.file_facts import Kind
 from llamaspec.llama.weights import LoadProgress
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
+from llamaspec.serve.embedding_service import EmbeddingService
 from llamaspec.serve.service import OpenModel, Service
 
+AnyService: TypeAlias = Service | EmbeddingService
+# As Ollama names what a model can do.
+KIND_NAMES = {Kind.TEXT: "completion", Kind.EMBEDDING: "embedding", Kind.RANKING: "rerank"}
 FOREVER = math.inf  # seconds for which a model stays loaded
 
 
@@ -26,12 +33,13 @@ class ModelSource:
     name: str
     path: Path  # of the target's file
     # With `keeps_draft`, MemoryFullError if there is no room for a draft that nobody asked for.
-    open: Callable[[LoadProgress, bool], AbstractContextManager[OpenModel]]
+    open: Callable[[LoadProgress, bool], AbstractContextManager[OpenModel | Embedder]]
     needed_bytes: Callable[[], int] = lambda: 0  # an estimate of the memory that it takes once loaded
     aliases: tuple[str, ...] = ()  # other names that requests may use
     stays: bool = False  # loaded when the server starts, and never unloaded
     beside: Path | None = None  # a file that drafts for it by default if no draft is known
-    refusal: str | None = None  # why its file generates no text, as a predicate; then it is not offered
+    refusal: str | None = None  # why its file cannot be offered, as a predicate
+    kind: Kind = Kind.TEXT
 
 
 def open_source(
@@ -69,7 +77,7 @@ class ServedModel:
     created: int  # Unix seconds: when the server found it
     idle_seconds: float  # after which it is unloaded
     state: State = State.UNLOADED
-    service: Service | None = None  # None while it is not loaded
+    service: AnyService | None = None  # None while it is not loaded
     waiting: list[Use] = field(default_factory=list)  # for it to be loaded
     n_users: int = 0  # requests that use it
     last_used: float = 0.0  # seconds of the loader's clock
@@ -82,6 +90,11 @@ class ServedModel:
     def name(self) -> str:
         """Its name in lists and responses."""
         return self.source.name
+
+    @property
+    def kind(self) -> Kind:
+        """What it is for."""
+        return self.source.kind
 
     @property
     def status(self) -> Status:
@@ -113,7 +126,7 @@ class Use:
         self.error = error
         self.answered.set()
 
-    async def service(self) -> Service:
+    async def service(self) -> AnyService:
         """Return the service of the model once it is loaded. Call it in the block that uses the model.
 
         Raises a RequestError: the model cannot be loaded (500), or the server is stopping (503).

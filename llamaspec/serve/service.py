@@ -20,6 +20,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from llamaspec.chat.template import ChatTemplate
+from llamaspec.llama.file_facts import Kind
+from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.measure.verdict import pair_verdict
 from llamaspec.pair import Pair
@@ -61,6 +63,7 @@ class Endpoint(NamedTuple):
     body: type[Fields] | None = None
     is_general: bool = False
     method: str | None = None  # None: see above
+    kinds: Set[Kind] = frozenset({Kind.TEXT})  # of models that it needs, if it needs one
     # The end of a stream that fails before its model is loaded: (name of the model, body, error) -> events.
     failure: Callable[[str, Any, Exception], bytes] = _openai_failure
 
@@ -95,6 +98,11 @@ class Service:
         self.verdict = pair_verdict(opened.pair)  # the speed-up measured by earlier runs, in words
         self._prefixes = PrefixWatch(opened.pair.target.vocabulary)
         self._logged: set[str] = set()  # names that the log has named
+
+    @property
+    def target(self) -> LlamaModel:
+        """The target."""
+        return self.pair.target
 
     def _log_once(self, message: str, names: Set[str]) -> None:
         """Log one line with those names that the log has not named yet."""

@@ -15,7 +15,7 @@ from llamaspec.serve.metrics import Load
 from llamaspec.serve.models import Models
 from llamaspec.serve.request_queue import SequenceState
 from llamaspec.serve.response_forms import Data
-from llamaspec.serve.served_model import ServedModel
+from llamaspec.serve.served_model import KIND_NAMES, AnyService, ServedModel
 from llamaspec.serve.service import Endpoint, Service
 
 
@@ -37,13 +37,14 @@ async def _model(models: Models, http: Request) -> Response:
 
 def _model_object(model: ServedModel) -> Data:
     about: Data = {"id": model.name, "object": "model", "created": model.created, "owned_by": "llamaspec"}
-    about |= {"aliases": list(model.source.aliases), "status": {"value": model.status.value}}
+    about |= {"type": KIND_NAMES[model.kind], "aliases": list(model.source.aliases)}
+    about |= {"status": {"value": model.status.value}}
     if model.service is None:
         try:
             return {**about, "meta": {"n_ctx_train": file_facts(model.source.path).context_length}}
         except OSError:
             return about
-    target = model.service.pair.target
+    target = model.service.target
     sizes = {"n_vocab": target.vocabulary_size, "n_ctx": target.context_size}
     meta = {**sizes, "n_ctx_train": target.trained_context_size}
     # Names that clients of llama-server (`meta`), vLLM and OpenRouter look for.
@@ -51,12 +52,17 @@ def _model_object(model: ServedModel) -> Data:
     return {**about, "meta": meta, **lengths}
 
 
+def _generating(models: Models) -> list[tuple[ServedModel, Service]]:
+    """Return the loaded models that generate text, with their services."""
+    loaded = [(model, model.service) for model in models.loaded]
+    return [(model, service) for model, service in loaded if isinstance(service, Service)]
+
+
 async def _metrics(models: Models, _: Request) -> Response:
     loads, n_stored = {}, 0
-    for model in models.loaded:
-        assert model.service is not None
-        target = model.service.pair.target
-        running, n_waiting = models.queue.sequences(model.service.runner)
+    for model, service in _generating(models):
+        target = service.target
+        running, n_waiting = models.queue.sequences(service.runner)
         loads[model.name] = Load(len(running), n_waiting, *target.cache_use())
         n_stored = target.store.n_bytes  # of all models: they share one limit
     return Response(models.metrics.text(loads, n_stored), media_type="text/plain; version=0.0.4")
@@ -77,15 +83,21 @@ async def _props(models: Models, http: Request) -> Response:
     return JSONResponse(about)
 
 
-def _loaded(service: Service) -> Data:
+def _loaded(service: AnyService) -> Data:
+    target = service.target
+    about: Data = {
+        "model_path": printable(target.path.name),
+        "model_description": target.description,
+        "kernels": target.weights.kernels,
+        "default_generation_settings": {"n_ctx": target.context_size},
+    }
+    if not isinstance(service, Service):
+        return {**about, "pooling": service.target.pooling}
     pair = service.pair
     return {
-        "model_path": printable(pair.target.path.name),
-        "model_description": pair.target.description,
-        "kernels": pair.target.weights.kernels,
+        **about,
         "drafts": [model.description for model in pair.models[1:]],
-        "default_generation_settings": {"n_ctx": pair.target.context_size},
-        "modalities": {"vision": pair.target.projector is not None, "audio": False},
+        "modalities": {"vision": target.projector is not None, "audio": False},
         "has_chat_template": service.builder.template is not None,
         "speculative": {
             "sources": sorted(source.value for source in pair.sources),
@@ -99,10 +111,9 @@ def _loaded(service: Service) -> Data:
 async def _slots(models: Models, _: Request) -> Response:
     """List the places for running sequences, of all models."""
     slots = []
-    for model in models.loaded:
-        assert model.service is not None
-        running, _n_waiting = models.queue.sequences(model.service.runner)
-        n_ctx = model.service.pair.target.context_size
+    for model, service in _generating(models):
+        running, _n_waiting = models.queue.sequences(service.runner)
+        n_ctx = service.target.context_size
         slots += [{"model": model.name, "n_ctx": n_ctx, **_slot(state)} for state in running]
     slots += [{"is_processing": False}] * (models.settings.parallel - len(slots))
     return JSONResponse([{"id": i, **slot} for i, slot in enumerate(slots)])

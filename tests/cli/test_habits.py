@@ -33,6 +33,7 @@ TRANSLATED: list[tuple[set[str], str, str, tuple[str, ...]]] = [
     (SERVE, "-fa", "--flash-attn on", ()),
     (SERVE, "--flash-attn off -t 8 --draft-max 16", "--flash-attn off --threads 8 --draft-length 16", ()),
     (SERVE, "--mlock --no-mmap -b 512 -ub=64 --jinja", "", ("--mlock", "--no-mmap", "-b", "-ub", "--jinja")),
+    (SERVE, "--embedding --pooling cls -m a", "-m a", ("--embedding", "--pooling")),
     (SERVE, "--numa distribute -ngld 5 --n-gpu-layers=7", "--draft-gpu-layers 5 --gpu-layers 7", ("--numa",)),
     (GENERATE, "-t 1.5 --n-predict 4 -- -fa --mlock", "-t 1.5 --max-tokens 4 -- -fa --mlock", ()),
     (GENERATE, "--temp 3 -p a=b -sys x", "--temp 3 -p a=b --system x", ()),

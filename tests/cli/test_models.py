@@ -24,7 +24,6 @@ from llamaspec.llama import resources
 from llamaspec.llama.hidden_draft_file import ONE_HEAD
 from llamaspec.llama.vocabulary import MAX_SIZE_DIFFERENCE
 from llamaspec.measure.recommend import Room, choices
-from llamaspec.plan import find_draft
 from model_store import ModelStore
 from tiny_models import Recipe
 
@@ -275,7 +274,7 @@ def test_drafts_that_are_in_no_list_are_named(own_list: Path) -> None:
 def test_a_draft_may_be_a_file(own_list: Path, target_file: Path, draft_file: Path) -> None:
     """It was said not to exist."""
     assert invoke("models", "add", "mine", target_file, "--draft", draft_file).code == 0
-    assert find_draft("mine") == str(draft_file)
+    assert read_catalog().draft_of("mine") == str(draft_file)
     assert "in no list" not in invoke("list").stderr
     assert "no such model file" in said(
         invoke("models", "add", "yours", target_file, "--draft", "./none.gguf")

@@ -137,7 +137,7 @@ UNUSED = (  # what a pair of two ordinary models does not need
     "llama.heads", "llama.block_draft", "llama.row_contexts", "llama.hidden_rows", "llama.hidden_draft_file",
     "llama.recurrent", "llama.child", "llama.file_facts", "drafters.hidden", "drafters.block",
     "drafters.common_vocabulary", "drafters.earlier", "sampling.constraint", "sampling.schemas",
-    "measure.probe", "measure.turns", "chat", "serve", "draft_making",
+    "measure.probe", "measure.turns", "chat", "serve",
 )  # fmt: skip
 
 

@@ -138,7 +138,6 @@ def test_help_uses_the_terminal_s_width(columns: int) -> None:
         ("generate", ["Prompt", "Conversation", "Models", "Decoding", "Output", "Other"]),
         ("chat", ["Conversation", "Reasoning", "Files", "Models", "Decoding", "Other"]),
         ("serve", ["Server", "Models", "Other"]),
-        ("draft distil", ["Other", "Options"]),
         ("probe", ["Models", "Output", "Other"]),
     ],
 )
@@ -147,7 +146,7 @@ def test_help_shows_options_in_groups(command: str, titles: list[str]) -> None:
     assert sum(line.startswith("  -") for line in lines) <= 20
     found = [line.rstrip(":") for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert found == titles
-    assert any("--target" in line for line in lines) or command == "draft distil"
+    assert any("--target" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "serve", "bench", "compare", "probe", "audit"])

@@ -10,11 +10,10 @@ import pytest
 
 from command import invoke, said
 from hub_server import ADDRESS, BIG, SMALL, Hub
-from llamaspec.catalog import find_remote, locate_model, resolve_model
+from llamaspec.catalog import find_remote, locate_model, read_catalog, resolve_model
 from llamaspec.errors import ModelFileError, printable
 from llamaspec.files import is_plain
 from llamaspec.hub import RemoteFile, find_here, remote_file, remove
-from llamaspec.plan import find_draft
 
 HOSTILE_FILES = (
     "../../x.gguf", "/etc/x.gguf", "a/../../x.gguf", "a//x.gguf", "./x.gguf", "a\\..\\x.gguf", "C:x.gguf",
@@ -92,12 +91,12 @@ def test_names_are_spelled_as_in_requests(hub: Hub, own_list: Path, cache: Path)
     own_list.write_text(own_list.read_text().replace("big:\n", "qwen3-8b:\n"))
     file, draft = find_remote(ADDRESS), "small"
     for name in ("qwen3:8b", "QWEN3-8B:latest", "qwen3:8b-q8_0", "hf.co/acme/big-GGUF:q8_0"):
-        assert (find_remote(name), find_draft(name)) == (file, draft)
+        assert (find_remote(name), read_catalog().draft_of(name)) == (file, draft)
     assert find_remote("huggingface.co/acme/big-GGUF:latest") == file
     for command in ("show", "pull", "path"):
         assert invoke("models", command, "qwen3:8b").code == 0
     assert invoke("models", "add", "mine", "hf.co/acme/big-GGUF:Q8_0", "--draft", "SMALL").code == 0
-    assert find_draft("mine:latest") == "SMALL"
+    assert read_catalog().draft_of("mine:latest") == "SMALL"
     assert invoke("models", "path", "Mine").stdout == invoke("models", "path", ADDRESS).stdout
     assert "removed your entry" in invoke("models", "remove", "mine:latest").stderr
 
@@ -126,9 +125,9 @@ def test_the_address_of_a_page(hub: Hub, cache: Path) -> None:
 
 
 def test_the_known_draft(hub: Hub, cache: Path) -> None:
-    assert find_draft("big") == find_draft(ADDRESS) == "small"
+    assert read_catalog().draft_of("big") == read_catalog().draft_of(ADDRESS) == "small"
     assert resolve_model("small").read_bytes() == hub.files[SMALL]
-    assert find_draft("small") is None
+    assert read_catalog().draft_of("small") is None
 
 
 @pytest.mark.parametrize("option", ["--show", "--forget"])

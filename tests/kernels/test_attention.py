@@ -9,27 +9,30 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize, quantize
 
 from kernels.library import Float32, Float64, Library, at_level, brain, levels_here, open_library
 
 TOLERANCE = 4e-6
+TYPES = {np.dtype(np.float16): Type.F16, np.dtype(np.uint16): Type.BF16, np.dtype(np.uint8): Type.Q8_0}
 
 
 @dataclass(frozen=True)
 class Case:
     q: Float32  # [n, heads, key length]
-    k: npt.NDArray[Any]  # [cells, kv heads, key length], f16 or bf16
-    v: npt.NDArray[Any]  # [cells, kv heads, value length]
+    k: npt.NDArray[Any]  # [cells, kv heads, key length] f16 or bf16, or [cells, kv heads, bytes] q8_0
+    v: npt.NDArray[Any]  # the same with the value length
     mask: npt.NDArray[np.float16] | None = None  # [n, cells]
     sinks: Float32 | None = None  # [heads]
     slopes: Float32 | None = None  # [heads]
-    scale: float = 0.1
+    scale: float = 1.0
     softcap: float = 0.0
 
     def found(self, library: Library, n_threads: int = 1) -> Float32:
-        (n, n_heads, length), (n_cells, n_kv, value_length) = self.q.shape, self.v.shape
+        (n, n_heads, length), n_cells = self.q.shape, len(self.v)
+        n_kv, value_length = numbers(self.v[0]).shape
         out = np.full((n, n_heads, value_length), np.nan, np.float32)
-        kinds = [int(Type.F16 if x.dtype == np.float16 else Type.BF16) for x in (self.k, self.v)]
+        kinds = [int(TYPES[x.dtype]) for x in (self.k, self.v)]
         assert library.call(
             "attend", *kinds, self.q, self.k, self.v, self.mask, self.sinks, self.slopes, self.scale,
             self.softcap, n, n_heads, n_kv, length, value_length, n_cells, n_threads, out,
@@ -54,26 +57,35 @@ class Case:
 
 
 def numbers(x: npt.NDArray[Any]) -> Float64:
+    if x.dtype == np.uint8:
+        return np.asarray(dequantize(x, Type.Q8_0), np.float64)
     if x.dtype == np.uint16:
         return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return x.astype(np.float64)
 
 
+def cells(x: Float64, kind: str) -> npt.NDArray[Any]:
+    if kind == "q":
+        return np.asarray(quantize(x.astype(np.float32), Type.Q8_0))
+    return x.astype(np.float16) if kind == "h" else brain(x)
+
+
 def random_case(
     shape: tuple[int, int, int, int, int, int], *, kinds: str = "hh", seed: int = 0, sees: float = 0.6
 ) -> Case:
-    n, n_heads, n_kv, length, value_length, n_cells = shape
+    n, n_heads, n_kv, *lengths, n_cells = shape
+    length, value_length = (
+        -(-x // 32) * 32 if kind == "q" else x for x, kind in zip(lengths, kinds, strict=True)
+    )
     rng = np.random.default_rng(seed)
     k, v = (
-        x.astype(np.float16) if kind == "h" else brain(x)
-        for kind, x in zip(
-            kinds, (rng.normal(size=(n_cells, n_kv, size)) for size in (length, value_length)), strict=True
-        )
+        cells(rng.normal(size=(n_cells, n_kv, size)), kind)
+        for kind, size in zip(kinds, (length, value_length), strict=True)
     )
     visible = rng.random((n, n_cells)) < sees
     visible[:, 0] = True
     q = rng.normal(size=(n, n_heads, length)).astype(np.float32)
-    return Case(q, k, v, np.where(visible, 0, -np.inf).astype(np.float16))
+    return Case(q, k, v, np.where(visible, 0, -np.inf).astype(np.float16), scale=length**-0.5)
 
 
 SHAPES = (
@@ -82,6 +94,7 @@ SHAPES = (
     (9, 14, 2, 64, 64, 300),
     (30, 6, 1, 32, 48, 500),
     (2, 48, 1, 16, 16, 20),
+    (3, 16, 1, 576, 512, 90),  # latent attention
 )
 
 
@@ -91,7 +104,7 @@ def library() -> Library:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kinds", ["hh", "hb", "bh", "bb"])
+@pytest.mark.parametrize("kinds", ["hh", "hb", "bh", "bb", "qq", "hq", "qb"])
 @pytest.mark.parametrize("feature", ["plain", "sinks", "slopes", "softcap", "no mask"])
 def test_attention(library: Library, shape: tuple[int, ...], kinds: str, feature: str) -> None:
     case, rng = random_case(shape, kinds=kinds), np.random.default_rng(1)  # type: ignore[arg-type]
@@ -127,15 +140,18 @@ def test_attention(library: Library, shape: tuple[int, ...], kinds: str, feature
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_does_not_matter_where_cells_lie(library: Library, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("kinds", ["hh", "qq"])
+def test_it_does_not_matter_where_cells_lie(library: Library, shape: tuple[int, ...], kinds: str) -> None:
     """Cells of other sequences between, even with values that are not numbers, change no bit."""
-    case, rng = random_case(shape), np.random.default_rng(2)  # type: ignore[arg-type]
+    case, rng = random_case(shape, kinds=kinds), np.random.default_rng(2)  # type: ignore[arg-type]
     assert case.mask is not None
     (n, n_cells), places = (
         case.mask.shape,
         np.sort(rng.permutation(2 * case.mask.shape[1])[: case.mask.shape[1]]),
     )
-    k, v = (np.full((2 * n_cells, *x.shape[1:]), np.nan, x.dtype) for x in (case.k, case.v))
+    # All bits set are not a number, nor is a q8_0 scale of these.
+    k, v = (np.full((2 * n_cells, x[0].nbytes), 255, np.uint8).view(x.dtype) for x in (case.k, case.v))
+    k, v = k.reshape(-1, *case.k.shape[1:]), v.reshape(-1, *case.v.shape[1:])
     mask = np.full((n, 2 * n_cells), -np.inf, np.float16)
     k[places], v[places], mask[:, places] = case.k, case.v, case.mask
     for level in levels_here(library):

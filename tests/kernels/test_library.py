@@ -79,7 +79,7 @@ def test_too_late_after_llama_cpp(called_stand_in: Path) -> None:
     assert not is_called
 
 
-@pytest.mark.parametrize("first", ["model", "quantize", "gguf_file", "trial", "options"])
+@pytest.mark.parametrize("first", ["model", "gguf_file", "trial", "options"])
 def test_every_module_loads_the_library_before_llama_cpp(stand_in: Path, first: str) -> None:
     code = f"""
 import sys

@@ -58,3 +58,15 @@ def test_the_same_bits_at_every_width_and_on_any_number_of_threads(
         found = logits(opened(kind, Recipe(dtype=dtype), threads=threads), 96, width)
         assert np.array_equal(found.view(np.int32), alone.view(np.int32)), (threads, width)
     assert library.n_missed == before
+
+
+def test_an_expert_that_more_positions_chose_than_are_multiplied_together(opened: OpenModel) -> None:
+    recipe = Recipe(dtype="q4_0")
+    few = logits(opened("mixtral", recipe), 256, 32)[-1]
+    for threads in (1, 3):
+        model = opened("mixtral", recipe, threads=threads)
+        before = library.n_products
+        many = model.forward(request(256))[-1]
+        # One evaluation: attention and seven products of each of two layers, and the output
+        assert library.n_products - before == 2 * 9 + 1
+        assert np.array_equal(many.view(np.int32), few.view(np.int32))

@@ -83,7 +83,7 @@ def test_never_slower_if_drafting_loses(curve: str, draft_ms: float, chance: flo
     on = machine(curve, draft_ms)
     ran = [
         play(AutoLength(on.curve() if prior else None), on, text(chance, seed), seed).to_plain
-        for seed in range(6)
+        for seed in range(3)
     ]
     assert mean(ran) <= (1.03 if prior else 1.04)  # once, widths are timed
     assert max(ran) <= 1.06
@@ -97,7 +97,7 @@ def test_nearly_as_fast_as_the_best_fixed_length(curve: str, prior: bool) -> Non
     autos: list[float] = []
     fixeds: list[list[float]] = []
     for name, make in TEXTS.items():
-        for seed in range(2):
+        for seed in range(1):
             each, policy = make(seed), AutoLength(on.curve() if prior else None)
             autos.append(play(policy, on, each, seed).to_plain)
             fixeds.append([play(FixedLength(n), on, each).to_plain for n in (0, 1, 2, 3, 4, 6, 8)])
@@ -158,10 +158,10 @@ def test_a_stall_of_the_host_is_overcome(first: int, last: int) -> None:
     useful = [
         play(HeldUp(first, last), machine("slope"), text(0.85, s), s).to_plain
         / play(AutoLength(), machine("slope"), text(0.85, s), s).to_plain
-        for s in range(6)
+        for s in range(3)
     ]
     assert mean(useful) <= 1.15
-    useless = [play(HeldUp(first, last), machine("steep", 3.0), text(0.6, s), s).to_plain for s in range(6)]
+    useless = [play(HeldUp(first, last), machine("steep", 3.0), text(0.6, s), s).to_plain for s in range(3)]
     assert mean(useless) <= 1.08
 
 
@@ -228,6 +228,19 @@ def test_copies_that_cannot_win_are_not_verified() -> None:
     )
     assert sum(ran.lengths[32:]) < 20
     assert ran.to_plain <= 1.03
+
+
+@pytest.mark.parametrize("wide", [1.0, 0.5])
+def test_copies_that_are_never_right_are_not_verified_whatever_the_costs_say(wide: float) -> None:
+    """Costs from a busy time said that a wide evaluation is free, or even cheaper than a plain one."""
+    prior = CostCurve((1, 2, 4, 8, 16), (0.04, *[0.04 * wide] * 4), 0.01)
+    policy, on, n_verified = AutoLength(prior, sources={Source.NGRAM}), machine("slope"), 0
+    for seed in range(4):
+        wrong = Passage(np.zeros(N), np.zeros(N, dtype=bool), np.full(N, 0.8))  # after matches of 4 tokens
+        ran = play_together(policy, on, [wrong], seed, wrong, is_disturbed=True)
+        n_verified += sum(ran.lengths)
+        assert ran.to_plain <= (1.08 if seed == 0 else 1.02)
+    assert n_verified < 80
 
 
 @pytest.mark.parametrize("curve", ["flat", "slope", "steep"])

@@ -11,13 +11,17 @@ from forward_requests import request
 from llamaspec.kernels import Kernels
 from llamaspec.llama import model as models
 from llamaspec.llama import runtime
+from llamaspec.values import ForwardRequest
 from model_store import OpenModel
 
 with_kernels = pytest.mark.skipif(runtime.kernels().level is None, reason="the kernels are off")
 
 
 @with_kernels
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3", "deepseek2", "gemma4", "step35"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", "mixtral", "gemma3", "deepseek2", "gemma4", "step35", "qwen35moe", "mamba", "nemotron_h"],
+)
 @pytest.mark.parametrize("n_ctx", [600, 20])
 def test_with_our_kernels_there_is_no_reason(opened: OpenModel, kind: str, n_ctx: int) -> None:
     model = opened(kind, n_ctx=n_ctx)
@@ -29,18 +33,24 @@ def test_with_our_kernels_there_is_no_reason(opened: OpenModel, kind: str, n_ctx
 
 
 @with_kernels
+@pytest.mark.parametrize("kinds", [("q8_0", "q8_0"), ("f16", "q8_0"), ("q8_0", "bf16")])
+def test_a_cache_of_q8_0_is_no_reason(opened: OpenModel, kinds: tuple[str, str]) -> None:
+    assert opened(n_ctx=600, cache_type_k=kinds[0], cache_type_v=kinds[1]).why_inexact() is None
+
+
+@with_kernels
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
         ("llama", {"flash_attention": "off"}, "flash attention is off; drop --flash-attn off"),
-        ("llama", {"cache_type_k": "q8_0"}, "this model with q8_0 keys and f16 values; use f16 for both"),
+        ("llama", {"cache_type_k": "q5_1"}, "this model with q5_1 keys and f16 values; use f16 or q8_0"),
         (
             "llama",
             {"cache_type_v": "q4_0"},
-            "this model with f16 keys and q4_0 values; use f16 for both",
+            "this model with f16 keys and q4_0 values; use f16 or q8_0 for both",
         ),
-        ("mamba", {}, "layers of this model keep states"),
-        ("lfm2", {}, "layers of this model keep states"),
+        ("mamba", {"flash_attention": "off"}, "flash attention is off; drop --flash-attn off"),
+        ("lfm2", {"cache_type_k": "q8_0"}, "this model with q8_0 keys and f16 values; use f16 for both"),
     ],
 )
 def test_what_llama_cpp_computes_is_a_reason(
@@ -97,3 +107,17 @@ def test_an_operation_that_llama_cpp_computes_is_seen(
     monkeypatch.setattr(models.LlamaModel, "forward", counted)
     monkeypatch.setattr(models, "library", type("Counts", (), counts)())
     assert "a part of this model with f16 keys and f16 values; use another" in (model.why_inexact() or "")
+
+
+@with_kernels
+def test_states_that_depend_on_the_width_are_a_reason(
+    opened: OpenModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, forward = opened("lfm2"), models.LlamaModel.forward
+
+    def rounded(model: models.LlamaModel, wanted: ForwardRequest) -> Any:
+        is_wide = wanted.n_before and not model.n_cached(wanted.tokens)
+        return np.nextafter(forward(model, wanted), np.float32(9)) if is_wide else forward(model, wanted)
+
+    monkeypatch.setattr(models.LlamaModel, "forward", rounded)
+    assert "use another model" in (model.why_inexact() or "")

@@ -10,12 +10,20 @@ from llamaspec.llama import file_facts as module
 from llamaspec.llama.file_facts import Kind, file_facts
 from model_store import ModelStore
 from odd_files import CUT, write_odd_files
-from tiny_models import HEAD_WRITERS, WRITERS, Recipe
+from tiny_models import EMBEDDER_WRITERS, HEAD_WRITERS, WRITERS, Recipe
 
 
 def test_models_that_generate_text(store: ModelStore) -> None:
     for kind in {*WRITERS, *HEAD_WRITERS} - {"gemma4-assistant"}:
         assert file_facts(store.path(kind)).refusal is None
+
+
+def test_models_that_make_vectors_or_scores(store: ModelStore) -> None:
+    for kind in EMBEDDER_WRITERS:
+        facts = file_facts(store.path(kind))
+        assert facts.kind is (Kind.RANKING if "rank" in kind else Kind.EMBEDDING)
+        assert facts.offer_refusal is None
+        assert f"is {facts.kind.value}; name a model that generates text" in str(facts.refusal)
 
 
 def test_files_that_generate_no_text(store: ModelStore, tmp_path: Path) -> None:
@@ -24,6 +32,7 @@ def test_files_that_generate_no_text(store: ModelStore, tmp_path: Path) -> None:
             facts = file_facts(tmp_path / f"{name}.gguf")
             assert (name, facts.kind, facts.fault) == (name, kind, "")
             assert facts.refusal is not None
+            assert facts.offer_refusal is not None
         elif kind == CUT:
             assert CUT in str(file_facts(tmp_path / f"{name}.gguf").refusal)
 

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from llamaspec import LlamaModel, ModelFileError, ModelOptions, demo_draft, open
 from llamaspec.errors import MemoryFullError, PairError
 from llamaspec.llama import trial, trial_child
 from llamaspec.llama.child import Outcome, run_child
+from llamaspec.llama.embedding_model import EmbeddingModel
+from llamaspec.values import Rows, TokenArray
 from model_store import ModelStore
 from patience import PATIENCE
 from tiny_hidden import DraftRecipe
-from tiny_models import Recipe, truncated
+from tiny_models import EMBEDDER_WRITERS, Recipe, truncated
 from tiny_vocabulary import sentencepiece_vocabulary
 
 CPU = ModelOptions(threads=1)
@@ -97,6 +99,22 @@ def test_a_file_is_tried_once(store: ModelStore, cache: Path, trials: list[subpr
         open_and_close(store.path())
     assert len(trials) == 1
     assert [record.stat().st_mode & 0o77 for record in (cache / "tried").parent.glob("tried")] == [0]
+
+
+def test_models_that_make_vectors_pass(store: ModelStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were refused, because they generate no text."""
+    evaluated = []
+    evaluate = EmbeddingModel.evaluate
+
+    def noted(model: EmbeddingModel, texts: Sequence[TokenArray]) -> Rows:
+        evaluated.append(model.pooling)
+        return evaluate(model, texts)
+
+    monkeypatch.setattr(EmbeddingModel, "evaluate", noted)
+    for kind in EMBEDDER_WRITERS:
+        trial_child.use_file(store.path(kind), 0, reads_weights=True)
+        trial_child.use_file(store.path(kind), 0, reads_weights=False)
+    assert sorted(evaluated) == ["cls", "last", "mean", "mean", "rank", "rank"]
 
 
 def test_a_copy_is_not_tried_again_but_a_changed_file_is(

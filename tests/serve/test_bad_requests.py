@@ -133,10 +133,6 @@ def test_a_body_that_is_not_a_json_object_is_refused(server: Served, path: str, 
         ("GET", CHAT, 405, "takes POST"),
         ("PUT", "/api/chat", 405, "takes POST"),
         ("POST", "/api/delete", 405, "takes DELETE"),
-        ("POST", "/v1/embeddings", 404, "does not compute embeddings; use Ollama"),
-        ("POST", "/embeddings", 404, "does not compute embeddings; use Ollama"),
-        ("POST", "/api/embed", 404, "does not compute embeddings; use Ollama"),
-        ("POST", "/api/embeddings", 404, "does not compute embeddings; use Ollama"),
     ],
 )
 def test_other_paths_and_methods(server: Served, method: str, path: str, status: int, told: str) -> None:

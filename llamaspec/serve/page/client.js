@@ -8,9 +8,10 @@ export async function props(key, { model } = {}) {
   return (await ask(model ? `props?model=${encodeURIComponent(model)}` : "props", key)).json();
 }
 
-// Returns the models of the server, each with its id and status.
+// Returns the models of the server that can chat, each with its id and status.
 export async function models(key) {
-  return (await (await ask("v1/models", key)).json()).data;
+  const listed = (await (await ask("v1/models", key)).json()).data;
+  return listed.filter((model) => model.type === "completion");
 }
 
 // Yields the chunks of a chat answer; between them {loading} for the model, {waiting} in the queue, {processed, of} for the

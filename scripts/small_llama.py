@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, scaled_dot_product_attention, silu
 
-from llamaspec.draft_making.gguf_writing import write_gguf
+from gguf_writing import write_gguf
 
 ROPE_BASE = 10_000.0
 RMS_EPSILON = 1e-5
