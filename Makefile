@@ -12,9 +12,9 @@ ARGS ?=
 # because a target this small repeats itself.
 RUN_ARGS := --draft-length 4 --show-drafts --repeat-penalty 1.1 -t 0.3 --seed 3 -n 30
 
-# Build only the library, without the parts that crash; the CMake file explains. The user's options come last, so
+# Build only the libraries for text and pictures, without the parts that crash; the CMake file explains. The user's options come last, so
 # they take precedence.
-BUILD_OPTIONS := -DLLAVA_BUILD=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_cpp_build.cmake'
+BUILD_OPTIONS := -DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_cpp_build.cmake'
 CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
 export CMAKE_BUILD_PARALLEL_LEVEL PROMPT
 # The tests' matrices are small: more threads take longer, and from the other half of the tests.

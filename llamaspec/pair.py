@@ -54,6 +54,7 @@ from llamaspec.values import (
     Source,
     TokenArray,
     scope_of,
+    without_pictures,
 )
 
 if TYPE_CHECKING:
@@ -338,7 +339,8 @@ class Pair:
             found, remedy = type(text).__name__, "for messages, use chat_prompt"
             raise TypeError(f"a {what} is text, bytes or token ids, not {found}; {remedy}")
         size = self.target.vocabulary_size
-        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:
+        written = tokens if self.target.projector is None else without_pictures(tokens)
+        if len(written) and not 0 <= written.min() <= written.max() < size:
             raise ValueError(f"token ids must be from 0 to {size - 1}")
         return tokens.astype(np.int32)
 

@@ -30,6 +30,28 @@ def n_common(a: TokenArray, b: TokenArray) -> int:
     return first if n and differs[first] else n
 
 
+# A picture is a run of ids above every vocabulary, made from a hash: the first one is at least
+# FIRST_OF_PICTURE, the others lie between PICTURE and that.
+PICTURE, FIRST_OF_PICTURE = 1 << 29, 1 << 30
+
+
+def cuts_picture(tokens: TokenArray, n: int) -> bool:
+    """Whether the first `n` tokens end inside a picture."""
+    return 0 < n < len(tokens) and bool(PICTURE <= tokens[n] < FIRST_OF_PICTURE)
+
+
+def before_picture(tokens: TokenArray, n: int) -> int:
+    """Return `n`, or the start of the picture that the first `n` tokens would cut."""
+    while cuts_picture(tokens, n):
+        n -= 1
+    return n
+
+
+def without_pictures(tokens: TokenArray) -> TokenArray:
+    """Return the tokens of the text."""
+    return tokens[tokens < PICTURE] if len(tokens) and int(tokens.max()) >= PICTURE else tokens
+
+
 Scope = bytes  # [16] whose sequence it is: cached tokens serve only requests of the same scope
 EVERYONE = "*"  # name of the scope whose cached tokens serve requests of all scopes
 
@@ -160,7 +182,9 @@ class ForwardRequest:
         return self.whole[: n if self.rows_from is None else min(n, self.rows_from)]
 
     def prefill(self, n: int) -> ForwardRequest:
-        """Return a request for the first `n` tokens of the sequence, without logits."""
+        """Return a request for the first `n` tokens, without logits; a picture at its end is whole."""
+        while cuts_picture(self.tokens, n):
+            n += 1
         hidden = None if self.hidden is None else self.hidden.prefill(len(self.tokens) - n)
         return ForwardRequest(
             self.model,

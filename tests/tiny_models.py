@@ -123,6 +123,20 @@ def write_llama(path: Path, recipe: Recipe | None = None) -> Path:
     return write_tensors(path, "llama", weights, attention_keys(recipe))
 
 
+def write_qwen2vl(path: Path, recipe: Recipe | None = None) -> Path:
+    """Qwen2-VL: a Llama whose positions have rows and columns in pictures (M-RoPE)."""
+    recipe = recipe or Recipe()
+    weights = TinyWeights(recipe)
+    _ends(weights)
+    for layer in range(recipe.n_layers):
+        _attention(weights, layer, recipe.n_kv_heads)
+        for name in ("q", "k", "v"):
+            weights.constant(f"blk.{layer}.attn_{name}.bias", recipe.n_kv_heads * recipe.head_size, 0.0)
+        feed_forward(weights, layer)
+    sections: Keys = {"rope.dimension_sections": [6, 5, 5, 0]}
+    return write_tensors(path, "qwen2vl", weights, attention_keys(recipe) | sections)
+
+
 def write_longrope(path: Path, recipe: Recipe, n_original: int) -> Path:
     """A Llama with other rotary factors in contexts of more than `n_original` tokens."""
     weights = TinyWeights(recipe)

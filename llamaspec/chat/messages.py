@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pydantic_core import from_json
 
 from llamaspec.engine.detokenizer import Span
 from llamaspec.values import Logprobs
+
+if TYPE_CHECKING:
+    from llamaspec.chat.attached import Attached
 
 Json = Any  # a result of json.loads
 ROLES = ("system", "user", "assistant", "tool")
@@ -55,11 +58,17 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()  # only of the assistant
     tool_call_id: str | None = None  # the call whose result this is
     reasoning: str | None = None  # before the assistant's answer
+    pictures: tuple[Attached, ...] = ()  # whose marks are in the text
     place: str = field(default="", compare=False)  # in the request, for error messages: messages.3
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ValueError(f"a message is from {', '.join(ROLES)}, got {self.role!r}")
+
+    def without(self, picture: Attached) -> Message:
+        """Return the message with a remark in place of a picture."""
+        text = self.text.replace(picture.mark, picture.left_out)
+        return replace(self, text=text, pictures=tuple(each for each in self.pictures if each != picture))
 
     def as_dict(self, *, arguments_in_text: bool = False) -> dict[str, Json]:
         """Return the message as templates expect it; arguments of calls as in `ToolCall.as_dict`."""

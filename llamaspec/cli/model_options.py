@@ -110,6 +110,7 @@ _NGRAM = click.option("--ngram/--no-ngram", default=None,
 _COMPUTING: tuple[Decorator, ...] = (
     click.option("--n-ctx", "--ctx-size", "-c", type=int, help="Context size in tokens; default: the model's "
                  "training context, limited by memory; for generate no more than the text can need."),
+    click.option("--mmproj", type=click.Path(path_type=Path), help="The projector that shows it pictures."),
     click.option("--draft-ctx", "--ctx-size-draft", "-cd", type=int,
                  help="Context size of the draft; default: the same as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all that fit."),
@@ -117,8 +118,7 @@ _COMPUTING: tuple[Decorator, ...] = (
     click.option("--device", "-dev", metavar="NAME,...",
                  help="Devices for the target's layers: names from llamaspec doctor; RPC0, RPC1, ... for "
                       "workers; none for no device. Default: the workers and all GPUs."),
-    click.option("--draft-device", "-devd", metavar="NAME,...",
-                 help="Devices of this machine for the draft."),
+    click.option("--draft-device", "-devd", metavar="NAME,...", help="Devices here for the draft."),
     click.option("--tensor-split", "-ts", metavar="N,N,...",
                  help="Each device's share of the target's layers; default: by free memory."),
     click.option("--rpc", multiple=True, metavar="HOST:PORT",
@@ -175,16 +175,16 @@ def _choice(
         draft, copying = None, Copying.OFF
     elif is_embedded and draft in (None, AUTO):
         draft = str(demo_draft())
-    threads = given["threads"]
     target_options = ModelOptions(
         n_ctx=given["n_ctx"],
         gpu_layers=given["gpu_layers"],
         devices=device_names(given["device"]),
         tensor_split=_shares(given["tensor_split"]),
         workers=tuple(address for named in given["rpc"] for address in named.split(",")),
-        threads=threads,
+        threads=given["threads"],
         flash_attention=given["flash_attn"],
         kernels=given["kernels"],
+        projector=given["mmproj"],
         cache_type_k=given["cache_type_k"],
         cache_type_v=given["cache_type_v"],
     )
@@ -192,7 +192,7 @@ def _choice(
         n_ctx=given["draft_ctx"],
         gpu_layers=given["draft_gpu_layers"],
         devices=device_names(given["draft_device"]),
-        threads=threads if given["draft_threads"] is None else given["draft_threads"],
+        threads=given["threads"] if given["draft_threads"] is None else given["draft_threads"],
         flash_attention=given["flash_attn"],
         kernels=given["kernels"],
         cache_type_k=given["draft_cache_type_k"],

@@ -31,7 +31,16 @@ from llamaspec.protocols import (
 )
 from llamaspec.sampling.filters import Scores, confidence
 from llamaspec.sampling.sampler import Sampler
-from llamaspec.values import DRAFT, Distribution, Draft, Forward, ForwardRequest, Source, TokenArray
+from llamaspec.values import (
+    DRAFT,
+    Distribution,
+    Draft,
+    Forward,
+    ForwardRequest,
+    Source,
+    TokenArray,
+    without_pictures,
+)
 
 if TYPE_CHECKING:
     from llamaspec.drafters.common_vocabulary import CommonTokens
@@ -150,7 +159,7 @@ class ModelDrafter:
 
     def prepare(self, context: TokenArray) -> Preparing:
         """Process all but the last token, so that the first draft token costs as much as the next."""
-        known = self.tokens.translate(context)
+        known = self.tokens.translate(without_pictures(context))
         if self.deferred is None:
             yield from self._process(self.window(known)[:-1])
         else:
@@ -159,7 +168,7 @@ class ModelDrafter:
     def propose(self, context: TokenArray, length: SequenceLength) -> Drafting:
         """Draft until the policy wants no more, or the draft model's context is full."""
         tokens, sampler, deferred = self.tokens, self.sampler, self.deferred
-        draft, known = Draft(source=self.source), tokens.translate(context)
+        draft, known = Draft(source=self.source), tokens.translate(without_pictures(context))
         if self.fault is not None:
             return draft
         if deferred is not None and deferred.is_pending:

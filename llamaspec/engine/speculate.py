@@ -29,7 +29,7 @@ from llamaspec.protocols import (
 from llamaspec.sampling.acceptance_rules import round_of
 from llamaspec.sampling.filters import Sampling
 from llamaspec.sampling.sampler import LogitsTarget, Sampler, round_logprobs
-from llamaspec.values import NO_SCOPE, TARGET, Forward, ForwardRequest, Round, Scope, TokenArray
+from llamaspec.values import NO_SCOPE, PICTURE, TARGET, Forward, ForwardRequest, Round, Scope, TokenArray
 
 Speculating: TypeAlias = Generator[ForwardRequest | Round, Any, None]  # sent Forward, or the same Round
 NextRound: TypeAlias = Generator[ForwardRequest | Round, Any, Round]
@@ -111,6 +111,9 @@ def _next_round(tokens: TokenArray, config: Speculation, sampler: Sampler) -> Ne
         n_most = min(n_most, config.max_scored - 1)
     made = yield from drafting(config.drafter, tokens, SequenceAtMost(n_most, length))
     made = made.first(n_most)  # the drafter may not have asked the policy
+    is_picture = made.tokens >= PICTURE  # a copy goes up to the next picture
+    if is_picture.any():
+        made = made.first(int(is_picture.argmax()))
     draft = made.first(max(length.n_verified(made), 0))
 
     # Evaluate the draft at once: logits after `tokens` and after each draft token.

@@ -19,7 +19,17 @@ from llama_cpp import llama_cpp as lib
 
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.prefix_store import Bytes
-from llamaspec.values import NO_SCOPE, NO_TOKENS, ForwardRequest, Scope, TokenArray, n_common, serves
+from llamaspec.values import (
+    NO_SCOPE,
+    NO_TOKENS,
+    PICTURE,
+    ForwardRequest,
+    Scope,
+    TokenArray,
+    before_picture,
+    n_common,
+    serves,
+)
 
 BLOCK = 256  # cells; llama.cpp's attention passes over whole blocks
 
@@ -49,8 +59,8 @@ class CachedSequence:
         self.n = end
 
     def shared(self, tokens: TokenArray) -> int:
-        """Return the length of the common beginning with `tokens`."""
-        return n_common(self.tokens[: self.n], tokens)
+        """Return the length of the common beginning with `tokens`, which cuts no picture."""
+        return before_picture(tokens, n_common(self.tokens[: self.n], tokens))
 
     def known(self, tokens: TokenArray, scope: Scope) -> int:
         """Return how many of the first tokens of a sequence of some scope this one can supply."""
@@ -75,6 +85,14 @@ class Cells:
     def __init__(self, context: Any, carrier: int, block: int = BLOCK) -> None:
         self._context, self._carrier, self.block = context, carrier, block
         self._memory = lib.llama_get_memory(context)
+
+    def position(self, seq_id: int, n: int) -> int:
+        """Return llama.cpp's position of the token after the first `n`."""
+        return n
+
+    def n_storable(self, tokens: TokenArray) -> int:
+        """Return how many of the first tokens can be copied."""
+        return len(tokens)
 
     def remove(self, seq_id: int, start: int) -> None:
         """Remove a sequence's positions from `start` on."""
@@ -111,6 +129,56 @@ class Cells:
     def clear(self) -> None:
         """Empty all cells."""
         lib.llama_memory_clear(self._memory, False)
+
+
+class MropeCells(Cells):
+    """Cells of a model with M-RoPE, where a picture has fewer positions than tokens.
+
+    A sequence is never cut inside a picture, so only the positions between pictures matter. What follows the
+    beginning of a picture is shared between sequences, but not copied.
+    """
+
+    def __init__(self, context: Any, carrier: int, block: int = BLOCK) -> None:
+        super().__init__(context, carrier, block)
+        # Of each seq_id: where the tokens of a picture start and end, and how many positions fewer it has.
+        self._pictures: dict[int, list[tuple[int, int, int]]] = {}
+
+    def add_picture(self, seq_id: int, start: int, end: int, n_positions: int) -> None:
+        """Record the tokens of a picture that has `n_positions`."""
+        self._pictures.setdefault(seq_id, []).append((start, end, end - start - n_positions))
+
+    def position(self, seq_id: int, n: int) -> int:
+        """Return llama.cpp's position of the token after the first `n`."""
+        return n - sum([left_out for _, end, left_out in self._pictures.get(seq_id, ()) if end <= n])
+
+    def n_storable(self, tokens: TokenArray) -> int:
+        """Return the number of tokens before the first picture."""
+        is_picture = tokens >= PICTURE
+        return int(is_picture.argmax()) if is_picture.any() else len(tokens)
+
+    def remove(self, seq_id: int, start: int) -> None:
+        """Remove a sequence's tokens from `start` on."""
+        super().remove(seq_id, self.position(seq_id, start))
+        if seq_id in self._pictures:
+            self._pictures[seq_id] = [each for each in self._pictures[seq_id] if each[1] <= start]
+
+    def share(self, source: int, seq_id: int, start: int, end: int) -> None:
+        """Let `seq_id` also hold the cells of some tokens of `source`."""
+        super().share(source, seq_id, self.position(source, start), self.position(source, end))
+        shared = [each for each in self._pictures.get(source, ()) if start < each[1] <= end]
+        if shared:
+            self._pictures.setdefault(seq_id, []).extend(shared)
+
+    def copy_out(self, seq_id: int, start: int, end: int) -> Bytes | None:
+        """Return the content of a block before the first picture; None after it."""
+        if any(first < end for first, _, _ in self._pictures.get(seq_id, ())):
+            return None
+        return super().copy_out(seq_id, start, end)
+
+    def clear(self) -> None:
+        """Empty all cells."""
+        super().clear()
+        self._pictures.clear()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,6 +279,10 @@ class CellTable:
     def compact(self, sequences: Sequence[CachedSequence]) -> None:
         """Move full cells down over the garbage. If a block cannot be moved, its sequence ends before it."""
         first = int((self._n_owners[: self.top] == 0).argmax())  # cells below stay where they are
+        for held in sequences:
+            n = int(np.searchsorted(held.cells[: held.n], first))
+            if n < held.n and (start := before_picture(held.tokens[: held.n], n)) < n:
+                first = int(held.cells[start])  # sequences share pictures as a whole
         moved: list[Moved] = []
         for sequence in sequences:
             moved.append(self._copy_out(sequence, first, [each.sequence for each in moved]))

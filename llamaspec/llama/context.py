@@ -68,6 +68,8 @@ class Context:
     generate text.
     """
 
+    kind_of_cells: type[Cells] = Cells
+
     def __init__(
         self,
         weights: Weights,
@@ -119,7 +121,7 @@ class Context:
             n_sequences = _n_sequences(options)
             block = BLOCK if weights.facts.window is None else min(BLOCK, weights.facts.window)
             self.cache = KVCache(
-                Cells(pointer, n_sequences + 1, block),
+                self.kind_of_cells(pointer, n_sequences + 1, block),
                 n_cells,
                 n_sequences,
                 store=store,
@@ -159,8 +161,9 @@ class Context:
             n_scored += segments[-1].n_scored
         if n_positions > self.batch_size or n_scored > max(self.max_scored, len(batch)):
             raise ValueError(f"an evaluation of {n_positions} positions, {n_scored} scored, is too wide")
-        with self._scoring([request for _, request in batch]):
-            self.decode(segments)
+        if n_positions:  # otherwise a picture ended the part of a prompt
+            with self._scoring([request for _, request in batch]):
+                self.decode(segments)
         self.cache.commit(new, n_padding)
         self._note_rows(batch, segments)
         return parts(self.logits(n_scored), [request.n_scored for _, request in batch])

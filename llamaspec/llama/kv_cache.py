@@ -17,7 +17,7 @@ from llamaspec.errors import ContextFullError
 from llamaspec.llama.batch import Segment
 from llamaspec.llama.cells import CachedSequence, Cells, CellTable
 from llamaspec.llama.prefix_store import Bytes, KnownPrefix, PrefixStore
-from llamaspec.values import NO_SCOPE, ForwardRequest, Scope, TokenArray
+from llamaspec.values import NO_SCOPE, ForwardRequest, Scope, TokenArray, before_picture
 
 Prepared: TypeAlias = tuple[int, ForwardRequest, int]  # number of a sequence, its request, padding positions
 MIN_SHARED = 32  # minimum number of tokens to share with another sequence once the prompt is processed
@@ -58,6 +58,11 @@ class KVCache:
     def size(self) -> int:
         """Number of cells."""
         return self._table.size
+
+    @property
+    def cells(self) -> Cells:
+        """llama.cpp's cells."""
+        return self._table.cells
 
     @property
     def n_used(self) -> int:
@@ -103,7 +108,10 @@ class KVCache:
             self._make_room(sequence)
             if self._copies_back and n_before >= max(least, sequence.n + MIN_COPIED):
                 self._restore(sequence, request.tokens[:n_before])
-            n = sequence.n
+            n = before_picture(request.tokens, sequence.n)
+            if n < sequence.n:  # the room for a block was missing
+                sequence.n_reserved += sequence.n - n
+                self._table.cut(sequence, n)
         sequence.last_used = next(self._clock)
         return n
 
@@ -123,7 +131,7 @@ class KVCache:
         if finished and not self._keeps_finished:
             best = max(finished, key=lambda each: each.known(tokens, scope))
             n = best.known(tokens, scope)
-            if n > 0 and n >= self._store.find(tokens, scope).n:
+            if n > 0 and n >= self._find(tokens, scope).n:
                 self._table.take_over(sequence, best, n)
             for each in finished:  # what is taken over belongs to the new sequence's scope from now on
                 self._move_to_store(each, n if each is best and each.scope == scope else 0)
@@ -146,7 +154,7 @@ class KVCache:
 
     def _restore(self, sequence: CachedSequence, tokens: TokenArray) -> None:
         """Copy the tokens that a sequence lacks back from the store."""
-        found, start = self._store.find(tokens, sequence.scope), 0
+        found, start = self._find(tokens, sequence.scope), 0
         if found.n < sequence.n + MIN_COPIED:
             return
         self._store.touch(found)
@@ -163,11 +171,12 @@ class KVCache:
     def n_known(self, tokens: TokenArray, scope: Scope = NO_SCOPE) -> int:
         """Return how many of the first tokens need not be evaluated again for a sequence of some scope."""
         n_held = [sequence.known(tokens, scope) for sequence in self._sequences]
-        return max([self._store.find(tokens, scope).n, *n_held])
+        return max([self._find(tokens, scope).n, *n_held])
 
     def segment(self, number: int, request: ForwardRequest) -> Segment:
         """Return what to evaluate for a prepared request."""
-        return self.running[number].segment(request)
+        segment = self.running[number].segment(request)
+        return segment._replace(start=self._table.cells.position(segment.seq_id, segment.start))
 
     def begin(self, n_scored: int) -> None:
         """Start an evaluation: until `commit`, cells may hold tokens that are not recorded."""
@@ -265,8 +274,14 @@ class KVCache:
         def copy(start: int, end: int) -> Bytes | None:
             return cells.copy_out(sequence.seq_id, start, end)
 
-        if cells.block:
+        n = cells.n_storable(sequence.tokens[:n])
+        if cells.block and n:
             self._store.put(sequence.tokens[:n], cells.block, copy, sequence.scope)
+
+    def _find(self, tokens: TokenArray, scope: Scope) -> KnownPrefix:
+        """Return the longest stored beginning of `tokens` that cuts no picture."""
+        found = self._store.find(tokens, scope)
+        return found._replace(n=before_picture(tokens, found.n))
 
     def _stored(self, sequence: CachedSequence) -> KnownPrefix:
         """Return what the store has of a sequence."""

@@ -7,9 +7,9 @@ sequence has its own context, because llama.cpp cannot roll them back independen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -22,11 +22,24 @@ from llamaspec.llama.context import Context, attention_bytes_per_token, with_roo
 from llamaspec.llama.devices import leaves_main_memory
 from llamaspec.llama.gguf_file import PARTS
 from llamaspec.llama.kv_cache import Prepared
+from llamaspec.llama.memory_facts import MemoryFacts
 from llamaspec.llama.options import N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag
 from llamaspec.llama.weights import LoadProgress, ModelFacts, Weights
-from llamaspec.values import NO_SCOPE, TARGET, ForwardRequest, HiddenRows, Logits, Scope, TokenArray
+from llamaspec.values import (
+    NO_SCOPE,
+    TARGET,
+    ForwardRequest,
+    HiddenRows,
+    Logits,
+    Scope,
+    TokenArray,
+    without_pictures,
+)
+
+if TYPE_CHECKING:
+    from llamaspec.llama.pictures import Projector
 
 TILE = 64  # positions
 STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # the store takes at most 1 / STORE_SHARE of the free memory
@@ -35,26 +48,6 @@ NO_LIMIT = 1 << 31  # tokens
 N_WIDE = 64  # positions of `why_inexact`: from 32 on, llama.cpp may give products to BLAS or a GPU
 
 Longest: TypeAlias = Callable[[Weights], int | None]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryFacts:
-    """The size of the KV cache, and how much of it survived a rejection of draft tokens in a trial."""
-
-    bytes_per_token: float
-    fixed_bytes: int  # of states, at any length
-    n_right: int  # tokens before the rejected ones
-    n_kept: int  # of these, tokens that were still cached
-    attention_bytes_per_token: int = 0  # of memory that our attention takes while it evaluates
-
-    @property
-    def n_repeated(self) -> int:
-        """Number of tokens that were evaluated again."""
-        return self.n_right - self.n_kept
-
-    def size(self, n_ctx: int) -> int:
-        """Return the bytes of a full context that is evaluated."""
-        return self.fixed_bytes + round((self.bytes_per_token + self.attention_bytes_per_token) * n_ctx)
 
 
 class LlamaModel:
@@ -99,12 +92,17 @@ class LlamaModel:
         self._abort = AbortFlag()
         own_bytes = default_store_bytes(self.weights.facts.weights_bytes) if store is None else 0
         self.store = PrefixStore(own_bytes, limit_of=store)
+        self.projector: Projector | None = None
         try:
             if self.weights.facts.architecture in PARTS:  # llama.cpp cannot evaluate it alone
                 raise ModelFileError(
                     f"{path} is only a part of a model ({self.weights.facts.architecture}); "
                     "give the whole model"
                 )
+            if self.options.projector is not None:
+                from llamaspec.llama.picture_context import open_projector  # few models have one
+
+                self.projector = open_projector(self.weights, self.options)
             options, n_tokens = self.options, None if longest is None else longest(self.weights)
             context = self._open(options if n_tokens is None else with_room(self.weights, options, n_tokens))
         except BaseException:
@@ -336,7 +334,8 @@ class LlamaModel:
             raise ValueError(f"{request.n_tokens} tokens do not fit a context of {self.context_size}")
         for tokens in (request.tokens, request.draft):
             # As unsigned numbers negative ones are large: one pass over the array instead of two.
-            if len(tokens) and int(np.maximum.reduce(tokens.view(np.uint32))) >= self.vocabulary.size:
+            text = tokens if self.projector is None else without_pictures(tokens)
+            if len(text) and int(np.maximum.reduce(text.view(np.uint32))) >= self.vocabulary.size:
                 raise ValueError(f"token ids must be from 0 to {self.vocabulary.size - 1}")
 
     def close(self) -> None:
@@ -353,6 +352,10 @@ class LlamaModel:
 
     def _open(self, options: ModelOptions) -> Context:
         """Open a context for sequences."""
+        if self.projector is not None:
+            from llamaspec.llama.picture_context import PictureContext
+
+            return PictureContext(self.weights, options, self.projector, self._abort, self.store)
         if not options.heads and not options.hidden_layers:
             return Context(self.weights, options, abort=self._abort, store=self.store)
         from llamaspec.llama.row_contexts import TargetContext  # drafts read its hidden rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from llama_cpp import llama_cpp as lib
 
@@ -53,6 +54,7 @@ class ModelOptions:
     tensor_split: tuple[float, ...] = ()  # shares of the layers for each device; () = by free memory
     workers: tuple[str, ...] = ()  # HOST:PORT of RPC workers, whose devices are RPC0, RPC1, ...
     heads: bool = False  # load the prediction heads, and return the hidden rows that they need
+    projector: Path | None = None  # the file that turns pictures into embeddings
     # Layers whose inputs are the hidden rows of a draft; the number of layers stands for the last output.
     hidden_layers: tuple[int, ...] = ()
 

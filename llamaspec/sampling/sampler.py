@@ -11,7 +11,7 @@ import numpy as np
 
 from llamaspec.protocols import SequenceConstraint
 from llamaspec.sampling.filters import Sampling, Scores, distribution
-from llamaspec.values import Distribution, Draft, Logits, Logprobs, TokenArray, Verification
+from llamaspec.values import Distribution, Draft, Logits, Logprobs, TokenArray, Verification, without_pictures
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class Sampler:
     ) -> Distribution:
         """Return the distribution of the token after `tokens`; only `allowed` ones are possible."""
         seen = tokens if self.sampling.penalty_window is not None else tokens[self.n_prompt :]
+        if self.sampling.penalises:
+            seen = without_pictures(seen)
         return distribution(scores, self.sampling, seen, allowed)
 
 

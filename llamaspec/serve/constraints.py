@@ -91,6 +91,7 @@ class Prompt:
     reasoning_budget: int | None = None  # tokens
     constraint: Constraint | None = None
     constraint_after_cut: Constraint | None = None  # replaces it if the budget cuts the reasoning off
+    pictures: tuple[object, ...] = ()  # kept until the sequence has ended
     not_enforced: Sequence[str] = ()  # tools whose schemas cannot be enforced, each with why, for the log
 
 

@@ -25,7 +25,7 @@ from llamaspec.chat.template import RESERVED, ChatTemplate, texts_in
 from llamaspec.drafters.fallback import NoDrafter
 from llamaspec.engine.completion import Completion, StopReason
 from llamaspec.engine.stream import Progress, TextStream
-from llamaspec.errors import TemplateError
+from llamaspec.errors import PromptError, TemplateError
 from llamaspec.length.fixed import AtMost
 from llamaspec.pair import Pair
 from llamaspec.protocols import LengthPolicy
@@ -36,6 +36,7 @@ from llamaspec.serve.constraints import Constraints, Prompt, ResponseFormat
 from llamaspec.serve.http_errors import ContextOverflowError, RequestError, bad_field, not_supported
 from llamaspec.serve.message_fields import ToolUse
 from llamaspec.serve.metrics import ModelMetrics
+from llamaspec.serve.shown_pictures import shown
 from llamaspec.values import TokenArray
 
 USUAL_BYTES = 4  # of a token, to estimate the tokens of prompts that are too long to be tokenized
@@ -175,7 +176,9 @@ class RequestBuilder:
         return await run_in_threadpool(self._render, request, must_fit)
 
     def _render(self, request: ChatRequest, must_fit: bool) -> Prompt:
-        template, messages, field = self.template, request.messages, request.field
+        template, field, target = self.template, request.field, self._runner.pair.target
+        projector = target.projector if target.projector is not None and target.projector.sees else None
+        messages, pixels = shown(request.messages, sees=projector is not None)
         if template is None:
             remedy = "use /v1/completions, or start the server with --chat-template"
             raise RequestError(400, f"this model has no chat template; {remedy}", code="no_chat_template")
@@ -187,9 +190,18 @@ class RequestBuilder:
             place = template.refused_place(asked(messages), error, tools=tools, template_kwargs=kwargs)
             raise bad_field(place or field, str(error)) from error
         self.check_size(prompt.rendered.text, field)  # a template may write more than it was given
-        tokens = prompt.tokenize(self.vocabulary)
+        if pixels and projector is not None:
+            from llamaspec.chat.pictures import tokenize
+
+            try:
+                tokens, pictures = tokenize(prompt.rendered, pixels, projector, target.batch_size)
+            except PromptError as error:
+                raise bad_field(field, str(error)) from error
+            tokens = self.vocabulary.begun(tokens)
+        else:
+            tokens, pictures = prompt.tokenize(self.vocabulary), ()
         tokens = self._checked(tokens, field) if must_fit else tokens
-        return Prompt(tokens, self.answer_format, tools, prompt.is_thinking)
+        return Prompt(tokens, self.answer_format, tools, prompt.is_thinking, pictures=pictures)
 
     def _checked(self, tokens: TokenArray, field: str) -> TokenArray:
         """Return a prompt; RequestError if it is empty or does not fit the context."""

@@ -13,12 +13,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from llamaspec.chat.attached import Attached
 from llamaspec.chat.messages import Message, ToolCall, finite
 from llamaspec.serve.bodies import Fields, FieldsByType, JsonList, JsonObject
 from llamaspec.serve.http_errors import bad_field, not_supported
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")  # types of parts
 _PARTS = (*_TEXTS, "thinking", "redacted_thinking", "tool_use", "tool_result")  # known types
+_PICTURES = ("image", "image_url", "input_image")  # Anthropic's and Ollama's, OpenAI's two
 MAX_MESSAGES = 4096
 # Names of roles in newer and older clients, and in data sets.
 _ROLES = {"developer": "system", "function": "tool", "ipython": "tool", "human": "user", "ai": "assistant",
@@ -53,8 +55,10 @@ def _is_part(given: Any) -> bool:
 class ContentPart(FieldsByType):
     """A part of a message: text, or one of Anthropic's blocks."""
 
-    known = _PARTS
+    known = (*_PARTS, *_PICTURES)
     type: str
+    image_url: Any = None  # a URL, or an object with one
+    source: Any = None  # of Anthropic's image
     text: str | None = None
     refusal: str | None = None
     thinking: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
@@ -110,18 +114,21 @@ class MessageFields(Fields):
 def conversation(field: str, messages: Iterable[tuple[int, MessageFields]]) -> list[Message]:
     """Return the messages for the chat template. Each message of the request comes with its index in `field`.
 
-    RequestError if there are none, or if the last one has a part that is not text. In earlier ones a mark
-    stands for such a part: clients send it again in every turn.
+    RequestError if there are none, or if the last one has a part that is neither text nor a picture. In
+    earlier ones a remark stands for such a part: clients send it again in every turn. A mark stands for a
+    picture, which is not read yet.
     """
     found: list[Message] = []
     names: dict[str, str] = {}  # call id -> tool; some templates need the tool's name with its result
     given = list(messages)
     for i, fields in given:
         is_last = fields is given[-1][1]
+        pictures = _pictures(fields.content, f"{field}.{i}.content", is_new=is_last)
         for message in _messages(fields, place := f"{field}.{i}", is_last=is_last):
             names.update({call.id: call.name for call in message.tool_calls})
             name = message.name or (names.get(message.tool_call_id or "") if message.role == "tool" else None)
-            found.append(replace(message, name=name, place=place))
+            shown = tuple(each for each in pictures if each.mark in message.text)
+            found.append(replace(message, name=name, place=place, pictures=shown))
     if not found:
         raise bad_field(field, "must not be empty")
     return found
@@ -132,22 +139,44 @@ def parts_of(content: Content | None) -> list[ContentPart]:
     return [ContentPart(type="text", text=content)] if isinstance(content, str) else content or []
 
 
-def text_of(content: Content | None, place: str, *, may_omit: bool = False) -> str:
+def text_of(content: Content | None, place: str, *, may_omit: bool = False, marks: bool = False) -> str:
     """Return the text of a message, with its parts joined; RequestError if a part is not text.
 
-    With `may_omit`, a mark stands for such a part.
+    With `may_omit`, a remark stands for such a part; with `marks`, the mark of a picture.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(_part_text(part, f"{place}.{i}", may_omit=may_omit) for i, part in enumerate(content))
+    parts = enumerate(content)
+    return "".join(_part_text(part, f"{place}.{i}", may_omit=may_omit, marks=marks) for i, part in parts)
 
 
-def _part_text(part: ContentPart, place: str, *, may_omit: bool) -> str:
+def _part_text(part: ContentPart, place: str, *, may_omit: bool, marks: bool = True) -> str:
     if part.type not in _TEXTS:
+        if marks and part.type in _PICTURES and (picture := _picture(part, place)) is not None:
+            return picture.mark
         if may_omit:
             return f"[{part.type} left out: not text]"
         raise not_supported(f"{place}.type", "only text is supported here, no images, audio or files")
     return required(part.refusal if part.type == "refusal" else part.text, f"{place}.text")
+
+
+def _picture(part: ContentPart, place: str, *, is_new: bool = True) -> Attached | None:
+    """Return the picture of a part; None if it has none."""
+    source = part.source if isinstance(part.source, dict) else {}
+    url = part.image_url.get("url") if isinstance(part.image_url, dict) else part.image_url
+    given = source.get("data") or source.get("url") or url
+    return Attached(given, part.type, place, is_new) if isinstance(given, str) else None
+
+
+def _pictures(content: Content | None, place: str, *, is_new: bool) -> list[Attached]:
+    """Return the pictures of a message, also those in results of tools."""
+    found: list[Attached] = []
+    for i, part in enumerate(parts_of(content)):
+        if part.type == "tool_result":
+            found += _pictures(part.content, f"{place}.{i}.content", is_new=is_new)
+        elif part.type in _PICTURES and (picture := _picture(part, f"{place}.{i}", is_new=is_new)):
+            found.append(picture)
+    return found
 
 
 def _messages(fields: MessageFields, place: str, *, is_last: bool) -> list[Message]:
@@ -155,7 +184,7 @@ def _messages(fields: MessageFields, place: str, *, is_last: bool) -> list[Messa
     role, content = fields.role, fields.content
     is_assistant = role == "assistant"
     if role == "tool":
-        text = text_of(content, f"{place}.content", may_omit=True)
+        text = text_of(content, f"{place}.content", may_omit=True, marks=True)
         return [Message("tool", text, name=fields.name, tool_call_id=fields.tool_call_id)]
     if fields.tool_calls and not is_assistant:
         raise bad_field(f"{place}.tool_calls", "only the assistant calls tools")
@@ -178,7 +207,7 @@ def _messages(fields: MessageFields, place: str, *, is_last: bool) -> list[Messa
             calls.append(ToolCall(call_id, name, _as_text(part.input)))
         elif part.type == "tool_result" and role == "user":
             call_id = required(part.tool_use_id, f"{at}.tool_use_id")
-            result = text_of(part.content, f"{at}.content", may_omit=True)
+            result = text_of(part.content, f"{at}.content", may_omit=True, marks=True)
             results.append(Message("tool", result, tool_call_id=call_id))
         else:
             text += _part_text(part, at, may_omit=not is_last and part.type not in _PARTS)

@@ -18,6 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from llamaspec.chat.attached import Attached
 from llamaspec.chat.messages import ArgumentsDelta, CallDelta, Delta, Message, ReasoningDelta
 from llamaspec.serve.bodies import (
     AnswerOptions,
@@ -29,11 +30,10 @@ from llamaspec.serve.bodies import (
     ReasoningFields,
     ReasoningOptions,
     Whole,
-    refused,
 )
 from llamaspec.serve.constraints import Prompt, ResponseFormat
 from llamaspec.serve.durations import seconds_of
-from llamaspec.serve.http_errors import bad_field, ollama_error
+from llamaspec.serve.http_errors import bad_field, not_supported, ollama_error
 from llamaspec.serve.jobs import ChatRequest, RequestBuilder
 from llamaspec.serve.message_fields import (
     MAX_MESSAGES,
@@ -50,8 +50,6 @@ from llamaspec.serve.service import Endpoint, Service
 from llamaspec.values import TokenArray
 
 LOADING_SINCE = "llamaspec.loading_since"  # key of a request's scope: when loading began, in nanoseconds
-
-NoImages = Annotated[list[str], refused("images are not supported")]
 
 
 class OllamaOptions(GenerationBody):
@@ -139,7 +137,8 @@ class OllamaMessage(MessageFields):
         if not images or not isinstance(images, list) or not isinstance(given.get("content", ""), str):
             return given
         text = {"type": "text", "text": given.get("content", "")}
-        return {**given, "content": [text, *({"type": "image"} for _ in images)], "images": None}
+        pictures = ({"type": "image", "source": {"data": each}} for each in images)
+        return {**given, "content": [text, *pictures], "images": None}
 
 
 class OllamaChatBody(OllamaBody):
@@ -171,7 +170,7 @@ class OllamaGenerateBody(OllamaBody):
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    images: NoImages | None = None
+    images: Annotated[list[str], Field(max_length=MAX_MESSAGES)] | None = None
 
     @property
     def has_prompt(self) -> bool:
@@ -180,7 +179,9 @@ class OllamaGenerateBody(OllamaBody):
 
     def chat_request(self) -> ChatRequest:
         """Return the conversation to answer."""
-        messages = [Message("user", self.prompt or "", place="prompt")]
+        pictures = tuple(Attached(each, place=f"images.{i}") for i, each in enumerate(self.images or ()))
+        text = (self.prompt or "") + "".join(each.mark for each in pictures)
+        messages = [Message("user", text, pictures=pictures, place="prompt")]
         if self.system:
             messages.insert(0, system_message(self.system, "system"))
         return ChatRequest(messages, "prompt", ToolUse(), self.reasoning, self.wanted_format())
@@ -204,6 +205,8 @@ async def _generate(service: Service, http: Request, body: OllamaGenerateBody) -
     if not (body.raw or body.suffix or builder.template is None):
         prompt = await service.chat(await run_in_threadpool(body.chat_request))
     else:
+        if body.images:
+            raise not_supported("images", "only a chat shows pictures; drop raw and suffix")
         tokens = await run_in_threadpool(_tokenized, builder, body.prompt, body.suffix)
         (prompt,) = await builder.continued([tokens], body.wanted_format())
     return await _respond(service, http, body, prompt, form)

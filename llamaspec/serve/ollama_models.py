@@ -106,6 +106,7 @@ def _true_abilities(service: Service) -> list[str]:
     builder = service.builder
     able = ["completion", *(["tools"] if builder.takes_tools else [])]
     able += ["thinking"] if builder.answer_format.reasoning else []
+    able += ["vision"] if service.pair.target.projector is not None else []
     return able + (["insert"] if builder.vocabulary.fim else [])
 
 

@@ -97,6 +97,7 @@ def _loaded(service: AnyService) -> Data:
     return {
         **about,
         "drafts": [model.description for model in pair.models[1:]],
+        "modalities": {"vision": pair.target.projector is not None, "audio": False},
         "has_chat_template": service.builder.template is not None,
         "speculative": {
             "sources": sorted(source.value for source in pair.sources),

@@ -14,6 +14,7 @@ from llamaspec.serve.http_errors import RequestError
 from llamaspec.serve.ollama import OllamaChatBody
 from llamaspec.serve.openai_chat import ChatBody
 from llamaspec.serve.openai_responses import ResponsesBody
+from llamaspec.serve.shown_pictures import shown
 from serving import served
 
 # Gemma 2's: no system messages, and turns.
@@ -62,9 +63,10 @@ def test_an_image_in_an_earlier_message(
 ) -> None:
     """Every later turn was refused, so that the session was lost."""
     found = api(with_image, told("assistant", "I cannot."), told("user", "Then not."))
-    assert found[0].text == f"See [{kind} left out: not text]"
+    for sees in (False, True):  # the picture is none
+        assert shown(found, sees=sees)[0][0].text == f"See [{kind} left out: not text]"
     with pytest.raises(RequestError, match="no images"):
-        api(told("user", "Hi"), with_image)
+        shown(api(told("user", "Hi"), with_image), sees=False)
 
 
 def test_a_part_at_a_wrong_place_is_refused_everywhere() -> None:
