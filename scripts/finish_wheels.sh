@@ -12,7 +12,7 @@ if [ "$(uname -s)" = Darwin ]; then
     platforms=() for_uv=()  # those of this machine
 else
     for wheel in "$built"/*.whl; do
-        auditwheel repair --plat "manylinux_2_28_$machine" --only-plat --wheel-dir "$out" "$wheel"
+        auditwheel repair --only-plat --wheel-dir "$out" "$wheel"
     done
     platforms=(--platform "manylinux2014_$machine")
     for_uv=(--python-platform "$machine-manylinux_2_31")
