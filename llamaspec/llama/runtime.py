@@ -105,10 +105,9 @@ def start() -> None:
     """
     missing = missing_instructions(loaded("ggml-cpu"), Path("/proc/cpuinfo"), platform.machine())
     if missing:
-        raise DeviceError(
-            f"this llama.cpp is built for processors with {', '.join(missing)}, which this one lacks; build "
-            "it here: pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
-        )
+        remedy = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
+        what = f"this llama.cpp is built for processors with {', '.join(missing)}, which this one lacks"
+        raise DeviceError(f"{what}; build it here: {remedy}")
     lib.llama_log_set(log.callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
 
