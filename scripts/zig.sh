@@ -8,10 +8,15 @@ zig=$("$1" -c 'import os, ziglang; print(os.path.join(os.path.dirname(ziglang.__
 mkdir -p "$3"
 for tool in cc c++ ar ranlib; do
     case $tool in c*) target="-target $2-linux-gnu.2.28" ;; *) target= ;; esac
-    # Of a target with a version, clang knows no name.
+    # Clang cannot name a target with a version, and zig has names of its own for instruction sets.
     cat >"$3/$tool" <<END
 #!/bin/sh
 [ "\${1:-}" = -dumpmachine ] && echo "$2-linux-gnu" && exit
+for each; do
+    shift
+    [ "\$each" = -march=armv8.2-a+dotprod ] && each=-mcpu=generic+v8_2a+dotprod
+    set -- "\$@" "\$each"
+done
 exec "$zig" $tool $target "\$@"
 END
     chmod +x "$3/$tool"

@@ -3,6 +3,8 @@
 
 #if defined(__aarch64__)
 #include <sys/auxv.h>
+#else
+#include <cpuid.h>
 #endif
 
 namespace llamaspec {
@@ -10,18 +12,32 @@ namespace {
 
 #if defined(__x86_64__)
 
+// Not __builtin_cpu_supports: in libraries that zig builds, it denies everything.
+struct Processor {
+    unsigned one[4] = {}, seven[4] = {}, seven_more[4] = {};  // cpuid: EAX, EBX, ECX, EDX
+    unsigned saved = 0;                                       // registers that the system saves
+
+    Processor() {
+        __get_cpuid(1, &one[0], &one[1], &one[2], &one[3]);
+        __get_cpuid_count(7, 0, &seven[0], &seven[1], &seven[2], &seven[3]);
+        if (seven[0] >= 1) __get_cpuid_count(7, 1, &seven_more[0], &seven_more[1], &seven_more[2], &seven_more[3]);
+        unsigned high;
+        if (one[2] >> 27 & 1) __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    }
+    bool saves(unsigned mask) const { return (saved & mask) == mask; }
+};
+
 bool has_avx2() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const Processor p;
+    const bool fma = p.one[2] >> 12 & 1, f16c = p.one[2] >> 29 & 1, avx2 = p.seven[1] >> 5 & 1;
+    return fma && f16c && avx2 && p.saves(0x06);
 }
-bool has_avx_vnni() {
-    unsigned a = 7, b = 0, c = 1, d = 0;  // GCC 11 knows the flag, but not by name in __builtin_cpu_supports
-    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    return has_avx2() && (a >> 4 & 1);
-}
+bool has_avx_vnni() { return has_avx2() && (Processor().seven_more[0] >> 4 & 1); }
 bool has_avx512() {
-    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni");
+    const Processor p;
+    const unsigned b = p.seven[1];
+    const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1, vnni = p.seven[2] >> 11 & 1;
+    return has_avx2() && f && dq && bw && vl && vnni && p.saves(0xe6);
 }
 const Choice CHOICES[] = {{&AVX512, has_avx512}, {&AVX_VNNI, has_avx_vnni}, {&AVX2, has_avx2}, {}};
 constexpr char TOO_OLD[] = "the processor lacks AVX2";

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import platform
 import sys
 import threading
 import weakref
@@ -30,6 +31,7 @@ _INSTRUCTIONS = {  # ggml's names and Linux's
     "avx512": "avx512f", "avx512_vnni": "avx512_vnni", "avx512_bf16": "avx512_bf16", "dotprod": "asimddp",
     "matmul_int8": "i8mm", "sve": "sve",
 }  # fmt: skip
+_FLAGS = {"x86_64": "flags", "aarch64": "Features"}  # the line of /proc/cpuinfo
 _GPU_KINDS = (1, 2)  # GGML_BACKEND_DEVICE_TYPE_GPU and _IGPU
 _LEVEL_ERROR, _LEVEL_CONTINUED = 4, 5
 _MOST_ERRORS = 8  # lines that are kept of one call
@@ -99,14 +101,13 @@ def start() -> None:
     Raises
     ------
     DeviceError
-        llama.cpp was built for a newer processor, so its first instruction of that kind would end the process.
+        llama.cpp was built for a newer processor: one instruction could end the process.
     """
-    missing = missing_instructions(loaded("ggml-cpu"), Path("/proc/cpuinfo"))
+    missing = missing_instructions(loaded("ggml-cpu"), Path("/proc/cpuinfo"), platform.machine())
     if missing:
-        raise DeviceError(
-            f"this llama.cpp is built for processors with {', '.join(missing)}, which this one lacks; build it "
-            "here: pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
-        )
+        remedy = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
+        what = f"this llama.cpp is built for processors with {', '.join(missing)}, which this one lacks"
+        raise DeviceError(f"{what}; build it here: {remedy}")
     lib.llama_log_set(log.callback, ctypes.c_void_p(0))
     lib.llama_backend_init()
 
@@ -134,13 +135,17 @@ def loaded(name: str) -> ctypes.CDLL | None:
     return None
 
 
-def missing_instructions(cpu: ctypes.CDLL | None, described: Path) -> list[str]:
-    """Return the instruction sets that ggml-cpu was built with and the processor lacks, as Linux names them."""
+def missing_instructions(cpu: ctypes.CDLL | None, described: Path, machine: str) -> list[str]:
+    """Return the instruction sets that ggml-cpu was built with and the processor lacks, as Linux names them.
+
+    An emulator may show the file of the machine below it, which is of no use and has another word.
+    """
     try:
         lines = described.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux
         return []
-    known = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), None)
+    word = _FLAGS.get(machine, "\0")
+    known = next((set(line.split()) for line in lines if line.startswith(word)), None)
     if cpu is None or known is None:
         return []
     names = ((name, getattr(cpu, f"ggml_cpu_has_{ours}", None)) for ours, name in _INSTRUCTIONS.items())

@@ -466,13 +466,18 @@ def test_every_target_leaves_a_fifth_of_its_memory_to_others(catalog: Catalog) -
 
 @pytest.mark.usefixtures("own_list")
 def test_a_pair_is_recommended_for_another_machine() -> None:
-    answer = invoke("models", "recommend", "--memory", "15GB")
+    answer = invoke("models", "recommend", "--memory", "8GB")
     told = " ".join(answer.stdout.split())
-    assert "machine 15.0 GB of memory pair qwen3.5-4b, with its own prediction heads needs 3.6 GB" in told
+    assert "machine 8.0 GB of memory pair qwen3.5-4b, with its own prediction heads needs 3.6 GB" in told
     assert "run llamaspec chat --pair qwen3.5-4b also fit gemma-4-e4b (draft gemma-4-e4b-mtp);" in told
-    for memory, name in (("16", "qwen3.5-9b"), ("32 gb", "qwen3.8-27b"), ("128GB", "qwen3.5-122b-a10b")):
+    for memory, name in (
+        ("16", "qwen3.5-9b"),
+        ("25", "qwen3.8-27b"),
+        ("32 gb", "qwen3.8-27b"),
+        ("128GB", "qwen3.5-122b-a10b"),
+    ):
         assert f"pair {name}," in " ".join(invoke("models", "recommend", "--memory", memory).stdout.split())
-    assert "no listed pair fits into 7.9 GB" in said(invoke("models", "recommend", "--memory", "7.9"))
+    assert "no listed pair fits into 2.0 GB" in said(invoke("models", "recommend", "--memory", "2"))
     for memory in ("much", "0", "-3GB", "1e9"):
         answer = invoke("models", "recommend", "--memory", memory)
         assert answer.code == 2

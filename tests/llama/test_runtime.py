@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -37,9 +38,11 @@ def test_a_processor_that_lacks_instructions_gets_a_line_instead_of_a_crash(
         ggml_cpu_has_f16c=lambda: 1,
         ggml_cpu_has_avx512=lambda: 0,
     )
-    assert runtime.missing_instructions(built, old) == ["f16c", "avx2"]  # type: ignore[arg-type]
-    assert runtime.missing_instructions(built, tmp_path / "none") == []  # type: ignore[arg-type]
-    assert runtime.missing_instructions(runtime.loaded("ggml-cpu"), Path("/proc/cpuinfo")) == []
+    missing: Callable[..., list[str]] = runtime.missing_instructions
+    assert missing(built, old, "x86_64") == ["f16c", "avx2"]
+    assert missing(built, old, "aarch64") == []  # emulated: the file is the host's
+    assert missing(built, tmp_path / "none", "x86_64") == []
+    assert missing(runtime.loaded("ggml-cpu"), Path("/proc/cpuinfo"), platform.machine()) == []
     monkeypatch.setattr(runtime, "missing_instructions", lambda *_: ["avx2"])
     with pytest.raises(DeviceError, match="processors with avx2, which this one lacks"):
         runtime.start.__wrapped__()
