@@ -161,7 +161,7 @@ def test_a_shell_completes_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"_LLAMASPEC_COMPLETE": "bash_complete", "COMP_WORDS": "llamaspec d", "COMP_CWORD": "1"}
     for name, value in asked.items():
         monkeypatch.setenv(name, value)
-    assert invoke().stdout.split() == ["plain,doctor", "plain,draft"]
+    assert invoke().stdout.split() == ["plain,doctor"]
 
 
 def test_the_package_has_the_names_that_it_promises() -> None:

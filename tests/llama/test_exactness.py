@@ -50,7 +50,11 @@ def test_a_cache_of_q8_0_is_no_reason(opened: OpenModel, kinds: tuple[str, str])
             "this model with f16 keys and q4_0 values; use f16 or q8_0 for both",
         ),
         ("mamba", {"flash_attention": "off"}, "flash attention is off; drop --flash-attn off"),
-        ("lfm2", {"cache_type_k": "q8_0"}, "this model with q8_0 keys and f16 values; use f16 for both"),
+        (
+            "lfm2",
+            {"cache_type_k": "q4_0"},
+            "this model with q4_0 keys and f16 values; use f16 or q8_0 for both",
+        ),
     ],
 )
 def test_what_llama_cpp_computes_is_a_reason(
