@@ -12,12 +12,12 @@ ARGS ?=
 # because a target this small repeats itself.
 RUN_ARGS := --draft-length 4 --show-drafts --repeat-penalty 1.1 -t 0.3 --seed 3 -n 30
 
-# Build only the libraries for text and pictures, without the parts that crash; the CMake file explains. The user's options come last, so
-# they take precedence.
+# Build only the libraries for text and pictures, without the parts that crash; the CMake file explains. The user's
+# options come last, so they take precedence.
 BUILD_OPTIONS := -DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_cpp_build.cmake'
 CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN)
 export CMAKE_BUILD_PARALLEL_LEVEL PROMPT
-# The tests' matrices are small: more threads take longer, and from the other half of the tests.
+# The tests' matrices are small: more threads are slower, and take cores from the other worker.
 export OPENBLAS_NUM_THREADS := 1
 
 LLAMA_CPP := $(shell sed -n 's/^ *"\(llama-cpp-python[^"]*\)".*/\1/p' pyproject.toml)
@@ -63,7 +63,7 @@ WHEEL_TOOLS := build/wheel-tools
 RAW_WHEELS := build/raw-wheels/$(ARCH)
 ZIG := $(CURDIR)/build/zig/$(ARCH)
 WHEEL_PYTHONS := 3.10 3.11 3.12 3.13 3.14
-WHEEL_OPTIONS := -DLLAVA_BUILD=ON '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_cpp_build.cmake'
+WHEEL_OPTIONS := -DLLAVA_BUILD=ON -DMTMD_VIDEO=OFF '-DCMAKE_PROJECT_llama_cpp_INCLUDE=$(CURDIR)/scripts/llama_cpp_build.cmake'
 ifneq ($(shell uname -s),Darwin)
 # No OpenMP: the library of the system that runs the wheel may be missing, and zig has none.
 WHEEL_OPTIONS += -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$(ARCH) \

@@ -48,6 +48,7 @@ class Chat:
     system: TokenArray
     thinking: str
     has_ends: bool  # of messages
+    waits: bool = False  # prediction heads process no prompt before they are expected to win
     turns: list[tuple[TokenArray, TokenArray]] = field(default_factory=list)  # questions and answers
 
     def message(self, content: TokenArray) -> TokenArray:
@@ -72,7 +73,7 @@ class Chat:
         question = text(n, seed)
         prompt, n_last = self.prompt(question), len(self.turns[-1][1]) if self.turns else 0
         self.evaluated.taken()
-        policy = FixedLength(2 if self.pair.heads else 0)
+        policy = None if self.waits else FixedLength(2 if self.pair.heads else 0)
         found = self.pair.stream(prompt, policy=policy, seed=seed, max_tokens=N_ANSWER).run()
         n_all = sum(len(each.tokens) for each in self.evaluated.segments if each.hidden is None)
         n_processed = n_all - sum(1 + len(round_.draft) for round_ in found.rounds)
@@ -94,6 +95,17 @@ def test_a_turn_processes_the_last_answer_and_the_new_message(
         assert talk.ask(150, 1, is_new=True) <= 0
         needless = [talk.ask(n, seed) for seed, n in enumerate((90, 20, 600), start=2)]
         assert max(needless) <= SLACK
+
+
+@pytest.mark.parametrize("thinking", ["off", "sent back", "dropped"])
+def test_heads_that_wait_want_no_cached_token_again(
+    store: ModelStore, evaluated: Count, thinking: str
+) -> None:
+    """By default they wait; their rows of earlier turns would cost up to 512 tokens in each turn."""
+    with open_pair(store.path("qwen35", RECIPE), "mtp", target_options=OPTIONS) as pair:
+        talk = replace(chat(pair, evaluated, "qwen35", thinking), waits=True)
+        needless = [talk.ask(n, seed) for seed, n in enumerate((150, 90, 20, 100))]
+        assert max(needless[1:]) <= SLACK
 
 
 @pytest.mark.parametrize(("kind", "draft"), PAIRS, ids=IDS)

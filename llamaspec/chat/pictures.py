@@ -1,7 +1,7 @@
 """Pictures of a conversation: their marks in its text, and their pixels.
 
 Clients' bytes are decoded by Pillow only, in memory, and never before the number of pixels is known.
-tests/chat/test_pictures.py.
+tests/serve/test_pictures.py.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 def pixels_of(data: bytes, n_left: int = MAX_ALL_PIXELS) -> Pixels:
-    """Return the pixels of a picture file, upright: [height, width, 3]; PromptError if it is none.
+    """Return the pixels of a picture file, upright: [height, width, 3].
 
-    PromptError also if it has more pixels than one may have, or than are left for it.
-
-    An animation gives its first frame; transparent parts are white.
+    PromptError if it is none, or has more pixels than one may have or than are left for it. An animation
+    gives its first frame; transparent parts are white.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError

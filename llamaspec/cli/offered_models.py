@@ -27,8 +27,8 @@ from llamaspec.folder import fitting_drafts, model_files
 from llamaspec.hub import RemoteFile, fetched_models, find_here, names_on_hub
 from llamaspec.llama.file_facts import EMBEDDERS
 from llamaspec.llama.gguf_file import check_gguf
-from llamaspec.llama.model import default_store_bytes
 from llamaspec.llama.prefix_store import PrefixStore
+from llamaspec.llama.resources import default_store_bytes
 from llamaspec.measure.machine import room_for_models
 from llamaspec.model_names import distinct
 from llamaspec.plan import AUTO, draft_here

@@ -97,10 +97,12 @@ def _first_row(config: Speculation) -> Generator[ForwardRequest, Forward, tuple[
     """Return the first position of the prompt whose hidden row is reported to the drafter, and the seconds.
 
     Rows that the drafter needs are computed again if the target has cached their tokens, but only the last
-    ones: the draft does not see the tokens before them.
+    ones: the draft does not see the tokens before them. A draft that may never process the prompt costs
+    nothing: it sees what is evaluated anyway.
     """
     needed, spent = yield from metered(first_row(config.drafter, config.prompt))
-    first = max(needed, config.n_cached(config.prompt[:-1]) - REPEATED)
+    n_repeated = REPEATED if config.length.reading is None else 0
+    first = max(needed, config.n_cached(config.prompt[:-1]) - n_repeated)
     return first, sum(seconds for _, seconds in spent)
 
 

@@ -3,7 +3,7 @@
 The target's rows become keys and values of the draft, one position each. A block is the last token and open
 positions after it, evaluated together and then dropped. Requests name the open positions as draft tokens.
 The answer has logits for each position of the block, and as hidden rows what else the draft returns:
-confidences (DSpark) or a lattice of candidates (DFlash2). tests/llama/test_block_draft.py.
+confidences (DSpark) or a lattice of candidates (DFlash2). tests/drafters/test_block.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import (
-    ClosedError,
     EvaluationAbortedError,
     EvaluationError,
     MemoryFullError,
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from llamaspec.llama.recurrent import RecurrentCache
 
 ATTENDED = {"f16", "bf16", "q8_0"}  # the cache types that our attention reads
+TILE = 64  # positions
 CONTEXT_SHARE = 8  # a default context takes at most 1 / CONTEXT_SHARE of the free memory
 CONTEXT_BYTES = 1 << 30  # and at most as much as the weights, or this if they are smaller
 
@@ -131,10 +131,7 @@ class Context:
     @property
     def pointer(self) -> Any:
         """The llama_context."""
-        if self._handle is None:
-            raise ClosedError("the model is closed")
-        self._handle.check()
-        return self._handle.pointer
+        return runtime.opened(self._handle).pointer
 
     @property
     def batch_size(self) -> int:
@@ -389,3 +386,13 @@ def _check_room(weights: Weights, options: ModelOptions, n_cells: int) -> None:
             f"a context of {n_cells} tokens needs {n_bytes / 2**30:.1f} GiB, but only "
             f"{room / 2**30:.1f} GiB are free; use a smaller context"
         )
+
+
+def max_chunked_prefill(weights: Weights, options: ModelOptions, context: Context) -> int:
+    """Return the widest evaluation that rounds like a narrow one.
+
+    On CPUs, llama.cpp's flash attention over f16 adds up in another order from 64 positions on.
+    """
+    is_f16 = options.cache_type_k == options.cache_type_v == "f16"
+    is_tiled = options.has_llama_cpp_attention and is_f16 and not leaves_main_memory(options, weights.devices)
+    return min(context.batch_size, TILE - 1) if is_tiled else context.batch_size

@@ -2,7 +2,7 @@
 
 Several texts share an evaluation. Nothing is cached between two of them, so a vector depends on nothing but
 its text. How the rows of a text become one (its pooling) is in the file. Only the compute thread evaluates.
-tests/llama/test_embedding_model.py.
+tests/test_embedder.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 from llama_cpp import llama_cpp as lib
 
 from llamaspec.errors import (
-    ClosedError,
     EvaluationAbortedError,
     EvaluationError,
     MemoryFullError,
@@ -141,10 +140,7 @@ class EmbeddingModel:
     @property
     def _pointer(self) -> Any:
         """The llama_context."""
-        if self._handle is None:
-            raise ClosedError("the model is closed")
-        self._handle.check()
-        return self._handle.pointer
+        return runtime.opened(self._handle).pointer
 
     def _open(self, width: int) -> Any:
         """Make a llama_context that evaluates up to `width` positions at once; return it."""

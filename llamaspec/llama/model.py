@@ -18,7 +18,12 @@ from llamaspec.errors import ContextFullError, MemoryFullError, ModelFileError
 from llamaspec.kernels import library
 from llamaspec.llama import resources, runtime
 from llamaspec.llama.cells import CachedSequence
-from llamaspec.llama.context import Context, attention_bytes_per_token, with_room
+from llamaspec.llama.context import (
+    Context,
+    attention_bytes_per_token,
+    max_chunked_prefill,
+    with_room,
+)
 from llamaspec.llama.devices import leaves_main_memory
 from llamaspec.llama.gguf_file import PARTS
 from llamaspec.llama.kv_cache import Prepared
@@ -41,8 +46,6 @@ from llamaspec.values import (
 if TYPE_CHECKING:
     from llamaspec.llama.pictures import Projector
 
-TILE = 64  # positions
-STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # the store takes at most 1 / STORE_SHARE of the free memory
 N_TEXT, N_DRAFT, N_REJECTED = 16, 4, 2  # tokens of `try_memory`
 NO_LIMIT = 1 << 31  # tokens
 N_WIDE = 64  # positions of `why_inexact`: from 32 on, llama.cpp may give products to BLAS or a GPU
@@ -90,7 +93,7 @@ class LlamaModel:
         self.vocabulary = self.weights.vocabulary
         self.vocabulary_size = self.vocabulary.size  # V, the number of logits for each position
         self._abort = AbortFlag()
-        own_bytes = default_store_bytes(self.weights.facts.weights_bytes) if store is None else 0
+        own_bytes = resources.default_store_bytes(self.weights.facts.weights_bytes) if store is None else 0
         self.store = PrefixStore(own_bytes, limit_of=store)
         self.projector: Projector | None = None
         try:
@@ -110,7 +113,7 @@ class LlamaModel:
             raise
         self._contexts = [context]  # one for each sequence if layers keep states, otherwise one
         self.max_chunked_prefill = (
-            0 if self.keeps_states else _max_chunked_prefill(self.weights, self.options, context)
+            0 if self.keeps_states else max_chunked_prefill(self.weights, self.options, context)
         )
         self.weights.huge_pages.start()
 
@@ -315,18 +318,25 @@ class LlamaModel:
         llama.cpp computes states: they must give a single position the bits of a wide evaluation.
         """
         tokens, n_missed = np.ones(min(N_WIDE + 1, self.context_size), dtype=np.int32), library.n_missed
-        counts, rows = [library.n_products], list[Logits]()
+        counts = [library.n_products]
+
+        def logits(n: int) -> Logits:
+            found = self.forward(ForwardRequest(TARGET, tokens[:n])).copy()
+            counts.append(library.n_products)
+            return found
+
         try:
-            for n in (len(tokens) - 1, len(tokens), len(tokens))[: 3 if self.keeps_states else 2]:
-                if len(rows) != 1:
-                    self.forget()
-                rows.append(self.forward(ForwardRequest(TARGET, tokens[:n])).copy())
-                counts.append(library.n_products)
+            self.forget()
+            logits(len(tokens) - 1)
+            of_one = of_all = logits(len(tokens))  # behind the others, which are cached
+            if self.keeps_states:
+                self.forget()
+                of_all = logits(len(tokens))
         finally:
             self.forget()
             self.release(-1)
-        is_same, (wide, single) = np.array_equal(rows[1], rows[-1]), np.diff(counts)[:2]
-        return is_same and library.n_missed == n_missed and bool(wide >= single > 0)
+        wide, single = np.diff(counts)[:2]
+        return np.array_equal(of_one, of_all) and library.n_missed == n_missed and bool(wide >= single > 0)
 
     def check(self, request: ForwardRequest) -> None:
         """Raise ValueError if llama.cpp would abort the process."""
@@ -386,18 +396,3 @@ class LlamaModel:
                 self._contexts += free
             context = max(free, key=lambda each: each.cache.n_known(request.reusable, request.scope))
         return context.cache.prepare_all([entry])[0]
-
-
-def default_store_bytes(weights_bytes: int) -> int:
-    """Return the default limit of the store: a quarter of the memory besides the weights, at most 8 GiB."""
-    return min(max(0, resources.available_bytes() - weights_bytes) // STORE_SHARE, MAX_STORE_BYTES)
-
-
-def _max_chunked_prefill(weights: Weights, options: ModelOptions, context: Context) -> int:
-    """Return the widest evaluation that rounds like a narrow one.
-
-    On CPUs, llama.cpp's flash attention over f16 adds up in another order from 64 positions on.
-    """
-    is_f16 = options.cache_type_k == options.cache_type_v == "f16"
-    is_tiled = options.has_llama_cpp_attention and is_f16 and not leaves_main_memory(options, weights.devices)
-    return min(context.batch_size, TILE - 1) if is_tiled else context.batch_size

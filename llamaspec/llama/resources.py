@@ -31,6 +31,7 @@ WINDOW = 0.1  # seconds of evaluation between two choices
 LASTING_WINDOW = 1.0  # the same, if bits depend on the number of threads
 LONGEST_WINDOW = 4.0  # the same, if the load changes too fast to follow: then its mean decides
 STEADY = 4  # windows; a choice that is reversed within fewer was made too soon
+STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # a store takes at most 1 / STORE_SHARE of the free memory
 PAUSE = 0.05  # seconds without evaluations after which the load may have changed
 
 # Linux's measures of a core, and the ratio to the next faster core below which another kind begins. Each core
@@ -43,6 +44,11 @@ def available_bytes() -> int:
     free = psutil.virtual_memory().available
     room = container_room(Path("/"))
     return free if room is None else min(free, room)
+
+
+def default_store_bytes(weights_bytes: int) -> int:
+    """Return the default limit of a store: a quarter of the memory besides the weights, at most 8 GiB."""
+    return min(max(0, available_bytes() - weights_bytes) // STORE_SHARE, MAX_STORE_BYTES)
 
 
 def total_bytes(root: Path = Path("/")) -> int:
@@ -198,9 +204,8 @@ def usage() -> Usage:
     """Return the times up to now."""
     times = psutil.cpu_times(percpu=True)
     watched = [times[thread] for thread in watched_threads() if thread < len(times)]
-    idle = sum(
-        each.idle + getattr(each, "iowait", 0.0) for each in watched
-    )  # Linux counts waits for disks apart
+    # Linux counts waits for disks apart.
+    idle = sum(each.idle + getattr(each, "iowait", 0.0) for each in watched)
     return Usage(time.perf_counter(), time.process_time(), idle)
 
 

@@ -105,7 +105,9 @@ def start() -> None:
     """
     missing = missing_instructions(loaded("ggml-cpu"), Path("/proc/cpuinfo"), platform.machine())
     if missing:
-        remedy = "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
+        name = "llama-cpp-python"
+        options = f"--force-reinstall --no-deps --no-cache-dir --no-binary {name}"
+        remedy = f"pip install {options} {name}=={version(name)}"
         what = f"this llama.cpp is built for processors with {', '.join(missing)}, which this one lacks"
         raise DeviceError(f"{what}; build it here: {remedy}")
     lib.llama_log_set(log.callback, ctypes.c_void_p(0))
@@ -251,6 +253,14 @@ class Handle:
         """Raise ClosedError in a forked process."""
         if os.getpid() != self._process:
             raise ClosedError("this model was opened before a fork; open it in the child process")
+
+
+def opened(handle: Handle | None) -> Handle:
+    """Return a model's handle; ClosedError if the model is closed, or was opened before a fork."""
+    if handle is None:
+        raise ClosedError("the model is closed")
+    handle.check()
+    return handle
 
 
 def _free(pointer: Any, free: Callable[[Any], object], process: int, needs: tuple[object, ...]) -> None:

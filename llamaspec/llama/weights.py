@@ -15,7 +15,7 @@ from typing import Any
 
 from llama_cpp import llama_cpp as lib
 
-from llamaspec.errors import ClosedError, MemoryFullError, ModelFileError
+from llamaspec.errors import MemoryFullError, ModelFileError
 from llamaspec.kernels import LLAMA_CPP, library
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import chosen_devices, leaves_main_memory
@@ -158,10 +158,7 @@ class Weights:
     @property
     def handle(self) -> Handle:
         """The owner of the llama_model. Contexts must keep it alive."""
-        if self._handle is None:
-            raise ClosedError("the model is closed")
-        self._handle.check()
-        return self._handle
+        return runtime.opened(self._handle)
 
     @property
     def pointer(self) -> Any:

@@ -75,6 +75,15 @@ def test_what_another_run_has_timed_better_is_kept_at_the_speed_of_this_one() ->
     assert mine.merged(mine, LearnedPrior()).curve == mine.curve
 
 
+def test_no_merged_width_is_faster_than_one_position() -> None:
+    """Another program may have held up the one position of the other run."""
+    mine = LearnedPrior(CostCurve((1, 4, 16), (2.0, 9.0, 9.0), 0.2, deviations=(0.0, 0.3, 0.3)))
+    other = LearnedPrior(CostCurve((1, 4), (4.0, 3.0), 0.2, deviations=(0.2, 0.0)))
+    merged = mine.merged(LearnedPrior(CURVE), other).curve
+    assert merged is not None
+    assert min(merged.verify_seconds) == merged.verify_seconds[0]
+
+
 def test_the_distance_of_explorations_is_that_of_the_run_that_changed_it() -> None:
     start = LearnedPrior(CURVE, distance=8)
     far = replace(start, distance=64)
