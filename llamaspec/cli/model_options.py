@@ -110,7 +110,7 @@ _NGRAM = click.option("--ngram/--no-ngram", default=None,
 _COMPUTING: tuple[Decorator, ...] = (
     click.option("--n-ctx", "--ctx-size", "-c", type=int, help="Context size in tokens; default: the model's "
                  "training context, limited by memory; for generate no more than the text can need."),
-    click.option("--mmproj", type=click.Path(path_type=Path), help="The projector that shows it pictures."),
+    click.option("--mmproj", type=click.Path(path_type=Path), help="Projector of a target that sees pictures."),
     click.option("--draft-ctx", "--ctx-size-draft", "-cd", type=int,
                  help="Context size of the draft; default: the same as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all that fit."),
@@ -118,7 +118,7 @@ _COMPUTING: tuple[Decorator, ...] = (
     click.option("--device", "-dev", metavar="NAME,...",
                  help="Devices for the target's layers: names from llamaspec doctor; RPC0, RPC1, ... for "
                       "workers; none for no device. Default: the workers and all GPUs."),
-    click.option("--draft-device", "-devd", metavar="NAME,...", help="Devices here for the draft."),
+    click.option("--draft-device", "-devd", metavar="NAME,...", help="Local devices for the draft."),
     click.option("--tensor-split", "-ts", metavar="N,N,...",
                  help="Each device's share of the target's layers; default: by free memory."),
     click.option("--rpc", multiple=True, metavar="HOST:PORT",

@@ -136,7 +136,7 @@ class Models:
         """Raise a RequestError (400) unless a model is of one of the kinds that a request needs."""
         if model.kind in kinds:
             return
-        wanted = " or ".join(kind.value for kind in kinds)
+        wanted = " or ".join(sorted(kind.value for kind in kinds))
         remedy = "this server has none; offer one with --target or --models-dir"
         if names := self._names(kinds):
             remedy = f"use {', '.join(names[:MAX_NAMES])}"
