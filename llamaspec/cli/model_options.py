@@ -110,7 +110,7 @@ _NGRAM = click.option("--ngram/--no-ngram", default=None,
 _COMPUTING: tuple[Decorator, ...] = (
     click.option("--n-ctx", "--ctx-size", "-c", type=int, help="Context size in tokens; default: the model's "
                  "training context, limited by memory; for generate no more than the text can need."),
-    click.option("--mmproj", type=click.Path(path_type=Path), help="Projector of a target that sees pictures."),
+    click.option("--mmproj", type=click.Path(path_type=Path), help="Projector for pictures; used by serve."),
     click.option("--draft-ctx", "--ctx-size-draft", "-cd", type=int,
                  help="Context size of the draft; default: the same as --n-ctx."),
     click.option("--gpu-layers", "-ngl", type=int, help="Target layers on the GPU; default: all that fit."),

@@ -198,7 +198,7 @@ class Context:
 
     def _scoring(self, requests: Sequence[ForwardRequest]) -> AbstractContextManager[None]:
         """Compute only the rows of the output matrix that the requests need."""
-        if not all(request.likely_only for request in requests):
+        if False in [request.likely_only for request in requests]:
             return nullcontext()
         panels = self._likely.panels([request.tokens for request in requests])
         return nullcontext() if panels is None else library.only_panels(panels, self._likely.n_rows)

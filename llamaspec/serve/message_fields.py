@@ -57,8 +57,8 @@ class ContentPart(FieldsByType):
 
     known = (*_PARTS, *_PICTURES)
     type: str
-    image_url: Any = None  # a URL, or an object with one
-    source: Any = None  # of Anthropic's image
+    image_url: str | JsonObject | None = None  # a URL, or an object with one
+    source: str | JsonObject | None = None  # of Anthropic's image
     text: str | None = None
     refusal: str | None = None
     thinking: str | Annotated[list[ContentPart], Field(max_length=MAX_MESSAGES)] | None = None
