@@ -32,6 +32,7 @@ from llamaspec.llama.cells import BLOCK, Cells
 from llamaspec.llama.devices import device_of, free_gpu_bytes, leaves_main_memory
 from llamaspec.llama.kv_cache import KVCache
 from llamaspec.llama.likely_tokens import LikelyTokens
+from llamaspec.llama.memory_sizes import STATES_BACK
 from llamaspec.llama.options import (
     BATCH,
     CACHE_TYPES,
@@ -43,7 +44,6 @@ from llamaspec.llama.options import (
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.resources import ThreadGovernor, governors
 from llamaspec.llama.runtime import AbortFlag, Handle, Said
-from llamaspec.llama.state_sizes import STATES_BACK
 from llamaspec.llama.weights import Weights
 from llamaspec.values import ForwardRequest, HiddenRows, Logits, Rows
 

@@ -33,10 +33,10 @@ from llamaspec.llama.gguf_file import (
     metadata_fault,
     read_gguf,
 )
+from llamaspec.llama.memory_sizes import can_restore, n_states, state_bytes
 from llamaspec.llama.options import DEFAULT_CONTEXT, ModelOptions, cache_bytes
 from llamaspec.llama.recurrent import N_DRAFTED
 from llamaspec.llama.runtime import ggml_function
-from llamaspec.llama.state_sizes import can_restore, n_states, state_bytes
 
 _FILE_TYPES = {  # general.file_type -> "Q4_K_M"
     value: name.removeprefix("LLAMA_FTYPE_").removeprefix("MOSTLY_").removeprefix("ALL_")

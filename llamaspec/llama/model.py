@@ -27,7 +27,7 @@ from llamaspec.llama.context import (
 from llamaspec.llama.devices import leaves_main_memory
 from llamaspec.llama.gguf_file import PARTS
 from llamaspec.llama.kv_cache import Prepared
-from llamaspec.llama.memory_facts import MemoryFacts
+from llamaspec.llama.memory_sizes import MemoryFacts
 from llamaspec.llama.options import N_SEQUENCES, ModelOptions
 from llamaspec.llama.prefix_store import PrefixStore
 from llamaspec.llama.runtime import AbortFlag

@@ -33,10 +33,10 @@ from llamaspec.llama.gguf_file import (
     windowed_share,
 )
 from llamaspec.llama.huge_pages import HugePages, NewMappings
+from llamaspec.llama.memory_sizes import n_states, state_bytes
 from llamaspec.llama.options import ModelOptions, cache_bytes
 from llamaspec.llama.resources import governors
 from llamaspec.llama.runtime import Handle
-from llamaspec.llama.state_sizes import n_states, state_bytes
 from llamaspec.llama.trial import FileKeys, ensure_tried
 from llamaspec.llama.vocabulary import LlamaVocabulary, read_spellings
 

@@ -19,7 +19,7 @@ from llamaspec.llama import runtime
 from llamaspec.llama.devices import Device
 from llamaspec.llama.gguf_file import read_gguf
 from llamaspec.llama.hidden_draft_file import heads_in_file
-from llamaspec.llama.memory_facts import MemoryFacts
+from llamaspec.llama.memory_sizes import MemoryFacts
 from llamaspec.llama.model import LlamaModel
 from llamaspec.llama.vocabulary import LlamaVocabulary
 from llamaspec.llama.weights import LoadProgress

@@ -18,7 +18,7 @@ from llamaspec.kernels import Kernels
 from llamaspec.llama import runtime
 from llamaspec.llama.devices import Device, find_devices
 from llamaspec.llama.gguf_file import GgufFile, active_parameters
-from llamaspec.llama.memory_facts import MemoryFacts
+from llamaspec.llama.memory_sizes import MemoryFacts
 from llamaspec.llama.weights import ModelFacts
 from llamaspec.measure.doctor import (
     N_DRAFT,

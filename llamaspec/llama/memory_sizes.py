@@ -1,6 +1,11 @@
-"""The size of the recurrent states of a model, by its file's metadata. tests/llama/test_needed_memory.py."""
+"""What a model needs beside its weights: its states, by the metadata, and what a trial has measured.
+
+tests/llama/test_needed_memory.py.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from llamaspec.llama.gguf_file import GgufFile, kv_row_sizes
 
@@ -46,3 +51,23 @@ def _state_numbers(found: GgufFile) -> int:
         return 3 * (n_conv or 3) * n_heads * size + size * size * n_heads
     n_inner, n_state = found.number("ssm.inner_size"), found.number("ssm.state_size")  # Mamba
     return n_conv * (n_inner + 2 * found.number("ssm.group_count") * n_state) + n_state * n_inner
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """The size of the KV cache, and how much of it survived a rejection of draft tokens in a trial."""
+
+    bytes_per_token: float
+    fixed_bytes: int  # of states, at any length
+    n_right: int  # tokens before the rejected ones
+    n_kept: int  # of these, tokens that were still cached
+    attention_bytes_per_token: int = 0  # of memory that our attention takes while it evaluates
+
+    @property
+    def n_repeated(self) -> int:
+        """Number of tokens that were evaluated again."""
+        return self.n_right - self.n_kept
+
+    def size(self, n_ctx: int) -> int:
+        """Return the bytes of a full context that is evaluated."""
+        return self.fixed_bytes + round((self.bytes_per_token + self.attention_bytes_per_token) * n_ctx)
