@@ -4,7 +4,7 @@ llama.cpp's threads wait for each other by spinning. If another program takes th
 them wait (docs/hardware.md), so there are only as many threads as cores that other programs leave idle.
 Spinning threads use all the time of their cores; if they got less, other programs took the rest. Cores that
 were idle during evaluations can be used again. Before the first evaluation and after a long pause, the load
-while the model was opened, or of the pause, decides.
+while the model was opened, or of the pause, decides, if the programs still run.
 
 With our kernels, and without flash attention, logits have the same bits at every number of threads, so the
 number follows the load at once. In llama.cpp's flash attention over f16 values, threads share a long cache
@@ -209,6 +209,17 @@ def usage() -> Usage:
     return Usage(time.perf_counter(), time.process_time(), idle)
 
 
+def n_running_elsewhere() -> int | None:
+    """Return how many threads of other processes want a core at this moment; None if that is not known."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+        n_all = next(int(line.split()[1]) for line in lines if line.startswith("procs_running"))
+        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
+    except (OSError, StopIteration, ValueError, IndexError):  # another system, or a thread that ended
+        return None
+    return max(n_all - sum(stat.rpartition(")")[2].lstrip().startswith("R") for stat in stats), 0)
+
+
 @dataclass(slots=True)
 class Window:
     """The evaluations between two choices of the number of threads."""
@@ -242,10 +253,11 @@ class ThreadGovernor:
         shortest: float = WINDOW,
         look: Callable[[], Usage] = usage,
         clock: Callable[[], float] = time.perf_counter,
+        count: Callable[[], int | None] = n_running_elsewhere,
     ) -> None:
         self._most = most
         self._spare = max(0, n_cores - most)  # cores that stay idle
-        self._look, self._clock = look, clock
+        self._look, self._clock, self._count = look, clock, count
         self.n_threads = most  # for the next evaluation
         self._window: Window | None = None
         self._is_new = True  # nothing was evaluated yet
@@ -284,10 +296,15 @@ class ThreadGovernor:
             self._window = Window(latest)
 
     def _choose_after(self, pause: float, window: Window, latest: Usage) -> None:
-        """Choose by the load of a window that ends with a pause, if that was long enough."""
-        if pause >= (self._shortest if self._is_new else LASTING_WINDOW):
+        """Choose by the load of a window that ends with a pause, if that was long enough.
+
+        Only programs that run now count: an agent's tests may have filled the pause, and ended.
+        """
+        n_running = self._count()
+        if n_running is not None and pause >= (self._shortest if self._is_new else LASTING_WINDOW):
             window.add(pause, self.n_threads)  # as if threads had waited for cores
-            self.n_threads = self._possible(self.n_threads + round(window.surplus(latest) - self._spare))
+            chosen = self.n_threads + round(window.surplus(latest) - self._spare)
+            self.n_threads = self._possible(max(chosen, self._most - n_running))
             self._n_windows = STEADY
 
     def _possible(self, n: int) -> int:
