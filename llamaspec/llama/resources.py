@@ -31,6 +31,7 @@ WINDOW = 0.1  # seconds of evaluation between two choices
 LASTING_WINDOW = 1.0  # the same, if bits depend on the number of threads
 LONGEST_WINDOW = 4.0  # the same, if the load changes too fast to follow: then its mean decides
 STEADY = 4  # windows; a choice that is reversed within fewer was made too soon
+LOOKS, BETWEEN_LOOKS = 3, 0.005  # seconds; further looks at the programs that run
 STORE_SHARE, MAX_STORE_BYTES = 4, 8 << 30  # a store takes at most 1 / STORE_SHARE of the free memory
 PAUSE = 0.05  # seconds without evaluations after which the load may have changed
 
@@ -210,7 +211,21 @@ def usage() -> Usage:
 
 
 def n_running_elsewhere() -> int | None:
-    """Return how many threads of other processes want a core at this moment; None if that is not known."""
+    """Return how many threads of other processes want a core now; None if that is not known.
+
+    It is the least of a few looks, because many programs run for a moment only. On an idle machine there is
+    one look, without waiting.
+    """
+    n = _n_running_elsewhere()
+    for _ in range(LOOKS):
+        if not n:
+            break
+        time.sleep(BETWEEN_LOOKS)
+        n = min(n, _n_running_elsewhere() or 0)
+    return n
+
+
+def _n_running_elsewhere() -> int | None:
     try:
         lines = Path("/proc/stat").read_text().splitlines()
         n_all = next(int(line.split()[1]) for line in lines if line.startswith("procs_running"))
